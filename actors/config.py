@@ -10,15 +10,18 @@ from wire.numbers import Count, Natural, Positive
 class SGLangConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Section [actors.sglang], for engine = "sglang".
 
-    way: with "server" each actor starts and ends its own SGLang server; with "inside" the engine runs in the actor's process; with "url" the
-    actors use servers that already run. urls: those servers or routers, one per actor; a router says itself which servers are behind it.
-    python: the interpreter that has sglang ("" is this one). arguments: arguments of sglang.launch_server or sglang.Engine
-    by their Python names ({tp_size = 2}). environment: variables of that process. gpus: the number of GPUs per actor (0: those that it finds).
-    api_key_env: the variable that holds the servers' API key; a server that an actor starts gets a key of its own. weights: how a version is
-    sent; "auto" decides by where the processes run. lora: whether an adapter is sent alone ("adapter") or the actor merges it into the base
-    weights ("merged"). pause: during an update, "retract" recomputes the keys and values of running requests with the new weights, and
-    "in_place" keeps them. start_timeout_s, update_timeout_s, request_timeout_s: limits, in seconds, on the start, one step of
-    an update, and one generation.
+    way: with "server" each actor starts and ends its own SGLang server; with "inside" the engine
+    runs in the actor's process; with "url" the actors use servers that already run. urls: those
+    servers or routers, one per actor; a router says itself which servers are behind it. python: the
+    interpreter that has sglang ("" is this one). arguments: arguments of sglang.launch_server or
+    sglang.Engine by their Python names ({tp_size = 2}). environment: variables of that process.
+    gpus: the number of GPUs per actor (0: those that it finds). api_key_env: the variable that
+    holds the servers' API key; a server that an actor starts gets a key of its own. weights: how a
+    version is sent; "auto" decides by where the processes run. lora: whether an adapter is sent
+    alone ("adapter") or the actor merges it into the base weights ("merged"). pause: during an
+    update, "retract" recomputes the keys and values of running requests with the new weights, and
+    "in_place" keeps them. start_timeout_s, update_timeout_s, request_timeout_s: limits, in seconds,
+    on the start, one step of an update, and one generation.
     """
 
     way: Literal["server", "inside", "url"] = "server"
@@ -39,10 +42,12 @@ class SGLangConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class ActorsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Section [actors].
 
-    engine: "local" is the embedded engine, "sglang" the engine for GPUs, and "module:Class" your own engine. engine_options: its options. count: the
-    number of actor processes. max_batch: samples that one actor decodes together. capacity: requests that an actor accepts at once.
-    kv_cache_gib: all keys and values of the embedded engine, of running samples and of the prefix cache. max_context: most tokens of a prompt
-    and its continuation. prefill_tokens: prompt tokens computed in one step. threads: compute threads of one actor. dtype: "auto" is model.dtype, or
+    engine: "local" is the embedded engine, "sglang" the engine for GPUs, and "module:Class" your
+    own engine. engine_options: its options. count: the number of actor processes. max_batch:
+    samples that one actor decodes together. capacity: requests that an actor accepts at once.
+    kv_cache_gib: all keys and values of the embedded engine, of running samples and of the prefix
+    cache. max_context: most tokens of a prompt and its continuation. prefill_tokens: prompt tokens
+    computed in one step. threads: compute threads of one actor. dtype: "auto" is model.dtype, or
     what the machine is faster in (bfloat16 or float32).
     """
 
@@ -60,9 +65,10 @@ class ActorsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ActorProcess(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The file of an actor process. model: a Hugging Face folder (policy version 0). place: the number of the actor in the run, from 0.
-    deterministic: answers depend on weights and requests alone (docs/reliability.md). weights_url: where versions are copied for an actor that does
-    not see the run folder (wire/storage.py)."""
+    """The file of an actor process. model: a Hugging Face folder (policy version 0). place: the
+    number of the actor in the run, from 0. deterministic: answers depend on weights and requests
+    alone (docs/reliability.md). weights_url: where versions are copied for an actor that does not
+    see the run folder (wire/storage.py)."""
 
     name: str
     run: str

@@ -23,8 +23,11 @@ from wire.service import Call, Service
 log = logging.getLogger("actors.worker")
 
 
-def service(engine: Engine, name: str, capacity: int, weights: Path | None = None, url: str = "") -> Service:
-    """Return the worker's service for an engine that was started. weights, url: where versions come to, and from, that this node does not see."""
+def service(
+    engine: Engine, name: str, capacity: int, weights: Path | None = None, url: str = ""
+) -> Service:
+    """Return the worker's service for an engine that was started. weights, url: where versions come
+    to, and from, that this node does not see."""
 
     async def generate(request: GenerateRequest, call: Call) -> GenerateResult:
         return await engine.generate(request)
@@ -34,25 +37,34 @@ def service(engine: Engine, name: str, capacity: int, weights: Path | None = Non
             path = await asyncio.to_thread(storage.fetched, request.path, url, weights)
             request = msgspec.structs.replace(request, path=path)
         loaded = await engine.load(request)
-        log.info("%s: policy version %d in force after %.2f s", name, loaded.version, loaded.seconds)
+        log.info(
+            "%s: policy version %d in force after %.2f s", name, loaded.version, loaded.seconds
+        )
         return loaded
 
     return Service(name, {"generate": generate, "load": load}, capacity, engine.stats)
 
 
 async def run(process: ActorProcess) -> None:
-    """Load the model, then serve until drained. Raises InfrastructureFault when the engine dies before."""
+    """Load the model, then serve until drained. Raises InfrastructureFault when the engine dies
+    before."""
     engine = registry.load(process)
     await engine.start()
     log.info("%s: %s served by %s", process.name, process.model, process.actors.engine)
     folder = Path(process.run)
-    endpoint, keys = (folder / "endpoint").read_text().strip(), PeerKeys.load(folder / "keys", "actor")
-    offered = service(engine, process.name, process.actors.capacity, folder / "weights", process.weights_url)
+    endpoint, keys = (
+        (folder / "endpoint").read_text().strip(),
+        PeerKeys.load(folder / "keys", "actor"),
+    )
+    offered = service(
+        engine, process.name, process.actors.capacity, folder / "weights", process.weights_url
+    )
     serving = asyncio.create_task(offered.run(endpoint, keys))
     gone = asyncio.create_task(engine.died())
     try:
         await asyncio.wait([serving, gone], return_when=asyncio.FIRST_COMPLETED)
-        if not serving.done():  # the launcher starts this actor again, and the scheduler gives it the newest weights
+        # the launcher starts this actor again, and the scheduler gives it the newest weights
+        if not serving.done():
             raise InfrastructureFault(f"{process.name}: {gone.result()}")
         await serving
     finally:

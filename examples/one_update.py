@@ -1,6 +1,8 @@
-"""The whole loop of Coppice in one process, in some seconds: ``.venv/bin/python examples/one_update.py``.
+"""The whole loop of Coppice in one process, in some seconds: ``.venv/bin/python
+examples/one_update.py``.
 
-A run uses the same classes, but engine, judge, scheduler and learner are processes that work at once.
+A run uses the same classes, but engine, judge, scheduler and learner are processes that work at
+once.
 """
 
 import asyncio
@@ -56,11 +58,17 @@ class Counting(Environment):
         return [{"role": "user", "content": str(state.last)}]
 
     def read(self, state: Number, text: str) -> Action:
-        return Action("move", text, move=(int(text),)) if text.strip().isdigit() else Action("invalid", text)
+        return (
+            Action("move", text, move=(int(text),))
+            if text.strip().isdigit()
+            else Action("invalid", text)
+        )
 
     async def step(self, state: Number, action: Action, tools: Tools) -> Transition:
         after, done = Number((state.last + 1) % 10, state.turns + 1), state.turns + 1 == STEPS
-        return Transition(after, "" if done else f" {after.last}", done, outcome=1.0 if done else None)
+        return Transition(
+            after, "" if done else f" {after.last}", done, outcome=1.0 if done else None
+        )
 
 
 class NextDigit(Judge):
@@ -69,7 +77,10 @@ class NextDigit(Judge):
     name, columns = "next_digit", ("reward",)
 
     async def score(self, turns: list[JudgedTurn]) -> list[Judgement]:
-        return [Judgement({"reward": self.one(turn.move, msgspec.convert(turn.state, Number))}) for turn in turns]
+        return [
+            Judgement({"reward": self.one(turn.move, msgspec.convert(turn.state, Number))})
+            for turn in turns
+        ]
 
     def one(self, move: list[int] | None, state: Number) -> float:
         return -1.0 if move is None else float(move[0] == (state.last + 1) % 10)
@@ -85,8 +96,15 @@ def save_model(folder: Path) -> Path:
     words.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     words.save_pretrained(folder)
     set_seed(0)
-    layer = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_hidden_layers": 1}
-    config = AutoConfig.for_model("llama", vocab_size=len(words), eos_token_id=1, pad_token_id=0, **layer)
+    layer = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 1,
+    }
+    config = AutoConfig.for_model(
+        "llama", vocab_size=len(words), eos_token_id=1, pad_token_id=0, **layer
+    )
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     return folder
 
@@ -109,15 +127,25 @@ async def main(run: Path, updates: int) -> list[float]:
     services = InProcess(engine, [NextDigit()])  # in a run: the dispatcher, with workers behind it
     await services.start()
     learning = LearnerConfig(scheme="slate", lr=1e-2, dtype="float32", lora=LoraConfig(rank=0))
-    trainer = Trainer(LearnerProcess("learner", str(run), 0, model, QUESTIONS, 1.0, learning), Ranks(60))
-    journal, inbox, groups = Journal(run / "journal.sqlite"), Inbox(QUESTIONS, {}), itertools.count()
+    trainer = Trainer(
+        LearnerProcess("learner", str(run), 0, model, QUESTIONS, 1.0, learning), Ranks(60)
+    )
+    journal, inbox, groups = (
+        Journal(run / "journal.sqlite"),
+        Inbox(QUESTIONS, {}),
+        itertools.count(),
+    )
 
     def emit(tree: Tree, turns: list[Turn]) -> None:
         """Pass the judged candidates of one step to the learner, with the nodes of their paths."""
         tree.groups.append(next(groups))
         journal.save_group(tree, tree.groups[-1], turns)
         path = {node.id: node for turn in turns for node in tree.path(tree.nodes[turn.node])}
-        inbox.add(TrainGroup(tree.groups[-1], tree.id, [node.travels({}) for node in path.values()], turns))
+        inbox.add(
+            TrainGroup(
+                tree.groups[-1], tree.id, [node.travels({}) for node in path.values()], turns
+            )
+        )
 
     settings = SchedulerConfig(judge="next_digit", max_action_tokens=1, budget=STEPS)
     shop = Shop(services, journal, Text(model), Counting(), settings, Counter(), emit)  # pyright: ignore[reportArgumentType]
@@ -140,7 +168,9 @@ async def main(run: Path, updates: int) -> list[float]:
         # 4. The engine loads the weights of the new version and proves that they arrived.
         new = publish(trainer.policy, trainer.version, run, keep=1)
         await engine.load(LoadRequest(new.version, new.path, new.digest))
-        print(f"version {new.version:2}: mean reward {rewards[-1]:+.2f}, advantages up to {abs(advantages).max():.2f}")
+        print(
+            f"version {new.version:2}: mean reward {rewards[-1]:+.2f}, advantages up to {abs(advantages).max():.2f}"
+        )
     await services.close()
     return rewards
 

@@ -1,4 +1,5 @@
-"""A search agent written with openai-agents, which knows nothing of Coppice. configs/agent-tiny.toml trains it."""
+"""A search agent written with openai-agents, which knows nothing of Coppice.
+configs/agent-tiny.toml trains it."""
 
 import json
 import os
@@ -19,10 +20,13 @@ def search(query: str) -> str:
     )
     (passages,) = json.load(urllib.request.urlopen(asked))["result"]
     rows = [passage["contents"].split("\n", 1) for passage in passages]
-    return "\n".join(f"Doc {i}(Title: {title[1:-1]}) {text}" for i, (title, text) in enumerate(rows, 1))
+    return "\n".join(
+        f"Doc {i}(Title: {title[1:-1]}) {text}" for i, (title, text) in enumerate(rows, 1)
+    )
 
 
 async def run(task: dict) -> None:
-    """Answer the question of a task. The judge of the run compares the last reply with the right answers."""
+    """Answer the question of a task. The judge of the run compares the last reply with the right
+    answers."""
     agent = Agent("searcher", instructions="Answer the question.", model="policy", tools=[search])
     await Runner.run(agent, task["question"], max_turns=4)

@@ -8,7 +8,9 @@ from urllib.request import Request, urlopen
 def ask(messages: list) -> dict:
     headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
     body = json.dumps({"model": "policy", "messages": messages}).encode()
-    with urlopen(Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, headers)) as answer:
+    with urlopen(
+        Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, headers)
+    ) as answer:
         return json.load(answer)["choices"][0]["message"]
 
 

@@ -1,6 +1,8 @@
-"""A taskset of verifiers 0.4 without files and without a download: sums, and a second chance for a wrong one.
+"""A taskset of verifiers 0.4 without files and without a download: sums, and a second chance for a
+wrong one.
 
-verifiers' own harnesses start a program with uv; the one here talks to the model in the process that plays the episode.
+verifiers' own harnesses start a program with uv; the one here talks to the model in the process
+that plays the episode.
 """
 
 import itertools
@@ -32,7 +34,9 @@ class Sums(vf.Taskset[SumTask]):
 
     def load(self) -> Iterator[SumTask]:
         for i in itertools.count():
-            data = Sum(prompt=f"What is {i} + {i + 1}? Reply with the number alone.", total=2 * i + 1)
+            data = Sum(
+                prompt=f"What is {i} + {i + 1}? Reply with the number alone.", total=2 * i + 1
+            )
             yield SumTask(data, self.config.task)
 
 
@@ -50,7 +54,10 @@ class Chat(vf.Harness[vf.HarnessConfig]):
             reply = answer.choices[0].message.content or ""
             if reply.strip() == str(data.total):
                 break
-            messages += [{"role": "assistant", "content": reply}, {"role": "user", "content": "That is wrong."}]
+            messages += [
+                {"role": "assistant", "content": reply},
+                {"role": "user", "content": "That is wrong."},
+            ]
         return vf.ProgramResult(0, "", "")
 
 

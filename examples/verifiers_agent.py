@@ -1,19 +1,24 @@
-"""Trains a policy in the environments of verifiers 0.4: copy this file. It plays one episode of a verifiers environment, whose model is the policy.
+"""Trains a policy in the environments of verifiers 0.4: copy this file. It plays one episode of a
+verifiers environment, whose model is the policy.
 
 Install verifiers and the tasksets in a Python of their own, and name it in the run's configuration:
 
     data.environment = "agent"
     data.options.run = "/path/of/that/python -m examples.verifiers_agent"
 
-The id of a task is TASKSET/INDEX, such as gsm8k-v1/17: a line {"id": "gsm8k-v1/17", "question": ""} of a task file. Modules beside this
-file are found as tasksets and harnesses too: verifiers_adding.py is a taskset, and "--harness verifiers_chat" talks in this process, where verifiers' own
-harnesses start a program with uv.
+The id of a task is TASKSET/INDEX, such as gsm8k-v1/17: a line {"id": "gsm8k-v1/17", "question": ""}
+of a task file. Modules beside this file are found as tasksets and harnesses too:
+verifiers_adding.py is a taskset, and "--harness verifiers_chat" talks in this process, where
+verifiers' own harnesses start a program with uv.
 
-An environment with several roles (a game, a judge) needs to know which one learns, because an episode has one reward, and where the others ask:
+An environment with several roles (a game, a judge) needs to know which one learns, because an
+episode has one reward, and where the others ask:
 
-    data.options.run = "/path/of/that/python -m examples.verifiers_agent --learns player0 --others http://127.0.0.1:8000/v1 start"
+    data.options.run = "/path/of/that/python -m examples.verifiers_agent --learns player0 --others
+    http://127.0.0.1:8000/v1 start"
 
-"--learns a,b" has both roles ask the policy. All their replies are trained with the reward of the first, which is wrong where they play against each other.
+"--learns a,b" has both roles ask the policy. All their replies are trained with the reward of the
+first, which is wrong where they play against each other.
 """
 
 import argparse
@@ -34,12 +39,13 @@ from verifiers.v1.utils.loaders import (  # pyright: ignore[reportMissingImports
 
 sys.path.append(str(Path(__file__).parent))
 OTHERS_KEY = "COPPICE_OTHERS_KEY"
-"""Variable with the key of the endpoint of the other roles. A run's agents do not get variables that end in _API_KEY."""
+"""Variable with the key of the endpoint of the other roles. A run's agents do not get variables
+that end in _API_KEY."""
 
 
 def configured(taskset: str, options: argparse.Namespace) -> tuple[Any, list[str]]:
-    """Return the configuration of an environment whose roles run on this machine, and the roles that learn. Raises SystemExit, which says what is
-    missing."""
+    """Return the configuration of an environment whose roles run on this machine, and the roles
+    that learn. Raises SystemExit, which says what is missing."""
     roles = list(agent_config_fields(resolve_env_config({"taskset": {"id": taskset}})))
     learns = options.learns.split(",") if options.learns else roles
     if (len(learns) > 1 and not options.learns) or not set(learns) <= set(roles):
@@ -57,23 +63,37 @@ def configured(taskset: str, options: argparse.Namespace) -> tuple[Any, list[str
     if options.others:
         os.environ.setdefault(OTHERS_KEY, "none")
         url, model = options.others
-        other = {"model": model, "client": {"type": "eval", "base_url": url, "api_key_var": OTHERS_KEY}}
+        other = {
+            "model": model,
+            "client": {"type": "eval", "base_url": url, "api_key_var": OTHERS_KEY},
+        }
     agents = {name: role if name in learns else role | other for name in roles}
     return resolve_env_config({**agents, "taskset": {"id": taskset}}), learns
 
 
 async def run(task: dict[str, Any], options: argparse.Namespace) -> float:
-    """Play the episode of a task and return its reward. Raises RuntimeError if verifiers could not play it, which ends the episode as crashed."""
+    """Play the episode of a task and return its reward. Raises RuntimeError if verifiers could not
+    play it, which ends the episode as crashed."""
     taskset, _, index = task["id"].rpartition("/")
     config, learns = configured(taskset, options)
     environment = load_environment(config)
     (chosen,) = environment.taskset.skip(int(index)).take(1)
-    gateway = vf.EvalClientConfig(base_url=os.environ["OPENAI_BASE_URL"], api_key_var="OPENAI_API_KEY")
+    gateway = vf.EvalClientConfig(
+        base_url=os.environ["OPENAI_BASE_URL"], api_key_var="OPENAI_API_KEY"
+    )
     async with environment.serving():
-        episode = await environment.run_episode(chosen, vf.ModelContext(model="policy", client=gateway))
+        episode = await environment.run_episode(
+            chosen, vf.ModelContext(model="policy", client=gateway)
+        )
     if not episode.ok:
-        raise RuntimeError([*episode.errors, *(error for trace in episode.traces for error in trace.errors)])
-    (trace,) = [trace for trace in episode.traces if len(episode.traces) == 1 or trace.agent.name == learns[0]]
+        raise RuntimeError(
+            [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
+        )
+    (trace,) = [
+        trace
+        for trace in episode.traces
+        if len(episode.traces) == 1 or trace.agent.name == learns[0]
+    ]
     return trace.reward
 
 
@@ -93,7 +113,10 @@ def parser() -> argparse.ArgumentParser:
         help=f"OpenAI-compatible endpoint of the other roles; its key is in {OTHERS_KEY}",
     )
     parser.add_argument(
-        "--harness", default="", metavar="ID", help="harness of all roles, instead of those that the environment names"
+        "--harness",
+        default="",
+        metavar="ID",
+        help="harness of all roles, instead of those that the environment names",
     )
     return parser
 
@@ -104,7 +127,9 @@ def main() -> None:
     reward = asyncio.run(run(json.load(sys.stdin), options))
     headers = {"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}"}
     body = json.dumps({"reward": reward}).encode()
-    urllib.request.urlopen(urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/episode/reward", body, headers))
+    urllib.request.urlopen(
+        urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/episode/reward", body, headers)
+    )
 
 
 if __name__ == "__main__":

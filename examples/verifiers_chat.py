@@ -1,6 +1,8 @@
-"""A harness of verifiers 0.4 that talks to the model in the process that plays the episode: it needs no uv, no container and no other program.
+"""A harness of verifiers 0.4 that talks to the model in the process that plays the episode: it
+needs no uv, no container and no other program.
 
-It keeps a system prompt, goes on with a conversation that somebody else speaks in too (a game with several roles), and calls the tools of MCP servers.
+It keeps a system prompt, goes on with a conversation that somebody else speaks in too (a game with
+several roles), and calls the tools of MCP servers.
 """
 
 import contextlib
@@ -24,11 +26,18 @@ class Chat(vf.Harness[vf.HarnessConfig]):
 
     async def launch(self, ctx: Any, trace: Any, runtime: Any, endpoint: str, secret: str, mcp_urls: Any, data: Any, **more: Any) -> Any:  # fmt: skip
         system, prompt = self.resolve_prompt(data)
-        asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else map(message_to_wire, prompt or [])
+        asked = (
+            [{"role": "user", "content": prompt}]
+            if isinstance(prompt, str)
+            else map(message_to_wire, prompt or [])
+        )
         messages: list[Any] = [*([{"role": "system", "content": system}] if system else []), *asked]
         client = openai.AsyncOpenAI(base_url=endpoint, api_key=secret)
         async with contextlib.AsyncExitStack() as stack:
-            servers = {name: await stack.enter_async_context(mcp.Client(url)) for name, url in mcp_urls.items()}
+            servers = {
+                name: await stack.enter_async_context(mcp.Client(url))
+                for name, url in mcp_urls.items()
+            }
             places = {
                 f"{name}_{tool.name}": (server, tool)
                 for name, server in servers.items()

@@ -1,4 +1,5 @@
-"""The judge plug-in: a class with one coroutine. A score that is NaN or infinite is invalid; it is counted and reported as invalid."""
+"""The judge plug-in: a class with one coroutine. A score that is NaN or infinite is invalid; it is
+counted and reported as invalid."""
 
 import math
 import reprlib
@@ -10,10 +11,12 @@ from wire.messages import JudgedTurn, Judgement
 
 
 class Judge:
-    """Subclass this, set ``name`` and ``columns``, and write ``score``. ``tools/serve my_module:MyJudge --run RUN`` plugs your judge in.
+    """Subclass this, set ``name`` and ``columns``, and write ``score``. ``tools/serve
+    my_module:MyJudge --run RUN`` plugs your judge in.
 
-    A judge is started once, scores until the worker is drained, and is closed. columns: the names of its scores. environments: the names of
-    the environments that it can judge, () for any. concurrency: requests in progress at once. batch: most turns in one ``score`` call."""
+    A judge is started once, scores until the worker is drained, and is closed. columns: the names
+    of its scores. environments: the names of the environments that it can judge, () for any.
+    concurrency: requests in progress at once. batch: most turns in one ``score`` call."""
 
     name: str = ""
     columns: Sequence[str] = ()
@@ -25,7 +28,8 @@ class Judge:
         """Acquire what scoring needs. Called once, before the first request."""
 
     async def score(self, turns: list[JudgedTurn]) -> list[Judgement]:
-        """Return one judgement per turn, in order. A column may be absent if it does not apply to the turn (a query score of an answer)."""
+        """Return one judgement per turn, in order. A column may be absent if it does not apply to
+        the turn (a query score of an answer)."""
         raise NotImplementedError(f"{type(self).__name__} does not implement score")
 
     async def close(self) -> None:
@@ -33,7 +37,8 @@ class Judge:
 
 
 class RuleJudge(Judge):
-    """A judge that scores each turn by itself without waiting for anything: subclass this and write ``judge``."""
+    """A judge that scores each turn by itself without waiting for anything: subclass this and write
+    ``judge``."""
 
     concurrency = 256
     batch = 256
@@ -47,16 +52,20 @@ class RuleJudge(Judge):
 
 
 def checked(judge: Judge, turns: list[JudgedTurn], returned: Any) -> tuple[list[Judgement], int]:
-    """Return what ``judge.score`` returned for ``turns``, with unusable scores moved to ``invalid``, and the number of unusable scores.
+    """Return what ``judge.score`` returned for ``turns``, with unusable scores moved to
+    ``invalid``, and the number of unusable scores.
 
-    Raises InfrastructureFault unless the judge returned a list with one Judgement per turn, declared columns and numbers.
+    Raises InfrastructureFault unless the judge returned a list with one Judgement per turn,
+    declared columns and numbers.
     """
     if not isinstance(returned, list | tuple):
         raise InfrastructureFault(
             f"judge {judge.name} returned {_short(returned)}; expected a list of Judgement, one per turn"
         )
     if len(returned) != len(turns):
-        raise InfrastructureFault(f"judge {judge.name} returned {len(returned)} judgements for {len(turns)} turns")
+        raise InfrastructureFault(
+            f"judge {judge.name} returned {len(returned)} judgements for {len(turns)} turns"
+        )
     judgements, bad = [], 0
     for judgement in returned:
         if not isinstance(judgement, Judgement):
@@ -68,7 +77,9 @@ def checked(judge: Judge, turns: list[JudgedTurn], returned: Any) -> tuple[list[
             raise InfrastructureFault(
                 f"judge {judge.name} returned columns {sorted(unknown)}; it declares {list(judge.columns)}"
             )
-        numbers = {column: _number(judge, column, value) for column, value in judgement.scores.items()}
+        numbers = {
+            column: _number(judge, column, value) for column, value in judgement.scores.items()
+        }
         scores = {column: value for column, value in numbers.items() if math.isfinite(value)}
         invalid = sorted({*judgement.invalid, *(set(numbers) - set(scores))})
         bad += len(invalid)
@@ -82,7 +93,8 @@ def _number(judge: Judge, column: str, value: Any) -> float:
     try:
         if not isinstance(value, str | bytes):
             return float(value)
-    except (TypeError, ValueError, OverflowError, RuntimeError):  # a tensor of several values raises RuntimeError
+    # a tensor of several values raises RuntimeError
+    except (TypeError, ValueError, OverflowError, RuntimeError):
         pass
     raise InfrastructureFault(
         f"judge {judge.name} returned {_short(value)} in column {column!r}; expected a number, or the column in Judgement.invalid"

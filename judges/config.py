@@ -11,10 +11,13 @@ SERVED = "served"
 
 
 class JudgeModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Section [judges.model]: a model that the run serves to its own judges, over the OpenAI protocol on the loopback.
+    """Section [judges.model]: a model that the run serves to its own judges, over the OpenAI
+    protocol on the loopback.
 
-    name: a name as in [model], or "policy" for a frozen copy of the policy with which the run starts. threads: compute threads. max_context: tokens of prompt and reply. max_batch: replies generated together.
-    kv_cache_gib: memory of keys and values, running and cached. wait_s: seconds that judges wait at the start until the model answers.
+    name: a name as in [model], or "policy" for a frozen copy of the policy with which the run
+    starts. threads: compute threads. max_context: tokens of prompt and reply. max_batch: replies
+    generated together. kv_cache_gib: memory of keys and values, running and cached. wait_s: seconds
+    that judges wait at the start until the model answers.
     """
 
     name: str = "smollm2-135m"
@@ -26,11 +29,14 @@ class JudgeModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class JudgesConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Section [judges]. use: constructor options by built-in name or "module:Class". One process serves judges and speakers, another the
-    built-in opponents. outside: names of judges, opponents and speakers that the run needs and ``tools/serve ... --run RUN`` serves. model: the model that an
-    endpoint with the url "served" asks; it has a process of its own."""
+    """Section [judges]. use: constructor options by built-in name or "module:Class". One process
+    serves judges and speakers, another the built-in opponents. outside: names of judges, opponents
+    and speakers that the run needs and ``tools/serve ... --run RUN`` serves. model: the model that
+    an endpoint with the url "served" asks; it has a process of its own."""
 
-    use: dict[str, dict[str, Any]] = msgspec.field(default_factory=lambda: {"slate_rules": {}, "exact_match": {}})
+    use: dict[str, dict[str, Any]] = msgspec.field(
+        default_factory=lambda: {"slate_rules": {}, "exact_match": {}}
+    )
     outside: list[str] = []
     model: JudgeModelConfig | None = None
 
@@ -42,9 +48,11 @@ def uses_served_model(options: dict[str, Any]) -> bool:
 
 
 def with_served_model(options: dict[str, Any], url: str, model: JudgeModelConfig) -> dict[str, Any]:
-    """Return a judge's options with the address of the run's own model instead of "served", and with defaults that suit that model.
+    """Return a judge's options with the address of the run's own model instead of "served", and
+    with defaults that suit that model.
 
-    Raises ValueError when the endpoint names another model, or when its replies may be longer than the model's context.
+    Raises ValueError when the endpoint names another model, or when its replies may be longer than
+    the model's context.
     """
     if not uses_served_model(options):
         return options
@@ -70,12 +78,14 @@ def with_served_model(options: dict[str, Any], url: str, model: JudgeModelConfig
 
 
 class RetrieverConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Section [retriever]. backend: an index folder, or the URL of a Search-R1 server (several with commas between them are a fleet); "" builds
-    an index of data.corpus.
+    """Section [retriever]. backend: an index folder, or the URL of a Search-R1 server (several with
+    commas between them are a fleet); "" builds an index of data.corpus.
 
-    encoder: the model of the embeddings: "minilm", a Hugging Face folder or a hub id (judges/retriever/encoder.py). threads: compute threads.
-    search: FAISS's search parameters for an index folder, such as "nprobe=64"; "" for those of the index. batch: queries that wait are joined
-    into searches of at most so many. cache: hot queries whose passages are kept (docs/retrieval.md).
+    encoder: the model of the embeddings: "minilm", a Hugging Face folder or a hub id
+    (judges/retriever/encoder.py). threads: compute threads. search: FAISS's search parameters for
+    an index folder, such as "nprobe=64"; "" for those of the index. batch: queries that wait are
+    joined into searches of at most so many. cache: hot queries whose passages are kept
+    (docs/retrieval.md).
     """
 
     backend: str = ""

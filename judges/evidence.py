@@ -1,11 +1,14 @@
-"""The knowledge of the rule judges about supporting passages, each a text "Title\\nField: value", and about what a search showed."""
+"""The knowledge of the rule judges about supporting passages, each a text "Title\\nField: value",
+and about what a search showed."""
 
 import re
 
 from judges.exact_match import normalize
 
 _FUNCTION_WORDS = frozenset(
-    ("of in is was and to what which who whose by for on it its with at from that this s name country").split()  # noqa: SIM905
+    (  # noqa: SIM905
+        "of in is was and to what which who whose by for on it its with at from that this s name country"
+    ).split()
 )
 _HALF = 0.5
 _INFORMATION = re.compile(r"</?information>")
@@ -32,15 +35,22 @@ def shown(evidence: str, observations: list[str]) -> bool:
 
 
 def finds(query: str, evidence: str, question: str) -> float:
-    """Return +1 if the query would find the passage, 0 if it names only a part of what finds it, and -1 if it names nothing of it.
+    """Return +1 if the query would find the passage, 0 if it names only a part of what finds it,
+    and -1 if it names nothing of it.
 
-    A query finds the passage if it names every word of the field, together with the title or the value, and has no content word that
-    neither the question nor the passage has. One word of the field is not enough: "Estonia main religion" does not find the main export
-    partner of Estonia. A foreign word names something else: "Estonia main export partner" does not ask for the main export of Estonia.
+    A query finds the passage if it names every word of the field, together with the title or the
+    value, and has no content word that neither the question nor the passage has. One word of the
+    field is not enough: "Estonia main religion" does not find the main export partner of Estonia. A
+    foreign word names something else: "Estonia main export partner" does not ask for the main
+    export of Estonia.
     """
-    title, field, value = (content_words(part) or set(normalize(part).split()) for part in parts(evidence))
-    asked = set(normalize(query).split())  # with function words, because ".at" may be all that a value has
-    own = value - field or value  # "national holiday" does not name the value of "National holiday: National Day"
+    title, field, value = (
+        content_words(part) or set(normalize(part).split()) for part in parts(evidence)
+    )
+    # with function words, because ".at" may be all that a value has
+    asked = set(normalize(query).split())
+    # "national holiday" does not name the value of "National holiday: National Day"
+    own = value - field or value
     names_field = bool(field) and field <= asked
     names_title = bool(title) and title <= asked
     names_value = bool(own) and len(own & asked) >= _HALF * len(own)
@@ -51,12 +61,14 @@ def finds(query: str, evidence: str, question: str) -> float:
 
 
 def passages(observation: str) -> list[str]:
-    """Return the passages of an information block, "(Title: T) text" each. A notice or an empty result has none."""
+    """Return the passages of an information block, "(Title: T) text" each. A notice or an empty
+    result has none."""
     return [text.strip() for text in _DOCUMENT.split(_INFORMATION.sub("", observation))[1:]]
 
 
 def said(observation: str) -> str:
-    """Return an information block without its tags and numbers, which would otherwise join the words beside them."""
+    """Return an information block without its tags and numbers, which would otherwise join the
+    words beside them."""
     return _FRAME.sub(" ", observation)
 
 

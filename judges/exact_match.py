@@ -10,12 +10,14 @@ from wire.messages import JudgedTurn, Judgement
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
-"""A block begins at the last opening tag before its closing tag, so a tag left open or only mentioned does not join later answers."""
+"""A block begins at the last opening tag before its closing tag, so a tag left open or only
+mentioned does not join later answers."""
 _ANSWER_AS_PUBLISHED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 def normalize(text: str) -> str:
-    """Convert to lower case, delete ASCII punctuation, delete articles and collapse spaces, in this order."""
+    """Convert to lower case, delete ASCII punctuation, delete articles and collapse spaces, in this
+    order."""
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
 
 
@@ -26,7 +28,10 @@ def exact_match(prediction: str, golds: list[str]) -> float:
 
 def f1(prediction: str, golds: list[str]) -> float:
     """Return the best token F1 of the normalised prediction against the golds, in [0, 1]."""
-    return max((_token_f1(normalize(prediction).split(), normalize(gold).split()) for gold in golds), default=0.0)
+    return max(
+        (_token_f1(normalize(prediction).split(), normalize(gold).split()) for gold in golds),
+        default=0.0,
+    )
 
 
 def _token_f1(prediction: list[str], gold: list[str]) -> float:
@@ -40,21 +45,25 @@ def _token_f1(prediction: list[str], gold: list[str]) -> float:
 def extract_answer(text: str, least_blocks: int = 1) -> str | None:
     """Return the text of the last complete answer block, or None.
 
-    least_blocks=2 is the scorer of Search-R1 and PPR. It reads prompt + response, and the prompt has an example block. As published, its
-    blocks begin at the first opening tag.
+    least_blocks=2 is the scorer of Search-R1 and PPR. It reads prompt + response, and the prompt
+    has an example block. As published, its blocks begin at the first opening tag.
     """
     blocks = (_ANSWER if least_blocks == 1 else _ANSWER_AS_PUBLISHED).findall(text)
     return blocks[-1].strip() if len(blocks) >= least_blocks else None
 
 
 class ExactMatch(RuleJudge):
-    """Scores the answer of a turn. Columns: outcome (exact match) and f1. A turn without an answer scores 0 (methods.md 1.7)."""
+    """Scores the answer of a turn. Columns: outcome (exact match) and f1. A turn without an answer
+    scores 0 (methods.md 1.7)."""
 
     name = "exact_match"
     columns = ("outcome", "f1")
 
     def judge(self, turn: JudgedTurn) -> Judgement:
-        # None means no answer block and "" an empty block. Only "" can equal a gold that consists of articles and punctuation.
+        # None means no answer block and "" an empty block. Only "" can equal a gold that consists
+        # of articles and punctuation.
         if turn.answer is None:
             return Judgement(dict.fromkeys(self.columns, 0.0))
-        return Judgement({"outcome": exact_match(turn.answer, turn.golds), "f1": f1(turn.answer, turn.golds)})
+        return Judgement(
+            {"outcome": exact_match(turn.answer, turn.golds), "f1": f1(turn.answer, turn.golds)}
+        )

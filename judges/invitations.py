@@ -1,6 +1,8 @@
-"""tools/serve --invite and --revoke: what a judge on another machine needs to reach this run, and no more.
+"""tools/serve --invite and --revoke: what a judge on another machine needs to reach this run, and
+no more.
 
-They belong to tools/serve because it stands at both ends: the owner of the run invites with it and the guest serves with it.
+They belong to tools/serve because it stands at both ends: the owner of the run invites with it and
+the guest serves with it.
 """
 
 import argparse
@@ -19,13 +21,22 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of invitations to those of tools/serve."""
     group = parser.add_argument_group("invitations (with --run)")
     group.add_argument(
-        "--invite", metavar="SERVICE", help="print an invitation to offer judge.NAME, player.NAME or speaker.NAME"
+        "--invite",
+        metavar="SERVICE",
+        help="print an invitation to offer judge.NAME, player.NAME or speaker.NAME",
     )
     group.add_argument(
-        "--to", type=Path, metavar="FILE", help="write the invitation to this file, which only you can read"
+        "--to",
+        type=Path,
+        metavar="FILE",
+        help="write the invitation to this file, which only you can read",
     )
-    group.add_argument("--host", default="", help="the name or address by which the guest reaches this machine")
-    group.add_argument("--revoke", metavar="KEY", help="take an invitation back, by the name that --invite told")
+    group.add_argument(
+        "--host", default="", help="the name or address by which the guest reaches this machine"
+    )
+    group.add_argument(
+        "--revoke", metavar="KEY", help="take an invitation back, by the name that --invite told"
+    )
 
 
 def run(asked: argparse.Namespace) -> int:
@@ -33,7 +44,10 @@ def run(asked: argparse.Namespace) -> int:
     if asked.run is None:
         raise ValueError("--invite and --revoke need --run: only the owner of a run invites to it")
     try:
-        keys, endpoint = RunKeys.load(asked.run / "keys"), (asked.run / "endpoint").read_text().strip()
+        keys, endpoint = (
+            RunKeys.load(asked.run / "keys"),
+            (asked.run / "endpoint").read_text().strip(),
+        )
     except (FileNotFoundError, NotADirectoryError) as error:
         raise FileNotFoundError(
             f"{asked.run} is not a started run ({error}): start it with tools/launch first"
@@ -66,7 +80,8 @@ def run(asked: argparse.Namespace) -> int:
 
 
 def reachable(endpoint: str, host: str) -> str:
-    """Return the endpoint as the guest names it. Raises ValueError when the run listens on every address and ``host`` is "".
+    """Return the endpoint as the guest names it. Raises ValueError when the run listens on every
+    address and ``host`` is "".
 
     >>> reachable("tcp://0.0.0.0:5555", "gpu-1")
     'tcp://gpu-1:5555'

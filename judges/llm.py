@@ -1,4 +1,5 @@
-"""A client of the OpenAI-compatible chat protocol, for any server that speaks it. ``wire.http`` does the retries and counts."""
+"""A client of the OpenAI-compatible chat protocol, for any server that speaks it. ``wire.http``
+does the retries and counts."""
 
 import asyncio
 import time
@@ -15,16 +16,19 @@ _MODELS = "/models"
 _LOOK_S = 0.5
 """Seconds between two checks whether the server answers, and the limit of one check."""
 PATIENCE_S = 110.0
-"""The default limit of one reply. It is shorter than the scheduler's default deadline of a judgement."""
+"""The default limit of one reply. It is shorter than the scheduler's default deadline of a
+judgement."""
 
 
 class ChatEndpoint(Reached, frozen=True, forbid_unknown_fields=True):
     """An endpoint and its settings, see ``wire.http.Reached``.
 
-    patience_s: limit of all attempts for one reply, including the wait for a free place. It must be less than
-    scheduler.judge_deadline_s, so that a missing reply becomes an invalid judgement and not a failed call. constrain: the request field that
-    makes the server keep a reply to the judge's form: "sglang" (also for tools/serve-model), "vllm", or "" for a server that cannot.
-    wait_s: seconds to wait at the start until a server has loaded its model (it then answers /models); 0 does not check.
+    patience_s: limit of all attempts for one reply, including the wait for a free place. It must be
+    less than scheduler.judge_deadline_s, so that a missing reply becomes an invalid judgement and
+    not a failed call. constrain: the request field that makes the server keep a reply to the
+    judge's form: "sglang" (also for tools/serve-model), "vllm", or "" for a server that cannot.
+    wait_s: seconds to wait at the start until a server has loaded its model (it then answers
+    /models); 0 does not check.
     """
 
     timeout_s: float = 120.0
@@ -39,7 +43,8 @@ class ChatEndpoint(Reached, frozen=True, forbid_unknown_fields=True):
 
 
 class ChatClient:
-    """Asks one endpoint: ``start``, any number of questions, ``close``. ``counts`` holds requests, retries and failures."""
+    """Asks one endpoint: ``start``, any number of questions, ``close``. ``counts`` holds requests,
+    retries and failures."""
 
     def __init__(self, endpoint: ChatEndpoint):
         self.endpoint = endpoint
@@ -52,7 +57,8 @@ class ChatClient:
     async def start(self) -> None:
         """Open the connection pool and, with ``wait_s``, wait for the server.
 
-        Raises ValueError, which names the variable, when the API key is not set, and InfrastructureFault when the server does not answer.
+        Raises ValueError, which names the variable, when the API key is not set, and
+        InfrastructureFault when the server does not answer.
         """
         await self.http.start()
         if self.endpoint.wait_s:
@@ -65,9 +71,12 @@ class ChatClient:
             try:
                 await self.http.get(_MODELS, timeout_s=_LOOK_S, attempts=1)
                 return
-            except NoAnswer as fault:  # any other fault is an answer (such as a wrong key) and ends the wait
+            # any other fault is an answer (such as a wrong key) and ends the wait
+            except NoAnswer as fault:
                 if time.monotonic() + _LOOK_S > end:
-                    raise InfrastructureFault(f"no server after {seconds:g} s (wait_s): {fault}") from None
+                    raise InfrastructureFault(
+                        f"no server after {seconds:g} s (wait_s): {fault}"
+                    ) from None
             await asyncio.sleep(_LOOK_S)
 
     async def close(self) -> None:
@@ -78,13 +87,17 @@ class ChatClient:
         """Return the reply to one user message, which follows the system message if there is one.
 
         form: a regular expression for the whole reply, used if the endpoint can constrain replies.
-        Raises InfrastructureFault after the last attempt, and DataFault when the endpoint refuses the request. Both name the cause.
+        Raises InfrastructureFault after the last attempt, and DataFault when the endpoint refuses
+        the request. Both name the cause.
         """
         messages = [{"role": "system", "content": system}] if system else []
-        return await self.chat([*messages, {"role": "user", "content": prompt}], self._constraint(form))
+        return await self.chat(
+            [*messages, {"role": "user", "content": prompt}], self._constraint(form)
+        )
 
     async def chat(self, messages: list[dict[str, str]], fields: dict[str, Any]) -> str:
-        """Return the reply to chat messages. fields: of the request; those of the endpoint's own ``fields`` come after them. Raises as ``ask``."""
+        """Return the reply to chat messages. fields: of the request; those of the endpoint's own
+        ``fields`` come after them. Raises as ``ask``."""
         request = {
             "model": self.endpoint.model,
             "messages": messages,
@@ -105,8 +118,11 @@ class ChatClient:
             ) from None
         return content
 
-    async def reply_or_failure(self, prompt: str, form: str = "", *, system: str = "") -> tuple[str, str]:
-        """Return the reply of ``ask`` and "", or "" and the reason why no reply came within ``endpoint.patience_s``."""
+    async def reply_or_failure(
+        self, prompt: str, form: str = "", *, system: str = ""
+    ) -> tuple[str, str]:
+        """Return the reply of ``ask`` and "", or "" and the reason why no reply came within
+        ``endpoint.patience_s``."""
         patience = self.endpoint.patience_s
         try:
             async with asyncio.timeout(patience):
@@ -120,13 +136,19 @@ class ChatClient:
     def _constraint(self, form: str) -> dict[str, Any]:
         if not form or not self.endpoint.constrain:
             return {}
-        return {"regex": form} if self.endpoint.constrain == "sglang" else {"structured_outputs": {"regex": form}}
+        return (
+            {"regex": form}
+            if self.endpoint.constrain == "sglang"
+            else {"structured_outputs": {"regex": form}}
+        )
 
 
 class ChatJudge(Judge):
-    """A judge that asks a language model about each turn: subclass this and write ``judge``, which counts "judged", "failed" and "unparsed".
+    """A judge that asks a language model about each turn: subclass this and write ``judge``, which
+    counts "judged", "failed" and "unparsed".
 
-    form: gives the regular expression to which ``endpoint.constrain`` keeps a reply of so many tokens.
+    form: gives the regular expression to which ``endpoint.constrain`` keeps a reply of so many
+    tokens.
     """
 
     concurrency = 64
@@ -151,7 +173,10 @@ class ChatJudge(Judge):
         raise NotImplementedError(f"{type(self).__name__} does not implement judge")
 
     def stats(self) -> dict[str, float]:
-        """Return counters for the heartbeat: judged replies, unreadable replies, missing replies, and the valid share."""
+        """Return counters for the heartbeat: judged replies, unreadable replies, missing replies,
+        and the valid share."""
         judged, bad = self.counts["judged"], self.counts["failed"] + self.counts["unparsed"]
         rate = 1.0 - bad / judged if judged else 1.0
-        return {name: self.counts[name] for name in ("judged", "unparsed", "failed")} | {"judge_valid_rate": rate}
+        return {name: self.counts[name] for name in ("judged", "unparsed", "failed")} | {
+            "judge_valid_rate": rate
+        }

@@ -13,7 +13,8 @@ class Player:
         """Acquire what playing needs. Called once, before the first request."""
 
     async def play(self, state: Any, seed: int) -> tuple[int, ...]:
-        """Return a legal move in ``state`` (the environment's state as plain values). ``seed`` decides all randomness."""
+        """Return a legal move in ``state`` (the environment's state as plain values). ``seed``
+        decides all randomness."""
         raise NotImplementedError(f"{type(self).__name__} does not implement play")
 
     async def close(self) -> None:

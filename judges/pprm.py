@@ -1,10 +1,13 @@
-"""PPR's process reward model: a language model that grades one turn by principles it weighs itself (methods.md 2.2).
+"""PPR's process reward model: a language model that grades one turn by principles it weighs itself
+(methods.md 2.2).
 
-The model's reply has two lines, "Analysis: .." and "Scores: <final_score>S,M</final_score>", and the turn's score is S/M. The reply is invalid
-unless its last score block has two whole numbers with 0 <= S <= M and M > 0. The scheme decides what an invalid score becomes.
+The model's reply has two lines, "Analysis: .." and "Scores: <final_score>S,M</final_score>", and
+the turn's score is S/M. The reply is invalid unless its last score block has two whole numbers with
+0 <= S <= M and M > 0. The scheme decides what an invalid score becomes.
 
-A prompt consists of the rules, the question and the earlier turns, and then the turn with the result of its search. A server that caches
-prefixes therefore computes the rules once per run and each turn's text once per trajectory.
+A prompt consists of the rules, the question and the earlier turns, and then the turn with the
+result of its search. A server that caches prefixes therefore computes the rules once per run and
+each turn's text once per trajectory.
 """
 
 import re
@@ -18,17 +21,20 @@ _SCORE = re.compile(r"<final_score>((?:(?!<final_score>).)*?)</final_score>", re
 _PAIR = re.compile(r"\s*([0-9]{1,9})\s*,\s*([0-9]{1,9})\s*")
 _PLACEHOLDERS = ("{query_str}", "{solution_str}")
 _FINDINGS = r"[ -;=-~]"
-"""A character of a constrained analysis: ASCII, so that it takes at most one token, but neither "<" nor a line feed."""
+"""A character of a constrained analysis: ASCII, so that it takes at most one token, but neither "<"
+nor a line feed."""
 _AROUND = len("Analysis: \nScores: <final_score>9,9</final_score>") + 1
 """The most tokens of a constrained reply besides its analysis, including the end token."""
 _FEWEST, _MOST = 16, 2000
-"""Characters of a constrained analysis: the least room that it needs, and the length after which a model only repeats itself."""
+"""Characters of a constrained analysis: the least room that it needs, and the length after which a
+model only repeats itself."""
 _LARGEST = 9
 """The largest M of a constrained reply."""
 
 
 class PprmEndpoint(ChatEndpoint, frozen=True, forbid_unknown_fields=True):
-    """An endpoint with the paper's number of attempts and reply length as defaults. ``patience_s`` still limits them."""
+    """An endpoint with the paper's number of attempts and reply length as defaults. ``patience_s``
+    still limits them."""
 
     attempts: int = 10
     max_tokens: int = 4096
@@ -36,7 +42,8 @@ class PprmEndpoint(ChatEndpoint, frozen=True, forbid_unknown_fields=True):
 
 
 def parse_final_score(reply: str) -> tuple[int, int] | None:
-    """Return S and M from the last score block of a reply, None when there is no block or it has any other content."""
+    """Return S and M from the last score block of a reply, None when there is no block or it has
+    any other content."""
     blocks = _SCORE.findall(reply)
     pair = _PAIR.fullmatch(blocks[-1]) if blocks else None
     if pair is None:
@@ -45,10 +52,15 @@ def parse_final_score(reply: str) -> tuple[int, int] | None:
     return (reached, most) if 0 < most >= reached else None
 
 
-def read_templates(own: Mapping[str, str] | None = None, *, principles: bool = True) -> dict[str, str]:
-    """Return the templates "system" and "user". own: paths of templates to use instead. principles: False is the ablation without principles."""
+def read_templates(
+    own: Mapping[str, str] | None = None, *, principles: bool = True
+) -> dict[str, str]:
+    """Return the templates "system" and "user". own: paths of templates to use instead. principles:
+    False is the ablation without principles."""
     if not principles and "system" in (own or {}):
-        raise ValueError("judge pprm: principles = false has no effect with an own system template: remove one of them")
+        raise ValueError(
+            "judge pprm: principles = false has no effect with an own system template: remove one of them"
+        )
     system = "pprm_system.txt" if principles else "pprm_system_no_principle.txt"
     texts = files.read("pprm", {"system": system, "user": "pprm_user.txt"}, dict(own or {}))
     for placeholder in _PLACEHOLDERS:
@@ -60,7 +72,8 @@ def read_templates(own: Mapping[str, str] | None = None, *, principles: bool = T
 
 
 def query_and_response(turn: JudgedTurn) -> tuple[str, str]:
-    """Return the paper's query_str (the question and the transcript of earlier turns) and solution_str (the turn and its search result)."""
+    """Return the paper's query_str (the question and the transcript of earlier turns) and
+    solution_str (the turn and its search result)."""
     query = f"{turn.question}\n\n{turn.transcript}" if turn.transcript else turn.question
     return query, turn.response + (turn.observation or "")
 
@@ -73,18 +86,23 @@ def messages(turn: JudgedTurn, texts: Mapping[str, str]) -> list[dict[str, str]]
 
 
 def reply_form(max_tokens: int) -> str:
-    """Return the form of a reply as a regular expression. Every match fits in ``max_tokens``. Raises ValueError if they are too few."""
+    """Return the form of a reply as a regular expression. Every match fits in ``max_tokens``.
+    Raises ValueError if they are too few."""
     room = min(max_tokens - _AROUND, _MOST)
     if room < _FEWEST:
-        raise ValueError(f"judge pprm: max_tokens {max_tokens}: a constrained reply needs {_AROUND + _FEWEST} or more")
+        raise ValueError(
+            f"judge pprm: max_tokens {max_tokens}: a constrained reply needs {_AROUND + _FEWEST} or more"
+        )
     pairs = "|".join(f"[0-{most}],{most}" for most in range(1, _LARGEST + 1))
     return rf"Analysis: {_FINDINGS}{{1,{room}}}\nScores: <final_score>({pairs})</final_score>"
 
 
 class Pprm(ChatJudge):
-    """The LLM judge of PPR. templates: paths that replace the built-in "system" and "user". principles: False leaves the principles out.
+    """The LLM judge of PPR. templates: paths that replace the built-in "system" and "user".
+    principles: False leaves the principles out.
 
-    With ``endpoint.constrain`` the server keeps every reply to the required form, so that even a small model's replies can be read.
+    With ``endpoint.constrain`` the server keeps every reply to the required form, so that even a
+    small model's replies can be read.
     """
 
     name = "pprm"

@@ -1,18 +1,26 @@
-"""PPR's three principles as rules, without a model. The score and the explanation have the form of the PPRM's.
+"""PPR's three principles as rules, without a model. The score and the explanation have the form of
+the PPRM's.
 
-Each principle gives 0 to 2 points: the information is used, the query is good, and the decision for or against a search is right. An answer
-has no query, so it can reach 4 points and a search 6. A turn that cannot be read, or has text outside the four tags, gets 0 of 6.
+Each principle gives 0 to 2 points: the information is used, the query is good, and the decision for
+or against a search is right. An answer has no query, so it can reach 4 points and a search 6. A
+turn that cannot be read, or has text outside the four tags, gets 0 of 6.
 
-view = "evidence": the judge knows the supporting passages and which of them were shown before the turn.
-    information  The think is compared with the last shown passage (in the order of the evidence): 2 if it names at least half of what the
-                 question did not say, 1 if it names any of it, else 0. If none was shown: 2 for half of the question's words, 1 for any.
-    query        2 if it finds the next passage not shown, 1 if it names a part of what finds it; 0 otherwise, if empty, or if asked before.
-    decision     2 for a search while a passage is missing and for an answer when none is; 1 for such a search with a query of 0 points; else 0.
+view = "evidence": the judge knows the supporting passages and which of them were shown before the
+turn.
+    information  The think is compared with the last shown passage (in the order of the evidence): 2
+    if it names at least half of what the
+                 question did not say, 1 if it names any of it, else 0. If none was shown: 2 for
+                 half of the question's words, 1 for any.
+    query        2 if it finds the next passage not shown, 1 if it names a part of what finds it; 0
+    otherwise, if empty, or if asked before. decision     2 for a search while a passage is missing
+    and for an answer when none is; 1 for such a search with a query of 0 points; else 0.
 view = "retrieval": the judge knows the gold answers and what the searches returned.
-    information  For a search, 2 if a gold answer came back, 1 if a new passage has a word of the question, else 0.
+    information  For a search, 2 if a gold answer came back, 1 if a new passage has a word of the
+    question, else 0.
                  For an answer, 2 if an earlier observation has this answer, else 0.
-    query        2 if half of its words are known from the question or earlier observations, 1 if any is; 0 otherwise, empty or asked before.
-    decision     2 for a search before a gold answer was shown and for an answer after; 1 for such a search with a query of 0 points; else 0.
+    query        2 if half of its words are known from the question or earlier observations, 1 if
+    any is; 0 otherwise, empty or asked before. decision     2 for a search before a gold answer was
+    shown and for an answer after; 1 for such a search with a query of 0 points; else 0.
 
 If a task names no supporting passages, "evidence" grades like "retrieval".
 """
@@ -50,9 +58,15 @@ class PprmRules(RuleJudge):
         problem = _format(turn)
         if problem:
             return _judgement(0, 3 * _EACH, f"Format: {problem}, so no point is given.")
-        graded = _by_evidence(turn) if self.view == "evidence" and turn.evidence else _by_retrieval(turn)
-        reasons = [f"{name}: {reason} ({points} of {_EACH})." for name, (points, reason) in graded.items()]
-        return _judgement(sum(points for points, _ in graded.values()), _EACH * len(graded), " ".join(reasons))
+        graded = (
+            _by_evidence(turn) if self.view == "evidence" and turn.evidence else _by_retrieval(turn)
+        )
+        reasons = [
+            f"{name}: {reason} ({points} of {_EACH})." for name, (points, reason) in graded.items()
+        ]
+        return _judgement(
+            sum(points for points, _ in graded.values()), _EACH * len(graded), " ".join(reasons)
+        )
 
 
 def _judgement(reached: int, most: int, analysis: str) -> Judgement:
@@ -82,7 +96,8 @@ def _repeated(turn: JudgedTurn) -> bool:
     return normalize(turn.query or "") in {normalize(past) for past in turn.past_queries}
 
 
-# ---------------------------------------------------------------------------------------------- knowing the passages
+# ----------------------------------------------------------------------------------------------
+# knowing the passages
 
 
 def _by_evidence(turn: JudgedTurn) -> dict[str, Graded]:
@@ -96,7 +111,8 @@ def _by_evidence(turn: JudgedTurn) -> dict[str, Graded]:
 
 
 def _named(passage: str, turn: JudgedTurn) -> str:
-    """Describe a passage for a reader of the turn. The title is named only if the question or an observation names it."""
+    """Describe a passage for a reader of the turn. The title is named only if the question or an
+    observation names it."""
     title, field, value = parts(passage)
     if content_words(title) <= _known_words(turn):
         return f"the {field.lower()} of {title}"
@@ -104,7 +120,8 @@ def _named(passage: str, turn: JudgedTurn) -> str:
 
 
 def _understood(turn: JudgedTurn) -> Graded:
-    """Grade the use of the question, which is the only information before any supporting passage is shown."""
+    """Grade the use of the question, which is the only information before any supporting passage is
+    shown."""
     asked, thought = content_words(turn.question), content_words(turn.think or "")
     if len(asked & thought) >= _HALF * len(asked):
         return _EACH, "the reasoning takes up what the question asks"
@@ -138,12 +155,16 @@ def _asked(turn: JudgedTurn, missing: list[str]) -> Graded:
     if fit > 0:
         return _EACH, f"the query {_quoted(query)} would find {_named(missing[0], turn)}"
     if fit == 0:
-        return 1, f"the query {_quoted(query)} names only part of what finds {_named(missing[0], turn)}"
+        return (
+            1,
+            f"the query {_quoted(query)} names only part of what finds {_named(missing[0], turn)}",
+        )
     return 0, f"the query {_quoted(query)} does not ask for {_named(missing[0], turn)}"
 
 
 def _decided(query: Graded | None, missing: str) -> Graded:
-    """Grade the decision. query: the grade of the query, None for an answer. missing: what is not known yet, "" if nothing is missing."""
+    """Grade the decision. query: the grade of the query, None for an answer. missing: what is not
+    known yet, "" if nothing is missing."""
     acts = "it answers" if query is None else "it searches"
     state = f"{missing} is not known yet" if missing else "all that is needed was shown"
     if bool(missing) != (query is not None):
@@ -153,13 +174,19 @@ def _decided(query: Graded | None, missing: str) -> Graded:
     return _EACH, f"{acts} and {state}"
 
 
-# ---------------------------------------------------------------------------------------------- knowing what came back
+# ----------------------------------------------------------------------------------------------
+# knowing what came back
 
 
 def _by_retrieval(turn: JudgedTurn) -> dict[str, Graded]:
-    missing = "" if any(holds(seen, turn.golds) for seen in turn.past_observations) else "the answer"
+    missing = (
+        "" if any(holds(seen, turn.golds) for seen in turn.past_observations) else "the answer"
+    )
     if turn.answer is not None:
-        return {"Information": _rests(turn.answer, turn.past_observations), "Decision": _decided(None, missing)}
+        return {
+            "Information": _rests(turn.answer, turn.past_observations),
+            "Decision": _decided(None, missing),
+        }
     query = _worded(turn)
     return {"Information": _brought(turn), "Query": query, "Decision": _decided(query, missing)}
 
@@ -173,7 +200,11 @@ def _rests(answer: str, seen: list[str]) -> Graded:
 def _brought(turn: JudgedTurn) -> Graded:
     if holds(turn.observation or "", turn.golds):
         return _EACH, "what came back holds the answer"
-    new = [p for p in passages(turn.observation or "") if not any(p in seen for seen in turn.past_observations)]
+    new = [
+        p
+        for p in passages(turn.observation or "")
+        if not any(p in seen for seen in turn.past_observations)
+    ]
     if not new:
         return 0, "nothing new came back"
     if content_words(turn.question) & content_words(" ".join(new)):
@@ -192,5 +223,8 @@ def _worded(turn: JudgedTurn) -> Graded:
     if known and len(known) >= _HALF * len(asked):
         return _EACH, f"the query {_quoted(query)} is new and to the point"
     if known:
-        return 1, f"the query {_quoted(query)} is new but mostly of words that nothing before speaks of"
+        return (
+            1,
+            f"the query {_quoted(query)} is new but mostly of words that nothing before speaks of",
+        )
     return 0, f"the query {_quoted(query)} shares no word with the question or what was found"

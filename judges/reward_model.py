@@ -1,7 +1,9 @@
-"""A Bradley-Terry reward model as PPR's judge: a turn's score is the sigmoid of one logit (methods.md 2.3, the Skywork baseline).
+"""A Bradley-Terry reward model as PPR's judge: a turn's score is the sigmoid of one logit
+(methods.md 2.3, the Skywork baseline).
 
-The model reads a conversation: the user says the question and the earlier turns, the assistant the turn and the result of its search. No
-code in the model's folder is run, and weights are read only from safetensors.
+The model reads a conversation: the user says the question and the earlier turns, the assistant the
+turn and the result of its search. No code in the model's folder is run, and weights are read only
+from safetensors.
 """
 
 import asyncio
@@ -17,9 +19,11 @@ from wire.messages import JudgedTurn, Judgement
 
 
 class RewardModel(Judge):
-    """Column process in (0, 1). model: a folder or a hub id of a sequence classifier with one logit.
+    """Column process in (0, 1). model: a folder or a hub id of a sequence classifier with one
+    logit.
 
-    max_length: most tokens of a conversation. Of a longer conversation, the end is kept, after the token that opens every text.
+    max_length: most tokens of a conversation. Of a longer conversation, the end is kept, after the
+    token that opens every text.
     """
 
     name = "reward_model"
@@ -28,7 +32,10 @@ class RewardModel(Judge):
     batch = 8
 
     def __init__(
-        self, model: str, max_length: Annotated[int, Meta(ge=2)] = 4096, device: Literal["auto", "cpu", "cuda"] = "auto"
+        self,
+        model: str,
+        max_length: Annotated[int, Meta(ge=2)] = 4096,
+        device: Literal["auto", "cpu", "cuda"] = "auto",
     ):
         self.folder, self.max_length, self.device = model, max_length, device
         self.counts: Counter[str] = Counter()
@@ -36,7 +43,8 @@ class RewardModel(Judge):
         self._tokenizer: Any = None
 
     async def start(self) -> None:
-        """Load the model. Raises ValueError when the model does not exist or gives several logits, and OSError when it has no safetensors."""
+        """Load the model. Raises ValueError when the model does not exist or gives several logits,
+        and OSError when it has no safetensors."""
         await asyncio.to_thread(self._load)
 
     def _load(self) -> None:
@@ -51,18 +59,28 @@ class RewardModel(Judge):
                 f" ({str(error).splitlines()[0]})"
             ) from None
         if config.num_labels != 1:
-            raise self._wrong(f"gives {config.num_labels} logits, expected 1: is it a reward model?")
+            raise self._wrong(
+                f"gives {config.num_labels} logits, expected 1: is it a reward model?"
+            )
         longest = getattr(config, "max_position_embeddings", self.max_length)
         if self.max_length > longest:
-            raise self._wrong(f"reads {longest} tokens at most: lower max_length = {self.max_length}")
+            raise self._wrong(
+                f"reads {longest} tokens at most: lower max_length = {self.max_length}"
+            )
         if self.device == "auto":
             self.device = "cuda" if torch.cuda.is_available() else "cpu"
         kind = torch.bfloat16 if self.device == "cuda" else torch.float32
         model, loading = AutoModelForSequenceClassification.from_pretrained(
-            self.folder, dtype=kind, use_safetensors=True, trust_remote_code=False, output_loading_info=True
+            self.folder,
+            dtype=kind,
+            use_safetensors=True,
+            trust_remote_code=False,
+            output_loading_info=True,
         )
         if missing := sorted(loading["missing_keys"]):
-            raise self._wrong(f"lacks the weights {missing}, which would be random: is it a reward model?")
+            raise self._wrong(
+                f"lacks the weights {missing}, which would be random: is it a reward model?"
+            )
         self._model = model.to(self.device).eval()
         self._tokenizer = AutoTokenizer.from_pretrained(self.folder, trust_remote_code=False)
 
@@ -77,7 +95,10 @@ class RewardModel(Judge):
         self.counts["judged"] += len(turns)
         self.counts["truncated"] += sum(len(row) > self.max_length for row in rows)
         logits = await asyncio.to_thread(self._logits, [self.end(row) for row in rows])
-        return [Judgement({"process": sigmoid(logit)}, explanation=f"logit {logit:.4f}") for logit in logits]
+        return [
+            Judgement({"process": sigmoid(logit)}, explanation=f"logit {logit:.4f}")
+            for logit in logits
+        ]
 
     def tokens(self, turn: JudgedTurn) -> list[int]:
         """Return the token ids of a turn's conversation."""
@@ -89,14 +110,20 @@ class RewardModel(Judge):
         return self._tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def end(self, ids: list[int]) -> list[int]:
-        """Return the last ``max_length`` ids. The opening token of the text, if there is one, replaces the first of them."""
+        """Return the last ``max_length`` ids. The opening token of the text, if there is one,
+        replaces the first of them."""
         if len(ids) <= self.max_length:
             return ids
-        opening = ids[:1] if ids[0] in (self._tokenizer.bos_token_id, self._tokenizer.cls_token_id) else []
+        opening = (
+            ids[:1]
+            if ids[0] in (self._tokenizer.bos_token_id, self._tokenizer.cls_token_id)
+            else []
+        )
         return opening + ids[len(opening) - self.max_length :]
 
     def _logits(self, rows: list[list[int]]) -> list[float]:
-        """Return one logit per row. The model needs a padding token to find a row's last token; without one, each row is read alone."""
+        """Return one logit per row. The model needs a padding token to find a row's last token;
+        without one, each row is read alone."""
         padding = self._model.config.pad_token_id
         if padding is None and len(rows) > 1:
             return [logit for row in rows for logit in self._logits([row])]
@@ -106,11 +133,14 @@ class RewardModel(Judge):
         ids = torch.tensor([row + [padding] * (longest - len(row)) for row in rows])
         mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows])
         with torch.inference_mode():
-            logits = self._model(input_ids=ids.to(self.device), attention_mask=mask.to(self.device)).logits
+            logits = self._model(
+                input_ids=ids.to(self.device), attention_mask=mask.to(self.device)
+            ).logits
         return logits[:, 0].float().tolist()
 
     def stats(self) -> dict[str, float]:
-        """Return counters for the heartbeat: judged turns, and turns of which only the end was read."""
+        """Return counters for the heartbeat: judged turns, and turns of which only the end was
+        read."""
         return {"judged": self.counts["judged"], "truncated": self.counts["truncated"]}
 
 

@@ -1,7 +1,8 @@
-"""A judge as a worker process: it batches requests (at most ``judge.batch`` turns), checks scores and classifies faults.
+"""A judge as a worker process: it batches requests (at most ``judge.batch`` turns), checks scores
+and classifies faults.
 
-The launcher starts ``python -m judges.serve PROCESS.json``. ``tools/serve module:Class --run RUN`` plugs a judge into a live run, and
-``judges.invitations`` lets one in from another machine.
+The launcher starts ``python -m judges.serve PROCESS.json``. ``tools/serve module:Class --run RUN``
+plugs a judge into a live run, and ``judges.invitations`` lets one in from another machine.
 """
 
 import argparse
@@ -55,13 +56,20 @@ Worker = Judge | Player | Speaker
 
 
 def built_in_service(name: str) -> str:
-    """Return the service that a name in [judges.use] offers, "" for a plug-in, whose class names the service."""
+    """Return the service that a name in [judges.use] offers, "" for a plug-in, whose class names
+    the service."""
     return next((f"{kind}.{name}" for kind, names in KINDS.items() if name in names), "")
 
 
 def service_of(worker: Worker) -> str:
     """Return the service that a judge, an opponent or a speaker offers."""
-    kind = "judge" if isinstance(worker, Judge) else "player" if isinstance(worker, Player) else "speaker"
+    kind = (
+        "judge"
+        if isinstance(worker, Judge)
+        else "player"
+        if isinstance(worker, Player)
+        else "speaker"
+    )
     return f"{kind}.{worker.name}"
 
 
@@ -77,7 +85,8 @@ _EXPECTED = "expected a subclass of judges.base.Judge with a name and columns, o
 
 
 def make_worker(spec: str, settings: dict[str, Any]) -> Worker:
-    """Return the judge, opponent or speaker with a built-in name, or of ``module:Class``. Raises ValueError, which says what was expected."""
+    """Return the judge, opponent or speaker with a built-in name, or of ``module:Class``. Raises
+    ValueError, which says what was expected."""
     built_in = {**BUILT_IN, **PLAYERS, **SPEAKERS}
     place = built_in.get(spec, spec)
     if ":" not in place:
@@ -92,7 +101,7 @@ def make_worker(spec: str, settings: dict[str, Any]) -> Worker:
         worker = kind(**arguments)
     except ValueError as error:
         raise ValueError(f"judges.use.{spec}: {error}") from None
-    except Exception as error:  # noqa: BLE001 a plug-in's constructor may raise anything
+    except Exception as error:  # noqa: BLE001
         raise ValueError(f"judges.use.{spec}: {type(error).__name__}: {error}") from None
     named = bool(getattr(worker, "name", ""))
     if not (isinstance(worker, Player | Speaker) and named) and not (
@@ -104,14 +113,19 @@ def make_worker(spec: str, settings: dict[str, Any]) -> Worker:
 
 def _required(kind: Callable[..., Any]) -> list[str]:
     """Return the options that have no default."""
-    named = (p for p in inspect.signature(kind).parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD))
+    named = (
+        p
+        for p in inspect.signature(kind).parameters.values()
+        if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    )
     return [parameter.name for parameter in named if parameter.default is parameter.empty]
 
 
 class Batcher:
     """Scores the turns of concurrent requests together, at most ``judge.batch`` at a time.
 
-    A turn is queued, taken into a batch, scored, and answered. A turn whose request was cancelled is dropped before it is scored."""
+    A turn is queued, taken into a batch, scored, and answered. A turn whose request was cancelled
+    is dropped before it is scored."""
 
     def __init__(self, judge: Judge):
         self.judge = judge
@@ -139,20 +153,27 @@ class Batcher:
     async def _drain(self) -> None:
         async with self._room:
             while not self._queue.empty():
-                taken = [self._queue.get_nowait() for _ in range(min(self.judge.batch, self._queue.qsize()))]
+                taken = [
+                    self._queue.get_nowait()
+                    for _ in range(min(self.judge.batch, self._queue.qsize()))
+                ]
                 live = [(turn, future) for turn, future in taken if not future.done()]
-                if live and not await self._score(live):  # one bad turn must not fail the other turns of its batch
+                # one bad turn must not fail the other turns of its batch
+                if live and not await self._score(live):
                     for item in live:
                         if not item[1].done():
                             await self._score([item])
 
     async def _score(self, items: list[tuple[JudgedTurn, asyncio.Future[Judgement]]]) -> bool:
-        """Score and answer ``items``. Return False, without an answer, if a data fault of several turns must be traced to one of them."""
+        """Score and answer ``items``. Return False, without an answer, if a data fault of several
+        turns must be traced to one of them."""
         start = time.monotonic()
         turns = [turn for turn, _ in items]
         scoring = asyncio.ensure_future(self.judge.score(turns))
         for _, future in items:  # scoring is cancelled when nobody waits for it any more
-            future.add_done_callback(lambda _: scoring.cancel() if all(f.done() for _, f in items) else None)
+            future.add_done_callback(
+                lambda _: scoring.cancel() if all(f.done() for _, f in items) else None
+            )
         try:
             judgements, bad = checked(self.judge, turns, await scoring)
         except asyncio.CancelledError:
@@ -161,9 +182,11 @@ class Batcher:
             self.counts["abandoned"] += 1
             for _, future in items:
                 if not future.done():
-                    future.set_exception(InfrastructureFault(f"judge {self.judge.name} cancelled its own scoring"))
+                    future.set_exception(
+                        InfrastructureFault(f"judge {self.judge.name} cancelled its own scoring")
+                    )
             return True
-        except Exception as error:  # noqa: BLE001 any exception of a plug-in becomes the answer to its requests
+        except Exception as error:  # noqa: BLE001
             self.counts["raised"] += 1
             if isinstance(error, DataFault) and len(items) > 1:
                 return False
@@ -189,14 +212,23 @@ class Batcher:
 async def serve(
     workers: Sequence[Worker], name: str, endpoint: str, keys: PeerKeys | None, signals: bool = True
 ) -> None:
-    """Offer ``judge.<name>`` for each judge, and ``player.<name>`` or ``speaker.<name>`` for the other workers, until drained."""
+    """Offer ``judge.<name>`` for each judge, and ``player.<name>`` or ``speaker.<name>`` for the
+    other workers, until drained."""
     batchers = {service_of(judge): Batcher(judge) for judge in workers if isinstance(judge, Judge)}
-    handlers: dict[str, Handler] = {service: batcher.handle for service, batcher in batchers.items()}
-    handlers |= {service_of(worker): answering(worker) for worker in workers if not isinstance(worker, Judge)}
+    handlers: dict[str, Handler] = {
+        service: batcher.handle for service, batcher in batchers.items()
+    }
+    handlers |= {
+        service_of(worker): answering(worker) for worker in workers if not isinstance(worker, Judge)
+    }
     capacity = sum(worker.concurrency for worker in workers)
 
     def stats() -> dict[str, float]:
-        return {f"{service}.{key}": value for service, b in batchers.items() for key, value in b.stats().items()}
+        return {
+            f"{service}.{key}": value
+            for service, b in batchers.items()
+            for key, value in b.stats().items()
+        }
 
     for worker in workers:
         await worker.start()
@@ -208,10 +240,12 @@ async def serve(
 
 
 def answering(worker: Player | Speaker) -> Handler:
-    """Return the service handler of an opponent or a speaker, which answers at most ``worker.concurrency`` requests at once."""
+    """Return the service handler of an opponent or a speaker, which answers at most
+    ``worker.concurrency`` requests at once."""
     room = asyncio.Semaphore(worker.concurrency)
 
-    async def handle(request: Any, call: Call) -> PlayResult | SpeakResult:  # a PlayRequest or a SpeakRequest
+    # a PlayRequest or a SpeakRequest
+    async def handle(request: Any, call: Call) -> PlayResult | SpeakResult:
         async with room:
             if isinstance(worker, Player):
                 return PlayResult(list(await worker.play(request.state, request.seed)))
@@ -221,11 +255,14 @@ def answering(worker: Player | Speaker) -> Handler:
 
 
 def connection(run: Path, role: str = "judge") -> tuple[str, PeerKeys]:
-    """Return the endpoint and a role's keys of a started run. Raises FileNotFoundError, which names the remedy."""
+    """Return the endpoint and a role's keys of a started run. Raises FileNotFoundError, which names
+    the remedy."""
     try:
         return (run / "endpoint").read_text().strip(), PeerKeys.load(run / "keys", role)
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise FileNotFoundError(f"{run} is not a started run ({error}): start it with tools/launch first") from None
+        raise FileNotFoundError(
+            f"{run} is not a started run ({error}): start it with tools/launch first"
+        ) from None
 
 
 EXAMPLES = """\
@@ -242,13 +279,22 @@ def parser() -> argparse.ArgumentParser:
         "Plug a judge, an opponent or a speaker into a live run,\nor invite one from another machine.",
         EXAMPLES,
     )
-    parser.add_argument("judge", nargs="?", metavar="JUDGE", help="module:Class, or a built-in name")
+    parser.add_argument(
+        "judge", nargs="?", metavar="JUDGE", help="module:Class, or a built-in name"
+    )
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--run", type=Path, metavar="RUN", help="folder of the live run")
-    where.add_argument("--invite-file", type=Path, metavar="FILE", help="the invitation to a run on another machine")
+    where.add_argument(
+        "--invite-file",
+        type=Path,
+        metavar="FILE",
+        help="the invitation to a run on another machine",
+    )
     option = "an argument of the class, its value in TOML; repeatable"
     parser.add_argument("--option", action="append", default=[], metavar="KEY=VALUE", help=option)
-    parser.add_argument("--name", default=None, help="worker name (default: the judge's, with -plugin)")
+    parser.add_argument(
+        "--name", default=None, help="worker name (default: the judge's, with -plugin)"
+    )
     invitations.add_flags(parser)
     return parser
 
@@ -274,7 +320,8 @@ def plug_in(arguments: list[str] | None = None) -> int:
         try:
             loop.run(serve([worker], asked.name or f"{worker.name}-plugin", endpoint, keys))
             return 0
-        except (Fault, OSError) as error:  # the scheduler refused this worker, or a model server does not answer
+        # the scheduler refused this worker, or a model server does not answer
+        except (Fault, OSError) as error:
             before, endpoint = endpoint, _endpoint_now(asked)
             if endpoint in (before, ""):
                 print(f"tools/serve: {error}", file=sys.stderr)
@@ -290,7 +337,8 @@ def _reached(asked: argparse.Namespace) -> tuple[str, PeerKeys]:
 
 
 def _endpoint_now(asked: argparse.Namespace) -> str:
-    """Return the run's current endpoint, "" if it has none. A resumed run has a new endpoint and the same keys."""
+    """Return the run's current endpoint, "" if it has none. A resumed run has a new endpoint and
+    the same keys."""
     try:
         return _reached(asked)[0]
     except (FileNotFoundError, ValueError):

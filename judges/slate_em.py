@@ -1,7 +1,8 @@
 """SLATE's ablation (c): truncated sampling with exact match alone (methods.md 1.6).
 
-An answer scores 1 for an exact match and 0 otherwise; a search scores 0. It must be used with ``scheduler.strategy_options = { bonus = 0 }``.
-Ablation (b), rule rewards on the judge's scale, is ``slate_rules`` with ``query = "format"``.
+An answer scores 1 for an exact match and 0 otherwise; a search scores 0. It must be used with
+``scheduler.strategy_options = { bonus = 0 }``. Ablation (b), rule rewards on the judge's scale, is
+``slate_rules`` with ``query = "format"``.
 """
 
 from judges.base import RuleJudge

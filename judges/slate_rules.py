@@ -1,12 +1,14 @@
-"""SLATE's three components as rules, without a model (methods.md 1.6 b), and a variant that knows the supporting passages.
+"""SLATE's three components as rules, without a model (methods.md 1.6 b), and a variant that knows
+the supporting passages.
 
-query = "format":   a query scores 0, or -1 if it is empty or was asked before.
-query = "evidence": a query scores +1 if it would find the next supporting passage that was not shown yet, 0 if it
-names only a part of what finds the passage, and -1 if it names nothing of it, is empty or was asked before. A passage
-"Title / Field: value" is found by all words of its field together with its title or its value. A query with a tag scores -1,
-because an unpunished policy drifts to queries like "capital of Peru </capital of Peru" and from there to actions that never close.
-answer: +1 for an exact match, else -1; with "partial", a token F1 of at least 0.5 scores 0.
-think: 0, or -1 if it is empty.
+query = "format":   a query scores 0, or -1 if it is empty or was asked before. query = "evidence":
+a query scores +1 if it would find the next supporting passage that was not shown yet, 0 if it names
+only a part of what finds the passage, and -1 if it names nothing of it, is empty or was asked
+before. A passage "Title / Field: value" is found by all words of its field together with its title
+or its value. A query with a tag scores -1, because an unpunished policy drifts to queries like
+"capital of Peru </capital of Peru" and from there to actions that never close. answer: +1 for an
+exact match, else -1; with "partial", a token F1 of at least 0.5 scores 0. think: 0, or -1 if it is
+empty.
 """
 
 from typing import Literal
@@ -26,7 +28,9 @@ class SlateRules(RuleJudge):
     columns = ("think", "query", "answer")
 
     def __init__(
-        self, query: Literal["format", "evidence"] = "evidence", answer: Literal["strict", "partial"] = "strict"
+        self,
+        query: Literal["format", "evidence"] = "evidence",
+        answer: Literal["strict", "partial"] = "strict",
     ):
         self.query, self.answer = query, answer
 

@@ -1,4 +1,5 @@
-"""The speaker plug-in: a class with one coroutine that replies in text, served as ``speaker.<name>`` beside the judges."""
+"""The speaker plug-in: a class with one coroutine that replies in text, served as
+``speaker.<name>`` beside the judges."""
 
 import asyncio
 
@@ -18,7 +19,8 @@ class Speaker:
         """Acquire what speaking needs. Called once, before the first request."""
 
     async def speak(self, request: SpeakRequest) -> str:
-        """Return the reply to ``request.messages``, without a stop string. Any exception is a fault of the call."""
+        """Return the reply to ``request.messages``, without a stop string. Any exception is a fault
+        of the call."""
         raise NotImplementedError(f"{type(self).__name__} does not implement speak")
 
     async def close(self) -> None:
@@ -26,16 +28,22 @@ class Speaker:
 
 
 class Chat(Speaker):
-    """The model behind an OpenAI-compatible endpoint. temperature: of its replies, None for that of the policy's own samples.
+    """The model behind an OpenAI-compatible endpoint. temperature: of its replies, None for that of
+    the policy's own samples.
 
-    endpoint.max_tokens and endpoint.temperature have no effect, because the request says both. A reply that does not come within
-    endpoint.patience_s is an InfrastructureFault, so the call is tried again.
+    endpoint.max_tokens and endpoint.temperature have no effect, because the request says both. A
+    reply that does not come within endpoint.patience_s is an InfrastructureFault, so the call is
+    tried again.
     """
 
     name = "chat"
 
     def __init__(self, endpoint: ChatEndpoint, temperature: NotNegative | None = None):
-        self.client, self.temperature, self.concurrency = ChatClient(endpoint), temperature, endpoint.concurrency
+        self.client, self.temperature, self.concurrency = (
+            ChatClient(endpoint),
+            temperature,
+            endpoint.concurrency,
+        )
 
     async def start(self) -> None:
         await self.client.start()
@@ -44,10 +52,15 @@ class Chat(Speaker):
         await self.client.close()
 
     async def speak(self, request: SpeakRequest) -> str:
-        """Raises DataFault when the endpoint refuses the request, for example because the messages are longer than its context."""
+        """Raises DataFault when the endpoint refuses the request, for example because the messages
+        are longer than its context."""
         patience = self.client.endpoint.patience_s
         temperature = request.temperature if self.temperature is None else self.temperature
-        fields = {"max_tokens": request.max_tokens, "temperature": temperature, "seed": request.seed % 2**31}
+        fields = {
+            "max_tokens": request.max_tokens,
+            "temperature": temperature,
+            "seed": request.seed % 2**31,
+        }
         try:
             async with asyncio.timeout(patience):
                 return await self.client.chat(
@@ -60,6 +73,7 @@ class Chat(Speaker):
 
 
 class Frozen(Chat):
-    """The same under another name, for a frozen copy of the starting policy: endpoint.url = "served" and judges.model.name = "policy"."""
+    """The same under another name, for a frozen copy of the starting policy: endpoint.url =
+    "served" and judges.model.name = "policy"."""
 
     name = "frozen"

@@ -1,9 +1,12 @@
-"""Attention of a forest: every token attends to its ancestors-or-self, with a sliding window only to the near ones.
+"""Attention of a forest: every token attends to its ancestors-or-self, with a sliding window only
+to the near ones.
 
-Three backends give equal results up to rounding. dense uses one additive mask and is the reference. cascade (CPU) cuts the trie into causal
-blocks (queries: a subtree, keys: its trunk); each block is one flash call, log-sum-exp merges the blocks, and no mask of the whole forest is
-built. flex (CUDA) is FlexAttention with a block mask; lengths are filled up to buckets, so that it compiles once per bucket. A layout is an
-argument that the model passes to each layer, so that recomputation under gradient checkpointing sees the tree of its own forward.
+Three backends give equal results up to rounding. dense uses one additive mask and is the reference.
+cascade (CPU) cuts the trie into causal blocks (queries: a subtree, keys: its trunk); each block is
+one flash call, log-sum-exp merges the blocks, and no mask of the whole forest is built. flex (CUDA)
+is FlexAttention with a block mask; lengths are filled up to buckets, so that it compiles once per
+bucket. A layout is an argument that the model passes to each layer, so that recomputation under
+gradient checkpointing sees the tree of its own forward.
 """
 
 import functools
@@ -25,20 +28,24 @@ NAME = "coppice_tree"
 """The name under which models find this attention."""
 
 FOREST = torch.zeros(1, 1, 1, 1)
-"""A placeholder for the attention mask. Transformers accepts a mask of four dimensions as it is and then builds no mask of its own."""
+"""A placeholder for the attention mask. Transformers accepts a mask of four dimensions as it is and
+then builds no mask of its own."""
 
 SMALL_SUBTREE = 128
-"""Small subtrees of up to this many tokens together share one masked flash call: separate calls would cost more than the masked pairs."""
+"""Small subtrees of up to this many tokens together share one masked flash call: separate calls
+would cost more than the masked pairs."""
 
 FLEX_BUCKET = 1024
-"""Lengths on CUDA are multiples of this number: a run compiles at most a few times, and a forward has at most 1,023 filler tokens."""
+"""Lengths on CUDA are multiples of this number: a run compiles at most a few times, and a forward
+has at most 1,023 filler tokens."""
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 class Block(msgspec.Struct, frozen=True):
-    """Queries [start, end) and keys [start, keys_end). Attention is causal or, if ``masked``, follows the ancestors in small subtrees."""
+    """Queries [start, end) and keys [start, keys_end). Attention is causal or, if ``masked``,
+    follows the ancestors in small subtrees."""
 
     start: int
     keys_end: int
@@ -47,7 +54,8 @@ class Block(msgspec.Struct, frozen=True):
 
 
 def blocks(forest: Forest, small: int) -> list[Block]:
-    """Return the blocks of the cascade. Together they hold each (token, ancestor-or-self) pair exactly once."""
+    """Return the blocks of the cascade. Together they hold each (token, ancestor-or-self) pair
+    exactly once."""
     end, cascade, k = forest.end, [], 0
     size = len(end)
     while k < size:
@@ -71,15 +79,20 @@ def _chain(end: np.ndarray, start: int, stop: int) -> bool:
 
 
 class Layout:
-    """A forest on a device, in the form that its backend reads. A mask is built at its first use and then serves all layers."""
+    """A forest on a device, in the form that its backend reads. A mask is built at its first use
+    and then serves all layers."""
 
     def __init__(self, forest: Forest, backend: Backend, device: torch.device | str):
         kind = torch.device(device).type
         self.backend = backend if backend != "auto" else ("flex" if kind == "cuda" else "cascade")
         if self.backend == "cascade" and kind != "cpu":
-            raise ValueError(f"learner.attention = 'cascade' runs on a CPU; on {kind} use 'flex' or 'dense'")
+            raise ValueError(
+                f"learner.attention = 'cascade' runs on a CPU; on {kind} use 'flex' or 'dense'"
+            )
         if self.backend == "flex" and kind != "cuda":
-            raise ValueError("learner.attention = 'flex' trains on CUDA only; on a CPU use 'cascade' or 'dense'")
+            raise ValueError(
+                "learner.attention = 'flex' trains on CUDA only; on a CPU use 'cascade' or 'dense'"
+            )
         self.forest = filled(forest, FLEX_BUCKET) if self.backend == "flex" else forest
         self.device = device
         self.blocks = blocks(self.forest, SMALL_SUBTREE) if self.backend == "cascade" else []
@@ -91,17 +104,22 @@ class Layout:
         return None if window is None or window >= self.deepest else window
 
     def dense_mask(self, window: int | None, dtype: torch.dtype) -> torch.Tensor:
-        """Return the additive mask [1, 1, nodes, nodes]. A sliding window compares depths, not indices."""
+        """Return the additive mask [1, 1, nodes, nodes]. A sliding window compares depths, not
+        indices."""
         return self._once(
             ("dense", window, dtype),
             lambda: _additive(self._allowed(0, len(self.forest.end), window), dtype)[None, None],
         )
 
     def block_masks(self, dtype: torch.dtype) -> list[torch.Tensor | None]:
-        """Return the additive mask [queries, keys] of each block of the cascade, None for causal blocks."""
+        """Return the additive mask [queries, keys] of each block of the cascade, None for causal
+        blocks."""
         return self._once(
             ("blocks", dtype),
-            lambda: [_additive(self._allowed(b.start, b.end, None), dtype) if b.masked else None for b in self.blocks],
+            lambda: [
+                _additive(self._allowed(b.start, b.end, None), dtype) if b.masked else None
+                for b in self.blocks
+            ],
         )
 
     def flex_mask(self, window: int | None) -> Any:
@@ -124,7 +142,9 @@ class Layout:
 
 
 def _additive(allowed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill_(~allowed, float("-inf"))
+    return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill_(
+        ~allowed, float("-inf")
+    )
 
 
 class Cascade(torch.autograd.Function):
@@ -132,17 +152,31 @@ class Cascade(torch.autograd.Function):
 
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: Layout, scale: float
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        layout: Layout,
+        scale: float,
     ) -> torch.Tensor:
-        output = torch.zeros(query.shape, dtype=torch.float64 if query.dtype == torch.float64 else torch.float32)
+        output = torch.zeros(
+            query.shape, dtype=torch.float64 if query.dtype == torch.float64 else torch.float32
+        )
         total, reached = query.new_full(query.shape[:3], float("-inf"), dtype=output.dtype), 0
         for block, mask in zip(layout.blocks, layout.block_masks(query.dtype), strict=True):
             q, k = slice(block.start, block.end), slice(block.start, block.keys_end)
             part, weight = _flash(
-                query[:, :, q], key[:, :, k], value[:, :, k], 0.0, mask is None, attn_mask=mask, scale=scale
+                query[:, :, q],
+                key[:, :, k],
+                value[:, :, k],
+                0.0,
+                mask is None,
+                attn_mask=mask,
+                scale=scale,
             )
             fresh, reached = block.start >= reached, max(reached, block.end)
-            if fresh:  # none of these queries has met keys before, so there is nothing to merge with
+            # none of these queries has met keys before, so there is nothing to merge with
+            if fresh:
                 output[:, :, q], total[:, :, q] = part, weight
                 continue
             both = torch.logaddexp(total[:, :, q], weight)
@@ -174,16 +208,23 @@ class Cascade(torch.autograd.Function):
 def _compiled_flex() -> Any:
     from torch.nn.attention.flex_attention import flex_attention
 
-    # Beyond its limit of compilations, torch would silently run the unfused version, whose backward is unreliable. So both limits are
-    # raised above the small number of buckets, and with fullgraph torch raises an error if a limit is exceeded nevertheless.
+    # Beyond its limit of compilations, torch would silently run the unfused version, whose backward
+    # is unreliable. So both limits are raised above the small number of buckets, and with fullgraph
+    # torch raises an error if a limit is exceeded nevertheless.
     torch._dynamo.config.recompile_limit = max(256, torch._dynamo.config.recompile_limit)
-    torch._dynamo.config.accumulated_recompile_limit = max(1024, torch._dynamo.config.accumulated_recompile_limit)
+    torch._dynamo.config.accumulated_recompile_limit = max(
+        1024, torch._dynamo.config.accumulated_recompile_limit
+    )
     return torch.compile(flex_attention, dynamic=False, fullgraph=True)
 
 
-def ancestor_rule(forest: Forest, window: int | None, device: torch.device | str) -> Callable[..., torch.Tensor]:
+def ancestor_rule(
+    forest: Forest, window: int | None, device: torch.device | str
+) -> Callable[..., torch.Tensor]:
     """Return FlexAttention's mask_mod, which says whether a query may see a key."""
-    end, depth = (torch.as_tensor(np.asarray(a, np.int32), device=device) for a in (forest.end, forest.depth))
+    end, depth = (
+        torch.as_tensor(np.asarray(a, np.int32), device=device) for a in (forest.end, forest.depth)
+    )
 
     def ancestor(_batch: Any, _head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         allowed = (key <= query) & (query < end[key])
@@ -196,7 +237,9 @@ def _flex_mask(forest: Forest, window: int | None, device: torch.device | str) -
     from torch.nn.attention.flex_attention import create_block_mask
 
     size = len(forest.end)
-    return create_block_mask(ancestor_rule(forest, window, device), None, None, size, size, device=str(device))
+    return create_block_mask(
+        ancestor_rule(forest, window, device), None, None, size, size, device=str(device)
+    )
 
 
 def tree_attention(
@@ -211,9 +254,10 @@ def tree_attention(
     layout: Layout | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Transformers calls this function in every layer: query [1, heads, nodes, width], key and value [1, key heads, nodes, width] -> output
-    [1, nodes, heads, width]. Without a layout it computes transformers' own causal attention. Raises RuntimeError if a layer did not
-    receive the layout of its forest, because such a model cannot train on trees."""
+    """Transformers calls this function in every layer: query [1, heads, nodes, width], key and
+    value [1, key heads, nodes, width] -> output [1, nodes, heads, width]. Without a layout it
+    computes transformers' own causal attention. Raises RuntimeError if a layer did not receive the
+    layout of its forest, because such a model cannot train on trees."""
     if any(_.get(key) is not None for key in ("softcap", "s_aux")):
         raise RuntimeError(
             f"{type(module).__name__} changes its scores (softcap or sinks): the learner cannot train it on trees"
@@ -224,13 +268,23 @@ def tree_attention(
                 f"{type(module).__name__} does not pass its caller's arguments on: it cannot train on trees"
             )
         return sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout, scaling, sliding_window=sliding_window, **_
+            module,
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout,
+            scaling,
+            sliding_window=sliding_window,
+            **_,
         )
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     window = layout.window(sliding_window)
     key, value = key.to(query.dtype), value.to(query.dtype)
     if layout.backend == "flex":
-        output = _compiled_flex()(query, key, value, block_mask=layout.flex_mask(window), scale=scale, enable_gqa=True)
+        output = _compiled_flex()(
+            query, key, value, block_mask=layout.flex_mask(window), scale=scale, enable_gqa=True
+        )
         return output.transpose(1, 2).contiguous(), None
     repeats = query.shape[1] // key.shape[1]
     if repeats > 1:

@@ -1,9 +1,11 @@
-"""Batches from the stream: as soon as ``questions`` trees are closed, the oldest of them form one update, in the order of their ids. If
-several schedulers stream, these are the oldest of each scheduler, in equal parts: so every scheduler hears of every update, and what
-scheduler/pacing.py says of the staleness holds for each.
+"""Batches from the stream: as soon as ``questions`` trees are closed, the oldest of them form one
+update, in the order of their ids. If several schedulers stream, these are the oldest of each
+scheduler, in equal parts: so every scheduler hears of every update, and what scheduler/pacing.py
+says of the staleness holds for each.
 
-A group enters once (its id is the key), leaves in exactly one batch, and is then part of the trained frontier. A tree that dynamic sampling
-replaced is no question; its groups leave without their turns. This file is pure: it uses neither sockets nor a model.
+A group enters once (its id is the key), leaves in exactly one batch, and is then part of the
+trained frontier. A tree that dynamic sampling replaced is no question; its groups leave without
+their turns. This file is pure: it uses neither sockets nor a model.
 """
 
 import itertools
@@ -16,11 +18,13 @@ from wire.shards import Shard
 
 
 class Inbox:
-    """Groups, nodes and closed trees that wait for an update. Life cycle: ``add`` and ``close`` until ``ready`` names trees, then ``take``.
-    trained: the version that trained each group, by the group's id. shards: the number of schedulers.
+    """Groups, nodes and closed trees that wait for an update. Life cycle: ``add`` and ``close``
+    until ``ready`` names trees, then ``take``. trained: the version that trained each group, by the
+    group's id. shards: the number of schedulers.
 
-    Example with questions = 1: after ``add(group)`` and ``close(TreeClosed(group.tree, [group.id]))``, ``ready()`` is [group.tree], and
-    ``take([group.tree], 0)`` returns the batch that trains version 0 to version 1.
+    Example with questions = 1: after ``add(group)`` and ``close(TreeClosed(group.tree,
+    [group.id]))``, ``ready()`` is [group.tree], and ``take([group.tree], 0)`` returns the batch
+    that trains version 0 to version 1.
     """
 
     def __init__(self, questions: int, trained: dict[int, int], shards: int = 1):
@@ -33,7 +37,8 @@ class Inbox:
         self._done_trees: set[int] = set()
 
     def add(self, group: TrainGroup) -> bool:
-        """Add a group, or return False if it is already trained. Raises InfrastructureFault if an ancestor of a turn is missing."""
+        """Add a group, or return False if it is already trained. Raises InfrastructureFault if an
+        ancestor of a turn is missing."""
         if group.id in self.trained:
             return False
         nodes = self._nodes.setdefault(group.tree, {})
@@ -44,7 +49,9 @@ class Inbox:
             while node is not None and node.parent >= 0:
                 node = nodes.get(node.parent)
             if node is None:
-                raise InfrastructureFault(f"group {group.id}: nodes of tree {group.tree} must be resent")
+                raise InfrastructureFault(
+                    f"group {group.id}: nodes of tree {group.tree} must be resent"
+                )
         self._groups[group.id] = group
         return True
 
@@ -54,29 +61,48 @@ class Inbox:
             (self._replaced if closed.replaced else self._closed)[closed.tree] = closed.groups
 
     def ready(self) -> list[int] | None:
-        """Return the trees of the next batch, ascending, or None while there are too few complete trees."""
+        """Return the trees of the next batch, ascending, or None while there are too few complete
+        trees."""
         whole = sorted(self._whole(self._closed))  # ids ascend in the order of admission
-        shares = [[tree for tree in whole if shard.owns(tree)][: self.share] for shard in self.shards]
-        return sorted(itertools.chain(*shares)) if all(len(share) == self.share for share in shares) else None
+        shares = [
+            [tree for tree in whole if shard.owns(tree)][: self.share] for shard in self.shards
+        ]
+        return (
+            sorted(itertools.chain(*shares))
+            if all(len(share) == self.share for share in shares)
+            else None
+        )
 
     def take(self, trees: list[int], version: int) -> Batch:
-        """Remove the trees, and all complete replaced trees, from the inbox and return them as a batch. Its groups belong to the frontier from
-        now on."""
-        replaced = [group.id for tree in self._whole(self._replaced) for group in self._leave(tree, self._replaced)[0]]
+        """Remove the trees, and all complete replaced trees, from the inbox and return them as a
+        batch. Its groups belong to the frontier from now on."""
+        replaced = [
+            group.id
+            for tree in self._whole(self._replaced)
+            for group in self._leave(tree, self._replaced)[0]
+        ]
         groups, nodes = [], []
         for tree in trees:
             left = self._leave(tree, self._closed)
             groups += left[0]
             nodes += [(tree, node) for node in left[1].values()]
-        self.trained.update(dict.fromkeys([*replaced, *(group.id for group in groups)], version + 1))
+        self.trained.update(
+            dict.fromkeys([*replaced, *(group.id for group in groups)], version + 1)
+        )
         return Batch(version, len(trees), groups, nodes, replaced)
 
     def _whole(self, closed: OrderedDict[int, list[int]]) -> list[int]:
         """Return the trees whose groups are all here or trained."""
         here = (self._groups.keys(), self.trained)
-        return [tree for tree, groups in closed.items() if all(any(group in one for one in here) for group in groups)]
+        return [
+            tree
+            for tree, groups in closed.items()
+            if all(any(group in one for one in here) for group in groups)
+        ]
 
-    def _leave(self, tree: int, closed: OrderedDict[int, list[int]]) -> tuple[list[TrainGroup], dict[int, TreeNode]]:
+    def _leave(
+        self, tree: int, closed: OrderedDict[int, list[int]]
+    ) -> tuple[list[TrainGroup], dict[int, TreeNode]]:
         groups = [self._groups.pop(group) for group in closed.pop(tree) if group in self._groups]
         self._done_trees.add(tree)
         return groups, self._nodes.pop(tree, {})

@@ -1,10 +1,13 @@
-"""A checkpoint is a folder with the weights and optimizer state of every model that trains, the learner's random states, what the watch and the
-adaptive KL remember, and the frontier: which version trained which groups. The folder appears complete or not at all.
+"""A checkpoint is a folder with the weights and optimizer state of every model that trains, the
+learner's random states, what the watch and the adaptive KL remember, and the frontier: which
+version trained which groups. The folder appears complete or not at all.
 
-Exactly-once training depends on checkpoints: a group is trained if and only if the frontier of the resumed checkpoint holds it. Every file
-is on the disk before the folder has its name, and its digest is in SHA256SUMS. The checkpoint before is removed only when the new one was read
-back. A damaged checkpoint is set aside and the one before is restored; the journal then sends the groups that it lacks again. Any number of
-ranks, sharded or not, can read a checkpoint that any other number has written.
+Exactly-once training depends on checkpoints: a group is trained if and only if the frontier of the
+resumed checkpoint holds it. Every file is on the disk before the folder has its name, and its
+digest is in SHA256SUMS. The checkpoint before is removed only when the new one was read back. A
+damaged checkpoint is set aside and the one before is restored; the journal then sends the groups
+that it lacks again. Any number of ranks, sharded or not, can read a checkpoint that any other
+number has written.
 """
 
 import logging
@@ -25,12 +28,14 @@ from wire import atomic, digest, frontier
 log = logging.getLogger("learner.checkpoint")
 
 ASIDE = ".damaged"
-"""The end of the name of a checkpoint that could not be read. Nothing reads it again; it is kept for inspection."""
+"""The end of the name of a checkpoint that could not be read. Nothing reads it again; it is kept
+for inspection."""
 
 
 class State(frontier.Frontier, frozen=True):
-    """The frontier and what the trainer remembers. prm_updates: steps that the implicit reward model made. kl_factor: the adaptive factor of
-    the KL's weights. watch: what the watch compares with. proven: whether the folder has digests; checkpoints of earlier releases have none.
+    """The frontier and what the trainer remembers. prm_updates: steps that the implicit reward
+    model made. kl_factor: the adaptive factor of the KL's weights. watch: what the watch compares
+    with. proven: whether the folder has digests; checkpoints of earlier releases have none.
     """
 
     prm_updates: int = 0
@@ -48,11 +53,17 @@ class DamagedError(CheckpointError):
 
 
 def save(
-    trainer: Trainer, run: Path, trained: dict[int, int], keep: int, records: dict[int, dict[str, float]] | None = None
+    trainer: Trainer,
+    run: Path,
+    trained: dict[int, int],
+    keep: int,
+    records: dict[int, dict[str, float]] | None = None,
 ) -> Path:
-    """Write ``RUN/checkpoints/vNNNNNN``. If the ranks are sharded, every rank must call this. Raises CheckpointError with the cause.
+    """Write ``RUN/checkpoints/vNNNNNN``. If the ranks are sharded, every rank must call this.
+    Raises CheckpointError with the cause.
 
-    trained: the version that trained each group, by the group's id. records: metrics of the newest updates, by version.
+    trained: the version that trained each group, by the group's id. records: metrics of the newest
+    updates, by version.
     """
     folder = run / "checkpoints" / f"v{trainer.version:06d}"
     draft, ranks = atomic.draft_of(folder, alone=True), trainer.ranks
@@ -94,8 +105,11 @@ def save(
     return folder
 
 
-def _attempt(step: Callable[[], object], folder: Path, ranks: Ranks, together: bool) -> Exception | None:
-    """Run ``step`` and return the error, here or, if ``together``, on another rank. All ranks succeed or all fail, and none waits for ever."""
+def _attempt(
+    step: Callable[[], object], folder: Path, ranks: Ranks, together: bool
+) -> Exception | None:
+    """Run ``step`` and return the error, here or, if ``together``, on another rank. All ranks
+    succeed or all fail, and none waits for ever."""
     error: Exception | None = None
     try:
         step()
@@ -105,18 +119,30 @@ def _attempt(step: Callable[[], object], folder: Path, ranks: Ranks, together: b
         damaged = isinstance(error, DamagedError)
         anywhere = ranks.add(torch.tensor([float(error is not None), float(damaged)])).tolist()
         if anywhere[1] and not damaged:
-            error = DamagedError(f"checkpoint {folder} is damaged: another rank could not read it; its log says why")
+            error = DamagedError(
+                f"checkpoint {folder} is damaged: another rank could not read it; its log says why"
+            )
         elif anywhere[0] and error is None:
             error = OSError("another rank failed; its log says why")
     return error
 
 
 def _finish(
-    trainer: Trainer, draft: Path, folder: Path, trained: dict[int, int], records: dict[int, dict[str, float]]
+    trainer: Trainer,
+    draft: Path,
+    folder: Path,
+    trained: dict[int, int],
+    records: dict[int, dict[str, float]],
 ) -> None:
     prm = trainer.prm.updates if trainer.prm is not None else 0
     state = State(
-        trainer.version, frontier.runs(trained), records, prm, trainer.kl_factor, trainer.watch.state(), proven=True
+        trainer.version,
+        frontier.runs(trained),
+        records,
+        prm,
+        trainer.kl_factor,
+        trainer.watch.state(),
+        proven=True,
     )
     (draft / frontier.FILE).write_bytes(msgspec.json.encode(state))
     digests = {frontier.FILE: digest.file(draft / frontier.FILE)}
@@ -128,12 +154,15 @@ def _finish(
 
 
 def _verify(folder: Path, ranks: Ranks | None = None) -> None:
-    """Compare the files with their digests; with ``ranks``, each reads its share. Raises DamagedError that names the first that differs."""
+    """Compare the files with their digests; with ``ranks``, each reads its share. Raises
+    DamagedError that names the first that differs."""
     try:
         digests = sorted(digest.sums(folder).items())
         for name, expected in digests if ranks is None else digests[ranks.rank :: ranks.count]:
             if digest.file(folder / name) != expected:
-                raise ValueError(f"{name} is not what was written: its digest differs from {digest.SUMS}")
+                raise ValueError(
+                    f"{name} is not what was written: its digest differs from {digest.SUMS}"
+                )
     except (OSError, ValueError) as error:
         raise DamagedError(f"checkpoint {folder} is damaged: {error}") from error
 
@@ -151,8 +180,9 @@ def newest(run: Path) -> Path | None:
 
 
 def restore_newest(trainer: Trainer, run: Path) -> tuple[State, list[str]]:
-    """Restore the newest checkpoint that is whole, on every rank. Returns its state (version 0 if there is none) and a warning for each
-    damaged one, which is set aside. Raises CheckpointError if all are damaged, or if the whole one belongs to another model."""
+    """Restore the newest checkpoint that is whole, on every rank. Returns its state (version 0 if
+    there is none) and a warning for each damaged one, which is set aside. Raises CheckpointError if
+    all are damaged, or if the whole one belongs to another model."""
     damaged: list[tuple[Path, str]] = []
     for folder in sorted((run / "checkpoints").glob("v??????"), reverse=True):
         try:
@@ -179,20 +209,29 @@ def restore_newest(trainer: Trainer, run: Path) -> tuple[State, list[str]]:
 
 
 def restore_together(trainer: Trainer, folder: Path) -> State:
-    """Like ``restore`` on every rank, but no rank loads a file before every rank has proven its share of them. If one rank fails, all ranks
-    raise CheckpointError."""
+    """Like ``restore`` on every rank, but no rank loads a file before every rank has proven its
+    share of them. If one rank fails, all ranks raise CheckpointError."""
     states: list[State] = []
-    for step in (lambda: states.append(_proven(trainer, folder)), lambda: _load(trainer, folder, states[0])):
+    for step in (
+        lambda: states.append(_proven(trainer, folder)),
+        lambda: _load(trainer, folder, states[0]),
+    ):
         error = _attempt(step, folder, trainer.ranks, trainer.ranks.count > 1)
         if error is not None:
-            raise error if isinstance(error, CheckpointError) else CheckpointError(f"checkpoint {folder}: {error}")
+            raise (
+                error
+                if isinstance(error, CheckpointError)
+                else CheckpointError(f"checkpoint {folder}: {error}")
+            )
     return states[0]
 
 
 def restore(trainer: Trainer, folder: Path) -> State:
-    """Load a checkpoint into ``trainer`` and return its state. Raises DamagedError, or CheckpointError if it belongs to another model.
+    """Load a checkpoint into ``trainer`` and return its state. Raises DamagedError, or
+    CheckpointError if it belongs to another model.
 
-    Every rank compares its share of the files with their digests, so only ``restore_together`` tells of all damage.
+    Every rank compares its share of the files with their digests, so only ``restore_together``
+    tells of all damage.
     """
     state = _proven(trainer, folder)
     _load(trainer, folder, state)
@@ -200,7 +239,8 @@ def restore(trainer: Trainer, folder: Path) -> State:
 
 
 def _proven(trainer: Trainer, folder: Path) -> State:
-    """Return the state of a checkpoint, after comparing this rank's share of the files with their digests. Raises DamagedError."""
+    """Return the state of a checkpoint, after comparing this rank's share of the files with their
+    digests. Raises DamagedError."""
     try:
         state = msgspec.json.decode((folder / frontier.FILE).read_bytes(), type=State)
     except (OSError, msgspec.DecodeError) as error:
@@ -217,7 +257,9 @@ def _load(trainer: Trainer, folder: Path, state: State) -> None:
     except (OSError, SafetensorError, KeyError, ValueError) as error:
         raise DamagedError(damaged.format(error)) from error
     for part, (_, stepper) in trainer.parts().items():
-        names = {name.partition("/")[2] for name in stored[part].names() if name.startswith("weight/")}
+        names = {
+            name.partition("/")[2] for name in stored[part].names() if name.startswith("weight/")
+        }
         if names != set(stepper.parameters):
             raise CheckpointError(
                 f"checkpoint {folder} holds other parameters of the {part} than the model: were learner.lora, model or scheme"

@@ -1,7 +1,9 @@
-"""Supervised fine-tuning of a causal language model, full or with LoRA. Only completion tokens enter the loss.
+"""Supervised fine-tuning of a causal language model, full or with LoRA. Only completion tokens
+enter the loss.
 
-Packing reads a batch as one forest (learner/trees.py). Equal prefixes, such as a common instruction, are computed once, and no row attends to
-another row. The loss is the mean over the batch's completion tokens, no matter how the batch is cut into forwards.
+Packing reads a batch as one forest (learner/trees.py). Equal prefixes, such as a common
+instruction, are computed once, and no row attends to another row. The loss is the mean over the
+batch's completion tokens, no matter how the batch is cut into forwards.
 """
 
 import functools
@@ -33,7 +35,8 @@ _LINES = 10
 
 
 class Example(msgspec.Struct, frozen=True):
-    """Token ids, of which those from ``start`` on enter the loss. group: rows of one group are held out together; "" for a row of its own."""
+    """Token ids, of which those from ``start`` on enter the loss. group: rows of one group are held
+    out together; "" for a row of its own."""
 
     tokens: list[int]
     start: int
@@ -41,11 +44,13 @@ class Example(msgspec.Struct, frozen=True):
 
 
 class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How to train. batch: examples per step. warmup: first steps, in which the rate rises. cooldown: last steps, in which it falls towards 0.
+    """How to train. batch: examples per step. warmup: first steps, in which the rate rises.
+    cooldown: last steps, in which it falls towards 0.
 
-    schedule: after the warm-up, the rate stays constant or falls to 0 over the remaining steps. shuffle: the seed of a new order in each epoch;
-    None keeps the order of the examples. lora_rank: with 0, all weights train. forward_tokens: the most tokens of one forward; 0 forwards a
-    batch at once. dtype: the number type of the products; "auto" chooses the best one for this machine.
+    schedule: after the warm-up, the rate stays constant or falls to 0 over the remaining steps.
+    shuffle: the seed of a new order in each epoch; None keeps the order of the examples. lora_rank:
+    with 0, all weights train. forward_tokens: the most tokens of one forward; 0 forwards a batch at
+    once. dtype: the number type of the products; "auto" chooses the best one for this machine.
     """
 
     steps: int
@@ -63,7 +68,8 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 class Losses(msgspec.Struct, frozen=True):
-    """The losses of a training. held_out: mean over held-out completion tokens before and after, or None without held-out examples."""
+    """The losses of a training. held_out: mean over held-out completion tokens before and after, or
+    None without held-out examples."""
 
     last: float
     held_out: tuple[float, float] | None
@@ -111,9 +117,15 @@ def context_of(model: Path) -> int:
 
 
 def fine_tune(
-    model: Path, examples: Sequence[Example], out: Path, recipe: Recipe, threads: int, held_out: Sequence[Example] = ()
+    model: Path,
+    examples: Sequence[Example],
+    out: Path,
+    recipe: Recipe,
+    threads: int,
+    held_out: Sequence[Example] = (),
 ) -> Losses:
-    """Call ``train`` and put the model into the folder ``out``, which appears complete or not at all and replaces an existing folder."""
+    """Call ``train`` and put the model into the folder ``out``, which appears complete or not at
+    all and replaces an existing folder."""
     with drafted(out) as draft:
         losses = train(model, examples, draft, recipe, threads, held_out)
         shutil.rmtree(out, ignore_errors=True)
@@ -128,14 +140,17 @@ def train(
     threads: int,
     held_out: Sequence[Example] = (),
 ) -> Losses:
-    """Train ``model`` for ``recipe.steps`` batches, and save it as a Hugging Face model with merged adapters in ``folder``.
+    """Train ``model`` for ``recipe.steps`` batches, and save it as a Hugging Face model with merged
+    adapters in ``folder``.
 
     Raises ValueError if the model changes the logits of its head, and torch.OutOfMemoryError.
     """
     torch.set_num_threads(threads)
     torch.manual_seed(recipe.shuffle or 0)
     student = Student(model, recipe)
-    optimizer = torch.optim.AdamW(student.trained(), lr=recipe.lr, betas=(0.9, 0.95), weight_decay=0.0)
+    optimizer = torch.optim.AdamW(
+        student.trained(), lr=recipe.lr, betas=(0.9, 0.95), weight_decay=0.0
+    )
     before = student.measure(held_out) if held_out else None
     if before is not None:
         print(f"  held-out loss {before:.4f} over {len(held_out)} rows", flush=True)
@@ -151,7 +166,10 @@ def train(
         seen += sum(len(e.tokens) for e in batch)
         spent = time.monotonic() - start
         if (step + 1) % -(-recipe.steps // _LINES) == 0 or step + 1 == recipe.steps:
-            print(f"  step {step + 1} of {recipe.steps}: loss {loss:.3f}, {seen} tokens, {spent:.0f} s", flush=True)
+            print(
+                f"  step {step + 1} of {recipe.steps}: loss {loss:.3f}, {seen} tokens, {spent:.0f} s",
+                flush=True,
+            )
     spent = time.monotonic() - start
     after = student.measure(held_out) if before is not None else None
     if after is not None:
@@ -161,7 +179,8 @@ def train(
 
 
 class Student:
-    """The model in training, with float32 weights, products in the recipe's dtype, and adapters if configured. ``save`` must be the last call."""
+    """The model in training, with float32 weights, products in the recipe's dtype, and adapters if
+    configured. ``save`` must be the last call."""
 
     def __init__(self, folder: Path, recipe: Recipe):
         self.folder, self.recipe = folder, recipe
@@ -201,14 +220,18 @@ class Student:
         size = self.recipe.batch
         batches = [examples[i : i + size] for i in range(0, len(examples), size)]
         shares = [part for batch in batches for part in parts(batch, self.recipe)]
-        loss = math.fsum(self.loss(part).item() * _targets(part) for part in shares) / _targets(examples)
+        loss = math.fsum(self.loss(part).item() * _targets(part) for part in shares) / _targets(
+            examples
+        )
         self.model.train()
         return loss
 
     def loss(self, batch: Sequence[Example]) -> torch.Tensor:
         """Return the mean negative log-probability of the completion tokens of one forward."""
         read = self._packed if self.recipe.packing else self._padded
-        with torch.autocast(self.device, dtype=torch.bfloat16, enabled=self.compute == torch.bfloat16):
+        with torch.autocast(
+            self.device, dtype=torch.bfloat16, enabled=self.compute == torch.bfloat16
+        ):
             hidden, targets = read(batch)
             weight = self.causal.get_output_embeddings().weight
             return -token_logprobs(hidden, weight, targets)[0].mean()
@@ -226,7 +249,9 @@ class Student:
             use_cache=False,
         ).last_hidden_state
         read = torch.cat([hidden[i, e.start - 1 : len(e.tokens) - 1] for i, e in enumerate(batch)])
-        return read, torch.tensor([t for e in batch for t in e.tokens[e.start :]], device=self.device)
+        return read, torch.tensor(
+            [t for e in batch for t in e.tokens[e.start :]], device=self.device
+        )
 
     def _packed(self, batch: Sequence[Example]) -> tuple[torch.Tensor, torch.Tensor]:
         forest = pack([TokenPath(e.tokens, e.start) for e in batch])
@@ -242,7 +267,8 @@ class Student:
         return hidden[0][read], torch.as_tensor(forest.target, device=self.device)
 
     def save(self, folder: Path) -> None:
-        """Write bfloat16 weights with merged adapters, and the tokenizer. Raises OSError if the disk does not take them."""
+        """Write bfloat16 weights with merged adapters, and the tokenizer. Raises OSError if the
+        disk does not take them."""
         whole = self.model.merge_and_unload() if self.recipe.lora_rank else self.model
         try:
             whole.to(torch.bfloat16).save_pretrained(folder)
@@ -252,11 +278,14 @@ class Student:
 
 
 def parts(batch: Sequence[Example], recipe: Recipe) -> list[list[Example]]:
-    """Cut a batch into forwards of at most ``recipe.forward_tokens`` and similar examples. A longer example is a forward of its own."""
+    """Cut a batch into forwards of at most ``recipe.forward_tokens`` and similar examples. A longer
+    example is a forward of its own."""
     if not recipe.forward_tokens:
         return [list(batch)]
     if recipe.packing:
-        groups, _ = micro_batches(cuts([TokenPath(e.tokens, e.start) for e in batch]), recipe.forward_tokens)
+        groups, _ = micro_batches(
+            cuts([TokenPath(e.tokens, e.start) for e in batch]), recipe.forward_tokens
+        )
         return [[batch[i] for i in group] for group in groups]
     forwards: list[list[Example]] = []
     for example in sorted(batch, key=lambda e: len(e.tokens)):

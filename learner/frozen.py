@@ -1,4 +1,5 @@
-"""The frozen weights of a model with adapters, in the number type of their products and in memory that a machine's ranks share."""
+"""The frozen weights of a model with adapters, in the number type of their products and in memory
+that a machine's ranks share."""
 
 import os
 from typing import Any
@@ -12,11 +13,13 @@ _ALIGNMENT = 64
 
 
 def hold(model: Any, compute: torch.dtype, ranks: Ranks) -> None:
-    """Convert the frozen weights of linear layers to ``compute``, then move all frozen weights into memory that the ranks share.
+    """Convert the frozen weights of linear layers to ``compute``, then move all frozen weights into
+    memory that the ranks share.
 
-    Autocast rounds a linear layer's weight at every forward and keeps the rounded copy for backward. Rounding the weight once gives the same
-    products. Embeddings and norms stay in float32, as under autocast. Nothing may write to these weights afterwards. This is a collective of
-    replicated ranks on a CPU.
+    Autocast rounds a linear layer's weight at every forward and keeps the rounded copy for
+    backward. Rounding the weight once gives the same products. Embeddings and norms stay in
+    float32, as under autocast. Nothing may write to these weights afterwards. This is a collective
+    of replicated ranks on a CPU.
     """
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)}
     for module in model.modules():
@@ -28,7 +31,9 @@ def hold(model: Any, compute: torch.dtype, ranks: Ranks) -> None:
             module.weight.data = module.weight.data.to(compute)
     one_machine = os.environ.get("LOCAL_WORLD_SIZE") == str(ranks.count)
     if ranks.count > 1 and one_machine and hasattr(os, "memfd_create"):
-        _share([parameter for parameter in model.parameters() if not parameter.requires_grad], ranks)
+        _share(
+            [parameter for parameter in model.parameters() if not parameter.requires_grad], ranks
+        )
 
 
 def _share(weights: list[torch.nn.Parameter], ranks: Ranks) -> None:

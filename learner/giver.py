@@ -1,9 +1,12 @@
-"""Gives the newest weights out of the learner's memory to inference engines, as handles of shared memory or by broadcasts.
+"""Gives the newest weights out of the learner's memory to inference engines, as handles of shared
+memory or by broadcasts.
 
-Engines ask through a rendezvous (a TCPStore of torch.distributed): ``asked`` counts the asks, ``ask/N`` and ``answer/N`` are JSON, and
-``done/N`` ends an ask. A thread per ask serves it from a snapshot, so a slow engine delays neither training nor other engines; every wait has
-a timeout. Asks and answers are sealed with a token from the manifest, which only the run's owner can read; broadcasts have no authentication. Rendezvous and
-broadcasts listen only on ``host``, which must be the loopback or a private network of the cluster.
+Engines ask through a rendezvous (a TCPStore of torch.distributed): ``asked`` counts the asks,
+``ask/N`` and ``answer/N`` are JSON, and ``done/N`` ends an ask. A thread per ask serves it from a
+snapshot, so a slow engine delays neither training nor other engines; every wait has a timeout. Asks
+and answers are sealed with a token from the manifest, which only the run's owner can read;
+broadcasts have no authentication. Rendezvous and broadcasts listen only on ``host``, which must be
+the loopback or a private network of the cluster.
 """
 
 import base64
@@ -40,9 +43,12 @@ Named = list[tuple[str, torch.Tensor]]
 
 
 class Snapshot:
-    """The tensors of one version by name, in buckets of at most ``bucket_bytes`` (a larger tensor has a bucket of its own)."""
+    """The tensors of one version by name, in buckets of at most ``bucket_bytes`` (a larger tensor
+    has a bucket of its own)."""
 
-    def __init__(self, version: int, tensors: dict[str, torch.Tensor], bucket_bytes: int = BUCKET_BYTES):
+    def __init__(
+        self, version: int, tensors: dict[str, torch.Tensor], bucket_bytes: int = BUCKET_BYTES
+    ):
         self.version = version
         self.buckets: list[Named] = [[]]
         size = 0
@@ -55,15 +61,18 @@ class Snapshot:
 
 
 class Giver:
-    """Owns the rendezvous from construction until ``close``. It gives the two newest offered versions and answers any other ask with an error.
+    """Owns the rendezvous from construction until ``close``. It gives the two newest offered
+    versions and answers any other ask with an error.
 
-    Example: ``memory = giver.offer(Snapshot(3, tensors))`` gives version 3 from now on; the manifest must then contain ``memory``.
+    Example: ``memory = giver.offer(Snapshot(3, tensors))`` gives version 3 from now on; the
+    manifest must then contain ``memory``.
     """
 
     def __init__(self, host: str = "127.0.0.1", timeout_s: float = 300.0):
         self.host, self.timeout = host, timedelta(seconds=timeout_s)
         if host == "127.0.0.1":
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # broadcasts between CPUs listen there
+            # broadcasts between CPUs listen there
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         else:
             log.warning(
                 "anyone who reaches %s can disturb the giving of weights and join a broadcast: keep this network closed",
@@ -78,23 +87,28 @@ class Giver:
         self._thread.start()
 
     def offer(self, snapshot: Snapshot) -> Memory:
-        """Give this version from now on, and the version before, which engines may still ask for. Returns the entry for the manifest."""
+        """Give this version from now on, and the version before, which engines may still ask for.
+        Returns the entry for the manifest."""
         self._snapshots = [*self._snapshots[-1:], snapshot]
         device = snapshot.buckets[0][0][1].device
         return Memory(self.address, socket.gethostname(), device.type, _gpu(device), self.token)
 
     def close(self) -> None:
-        """Stop serving. Must be called before exit, or a thread that waits in the store would abort the process when the interpreter ends."""
+        """Stop serving. Must be called before exit, or a thread that waits in the store would abort
+        the process when the interpreter ends."""
         self._closing.set()
         self._thread.join()
 
-    # ------------------------------------------------------------------------------------------ asks
+    # ------------------------------------------------------------------------------------------
+    # asks
 
     def _listen(self) -> None:
         store, number, missing = self._client(), 1, 0
         while not self._closing.wait(_LOOK_S):
             while store.check([f"ask/{number}"]):
-                threading.Thread(target=self._serve, args=(number,), name=f"giver-{number}", daemon=True).start()
+                threading.Thread(
+                    target=self._serve, args=(number,), name=f"giver-{number}", daemon=True
+                ).start()
                 number, missing = number + 1, 0
             missing = missing + 1 if store.add("asked", 0) >= number else 0
             if missing * _LOOK_S > _LOST_S:  # the asker was killed after it had taken the number
@@ -132,10 +146,16 @@ class Giver:
     def _ended(self, store: Any, number: int) -> None:
         """Wait until the asker is done, at most for the timeout."""
         end = time.monotonic() + self.timeout.total_seconds()
-        while time.monotonic() < end and not self._closing.is_set() and not store.check([f"done/{number}"]):
+        while (
+            time.monotonic() < end
+            and not self._closing.is_set()
+            and not store.check([f"done/{number}"])
+        ):
             time.sleep(_LOOK_S)
 
-    def _hand_over(self, store: Any, number: int, asked: dict[str, Any], snapshot: Snapshot) -> None:
+    def _hand_over(
+        self, store: Any, number: int, asked: dict[str, Any], snapshot: Snapshot
+    ) -> None:
         """Answer with handles to the snapshot's own memory, which stays until the asker is done."""
         buckets = [
             described(bucket) | {"payloads": [handles(bucket) for _ in range(int(asked["ranks"]))]}
@@ -144,12 +164,20 @@ class Giver:
         self._answer(store, number, {"buckets": buckets})
         self._ended(store, number)
 
-    def _broadcast(self, store: Any, number: int, asked: dict[str, Any], snapshot: Snapshot) -> None:
+    def _broadcast(
+        self, store: Any, number: int, asked: dict[str, Any], snapshot: Snapshot
+    ) -> None:
         """Join a group with the asker's ranks as rank 0, and broadcast each bucket as bytes."""
         meeting = bound_store(self.host, self.timeout)
-        told = {"address": self.host, "port": meeting.port, "buckets": [described(b) for b in snapshot.buckets]}
+        told = {
+            "address": self.host,
+            "port": meeting.port,
+            "buckets": [described(b) for b in snapshot.buckets],
+        }
         self._answer(store, number, told)
-        group = joined(meeting, asked["group"], asked["backend"], 1 + int(asked["ranks"]), self.timeout)
+        group = joined(
+            meeting, asked["group"], asked["backend"], 1 + int(asked["ranks"]), self.timeout
+        )
         try:
             for bucket in snapshot.buckets:
                 flat = torch.cat([tensor.flatten().view(torch.uint8) for _, tensor in bucket])
@@ -163,13 +191,19 @@ class Giver:
 
 
 def bound_store(host: str, timeout: timedelta) -> Any:
-    """Return a rendezvous that listens only on ``host``. By default, torch would listen on every address of the machine."""
+    """Return a rendezvous that listens only on ``host``. By default, torch would listen on every
+    address of the machine."""
     listening = socket.socket()
     listening.bind((host, 0))
     listening.listen(128)
     port = listening.getsockname()[1]
     return TCPStore(
-        host, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=listening.detach()
+        host,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timeout,
+        master_listen_fd=listening.detach(),
     )
 
 
@@ -184,7 +218,8 @@ def described(bucket: Named) -> dict[str, Any]:
 
 
 def joined(store: Any, name: str, backend: str, size: int, timeout: timedelta) -> Any:
-    """Return a process group beside the learner's own, as rank 0. The other ranks join by SGLang's init_weights_update_group.
+    """Return a process group beside the learner's own, as rank 0. The other ranks join by SGLang's
+    init_weights_update_group.
 
     The store uses the keys of ``torch.distributed.init_process_group``, which SGLang calls.
     """
@@ -205,11 +240,13 @@ def _options() -> Any:
     return options
 
 
-# ---------------------------------------------------------------------------------------------- handles
+# ----------------------------------------------------------------------------------------------
+# handles
 
 
 class _ByUuid:
-    """A CUDA tensor whose handle names its device by UUID, because the other process may number its devices differently."""
+    """A CUDA tensor whose handle names its device by UUID, because the other process may number its
+    devices differently."""
 
     _DEVICE = 6
     """The index of the device among the arguments of ``rebuild_cuda_tensor``."""
@@ -224,7 +261,8 @@ class _ByUuid:
 
 
 def handles(bucket: Named) -> str:
-    """Return the input of SGLang's update_weights_from_tensor, base64 of a pickle of names and handles. Only one rank may use it, once."""
+    """Return the input of SGLang's update_weights_from_tensor, base64 of a pickle of names and
+    handles. Only one rank may use it, once."""
     buffer = io.BytesIO()
     with _shared_by_name():
         ForkingPickler(buffer).dump([(name, _ByUuid(t) if t.is_cuda else t) for name, t in bucket])
@@ -233,7 +271,8 @@ def handles(bucket: Named) -> str:
 
 @contextlib.contextmanager
 def _shared_by_name() -> Iterator[None]:
-    """Share CPU memory by name, since unrelated processes cannot pass file descriptors to each other."""
+    """Share CPU memory by name, since unrelated processes cannot pass file descriptors to each
+    other."""
     with _sharing:
         before = torch.multiprocessing.get_sharing_strategy()
         torch.multiprocessing.set_sharing_strategy("file_system")

@@ -1,7 +1,9 @@
-"""The watch on PPR's length side effect (methods.md 5): trajectories grow while a turn earns reward, and shrink while a turn costs reward.
+"""The watch on PPR's length side effect (methods.md 5): trajectories grow while a turn earns
+reward, and shrink while a turn costs reward.
 
-If a turn's reward includes the outcome, the turn earns after success and costs after failure. Without the outcome the turn always earns.
-In both cases the policy may learn the number of turns. The watch compares the mean length of the last updates with that of the first ones.
+If a turn's reward includes the outcome, the turn earns after success and costs after failure.
+Without the outcome the turn always earns. In both cases the policy may learn the number of turns.
+The watch compares the mean length of the last updates with that of the first ones.
 """
 
 from collections import deque
@@ -21,14 +23,16 @@ _SHRINK = (
 
 
 class Lengths:
-    """Fills ``first`` during the first updates; later calls of ``warnings`` compare with it. A checkpoint stores ``first`` and ``last`` (lengths by group)."""
+    """Fills ``first`` during the first updates; later calls of ``warnings`` compare with it. A
+    checkpoint stores ``first`` and ``last`` (lengths by group)."""
 
     def __init__(self) -> None:
         self.first: dict[str, list[float]] = {group: [] for group in GROUPS}
         self.last: dict[str, deque[float]] = {group: deque(maxlen=LAST) for group in GROUPS}
 
     def warnings(self, values: dict[str, float], limit: float) -> list[str]:
-        """Return at most one sentence per group. values: the scheme's "ppr/turns_*" and "ppr/turn_pay_*". limit: a factor; 0 never warns."""
+        """Return at most one sentence per group. values: the scheme's "ppr/turns_*" and
+        "ppr/turn_pay_*". limit: a factor; 0 never warns."""
         sentences = [self._of(group, values, limit) for group in GROUPS]
         return [sentence for sentence in sentences if sentence]
 

@@ -1,6 +1,8 @@
-"""A model folder's weights for sharded ranks: the model is made without memory, sharded, and then each rank reads its own rows alone.
+"""A model folder's weights for sharded ranks: the model is made without memory, sharded, and then
+each rank reads its own rows alone.
 
-States of a parameter: hollow (on torch's meta device, which knows shapes and holds no values), hollow and sharded, filled.
+States of a parameter: hollow (on torch's meta device, which knows shapes and holds no values),
+hollow and sharded, filled.
 """
 
 import logging
@@ -24,23 +26,31 @@ _FLOATS = ("F64", "F32", "F16", "BF16")
 
 
 def load(folder: str, hollow: bool) -> Any:
-    """Return the model of a folder, in float32. If ``hollow``, without values where the folder stores each parameter under its own name, as
-    most do; of another folder, such as one whose experts transformers joins while it loads, every rank holds a whole copy for a while."""
+    """Return the model of a folder, in float32. If ``hollow``, without values where the folder
+    stores each parameter under its own name, as most do; of another folder, such as one whose
+    experts transformers joins while it loads, every rank holds a whole copy for a while."""
     if not hollow:
         return vision.load(folder, torch.float32, NAME)
     with init_empty_weights(include_buffers=False):
         model = vision.load(folder, torch.float32, NAME, values=False)
     model.tie_weights()  # each parameter became hollow on its own
     stored = _stored(folder)
-    strange = [names[0] for weight, names in _names(model).items() if _entry(stored, names, weight) is None]
+    strange = [
+        names[0] for weight, names in _names(model).items() if _entry(stored, names, weight) is None
+    ]
     if not strange:
         return model
-    log.warning("%s does not store %s as the model has it: every rank loads all weights first", folder, strange[0])
+    log.warning(
+        "%s does not store %s as the model has it: every rank loads all weights first",
+        folder,
+        strange[0],
+    )
     return vision.load(folder, torch.float32, NAME)
 
 
 def adapt(model: Any, adapters: LoraConfig) -> Any:
-    """Return the model with new adapters, which have values also if the model is hollow: PEFT puts an adapter beside the weight that it adapts."""
+    """Return the model with new adapters, which have values also if the model is hollow: PEFT puts
+    an adapter beside the weight that it adapts."""
     hollow = next(model.parameters()).is_meta
     if hollow:  # one number that stands for all of them
         _replace(model, lambda _, weight: torch.zeros((), dtype=weight.dtype).expand(weight.shape))
@@ -51,7 +61,8 @@ def adapt(model: Any, adapters: LoraConfig) -> Any:
 
 
 def fill(tower: torch.nn.Module, folder: str, device: str) -> None:
-    """Read this rank's rows of each hollow parameter of a sharded tower from the model's folder. Uses no collectives."""
+    """Read this rank's rows of each hollow parameter of a sharded tower from the model's folder.
+    Uses no collectives."""
     stored = _stored(folder)
 
     def filled(names: list[str], weight: torch.Tensor) -> torch.Tensor:
@@ -71,20 +82,28 @@ def fill(tower: torch.nn.Module, folder: str, device: str) -> None:
 
 def _stored(folder: str) -> dict[str, Any]:
     """Return the file of each tensor of a model folder, by the tensor's name."""
-    files = [safe_open(path, framework="pt") for path in sorted(Path(folder).glob("model*.safetensors"))]
-    return {name: file for file in files for name in file.keys()}  # noqa: SIM118 (a file is no dictionary)
+    files = [
+        safe_open(path, framework="pt") for path in sorted(Path(folder).glob("model*.safetensors"))
+    ]
+    return {name: file for file in files for name in file.keys()}  # noqa: SIM118
 
 
 def _entry(stored: dict[str, Any], names: list[str], weight: torch.Tensor) -> Any:
     """Return the slice of a folder that holds a parameter under one of its names, or None."""
     slices = [stored[name].get_slice(name) for name in map(vision.stored, names) if name in stored]
-    fitting = (one for one in slices if one.get_shape() == list(weight.shape) and one.get_dtype() in _FLOATS)
+    fitting = (
+        one
+        for one in slices
+        if one.get_shape() == list(weight.shape) and one.get_dtype() in _FLOATS
+    )
     return next(fitting, None)
 
 
 def _plain(name: str) -> str:
     """Return the name that a tower's parameter has in the model without adapters."""
-    return name.removeprefix("model.").removeprefix("base_model.model.").replace(".base_layer.", ".")
+    return (
+        name.removeprefix("model.").removeprefix("base_model.model.").replace(".base_layer.", ".")
+    )
 
 
 def _names(module: torch.nn.Module) -> dict[torch.nn.Parameter, list[str]]:
@@ -95,8 +114,11 @@ def _names(module: torch.nn.Module) -> dict[torch.nn.Parameter, list[str]]:
     return names
 
 
-def _replace(module: torch.nn.Module, value: Callable[[list[str], torch.Tensor], torch.Tensor]) -> None:
-    """Replace each parameter by one with ``value`` of its names and itself, unless that is itself. Tied parameters stay tied."""
+def _replace(
+    module: torch.nn.Module, value: Callable[[list[str], torch.Tensor], torch.Tensor]
+) -> None:
+    """Replace each parameter by one with ``value`` of its names and itself, unless that is itself.
+    Tied parameters stay tied."""
     for parameter, names in _names(module).items():
         before = parameter.detach()
         if (after := value(names, before)) is before:

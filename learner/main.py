@@ -1,9 +1,11 @@
 """The learner process. Rank 0 is the service worker (train, close), and all ranks train.
 
-``tools/launch`` runs ``python -m learner.main PROCESS.json`` with RANK, WORLD_SIZE and COPPICE_RANKS, a new file where the ranks of one machine
-meet. On several machines ``torchrun ... -m learner.main PROCESS.json`` runs it with MASTER_ADDR and MASTER_PORT instead (docs/learner.md). Every rank
-needs the run folder under the same path: rank 0 reads the endpoint and its key there, and each rank reads and writes checkpoints.
-States of rank 0: waiting for a complete batch -> updating (in a thread, so heartbeats go on) -> publishing -> checkpointing -> waiting.
+``tools/launch`` runs ``python -m learner.main PROCESS.json`` with RANK, WORLD_SIZE and
+COPPICE_RANKS, a new file where the ranks of one machine meet. On several machines ``torchrun ... -m
+learner.main PROCESS.json`` runs it with MASTER_ADDR and MASTER_PORT instead (docs/learner.md).
+Every rank needs the run folder under the same path: rank 0 reads the endpoint and its key there,
+and each rank reads and writes checkpoints. States of rank 0: waiting for a complete batch ->
+updating (in a thread, so heartbeats go on) -> publishing -> checkpointing -> waiting.
 """
 
 import asyncio
@@ -38,8 +40,9 @@ _KEEPALIVE = b"\x00"
 _CHECKPOINT = b"\x02"
 """Rank 0 sends this to sharded ranks, each of which writes its part of the checkpoint."""
 REMEMBERED = 64
-"""The answers of so many updates are kept for groups that come again, and the metrics of so many are in a checkpoint besides those since the
-one before. The scheduler has heard of all but the last few: it admits at most max_staleness + 1 updates' trees beyond those that it knows."""
+"""The answers of so many updates are kept for groups that come again, and the metrics of so many
+are in a checkpoint besides those since the one before. The scheduler has heard of all but the last
+few: it admits at most max_staleness + 1 updates' trees beyond those that it knows."""
 
 
 class Command(msgspec.Struct, frozen=True):
@@ -65,9 +68,17 @@ def unpack_batch(payload: bytes) -> Batch:
 
 
 class Leader:
-    """Rank 0 collects groups, runs updates and answers every group with the version that contains it. ``work`` runs once, until its ``stop``."""
+    """Rank 0 collects groups, runs updates and answers every group with the version that contains
+    it. ``work`` runs once, until its ``stop``."""
 
-    def __init__(self, trainer: Trainer, run: Path, inbox: Inbox, published: Published, giver: Giver | None = None):
+    def __init__(
+        self,
+        trainer: Trainer,
+        run: Path,
+        inbox: Inbox,
+        published: Published,
+        giver: Giver | None = None,
+    ):
         self.trainer, self.run, self.inbox, self.published = trainer, run, inbox, published
         self.config, self.giver = trainer.config, giver
         self.updates = 0
@@ -82,7 +93,8 @@ class Leader:
 
     async def train(self, group: TrainGroup, call: Call) -> Trained:
         """Handle the service "train". The answer follows when an update contains the group."""
-        if not self.inbox.add(group) and group.id not in self._waiting:  # a group in training waits for the answer
+        # a group in training waits for the answer
+        if not self.inbox.add(group) and group.id not in self._waiting:
             return self._trained(self.inbox.trained[group.id])
         self._news.set()
         future = self._waiting.setdefault(group.id, asyncio.get_running_loop().create_future())
@@ -95,11 +107,13 @@ class Leader:
         return Closed()
 
     def _trained(self, version: int) -> Trained:
-        """Return the answer to a group that ``version`` trained. One of an earlier start has no weights to load any more."""
+        """Return the answer to a group that ``version`` trained. One of an earlier start has no
+        weights to load any more."""
         return self._answers.get(version) or Trained(version, "", "", self.records.get(version, {}))
 
     async def work(self, stop: asyncio.Event) -> None:
-        """Run an update for each complete batch until ``stop``. Then write a checkpoint if the newest version has none."""
+        """Run an update for each complete batch until ``stop``. Then write a checkpoint if the
+        newest version has none."""
         quiet, heard = self.config.collective_timeout_s / 4, time.monotonic()
         while not stop.is_set():
             trees = self.inbox.ready()
@@ -130,7 +144,11 @@ class Leader:
         metrics = self.trainer.update(batch)
         t = self.trainer
         start = time.monotonic()
-        trained = {group: version for group, version in self.inbox.trained.items() if version > self.durable}
+        trained = {
+            group: version
+            for group, version in self.inbox.trained.items()
+            if version > self.durable
+        }
         self.published = publish_newest(t, self.run, t.whole(), self.giver, trained)
         metrics["time/publish"] = time.monotonic() - start
         self.updates += 1
@@ -147,10 +165,16 @@ class Leader:
     def _note(self, metrics: dict[str, float]) -> None:
         """Keep the answer to the newest version's groups, and its metrics for the checkpoint."""
         p, version = self.published, self.trainer.version
-        self._answers[version] = Trained(p.version, p.path, p.digest, metrics, self.trainer.warnings + self.warnings)
+        self._answers[version] = Trained(
+            p.version, p.path, p.digest, metrics, self.trainer.warnings + self.warnings
+        )
         self.records[version], self.warnings = metrics, []
         self._answers.pop(version - REMEMBERED, None)
-        for old in [old for old in self.records if old <= version - REMEMBERED - self.config.checkpoint_every]:
+        for old in [
+            old
+            for old in self.records
+            if old <= version - REMEMBERED - self.config.checkpoint_every
+        ]:
             del self.records[old]
 
     def _answer(self, batch: Batch) -> None:
@@ -158,12 +182,23 @@ class Leader:
             future = self._waiting.pop(group, None)
             if future is not None and not future.done():
                 future.set_result(self._trained(self.trainer.version))
-        log.info("version %d: %d groups of %d questions", self.trainer.version, len(batch.groups), batch.questions)
+        log.info(
+            "version %d: %d groups of %d questions",
+            self.trainer.version,
+            len(batch.groups),
+            batch.questions,
+        )
 
     def stats(self) -> dict[str, float]:
         """Return the counters for the heartbeat."""
         t, passes = self.trainer, TreeModel.passes
-        return {"busy_s": t.busy_s, "version": t.version, "updates": self.updates, "passes": passes, **self.counts}
+        return {
+            "busy_s": t.busy_s,
+            "version": t.version,
+            "updates": self.updates,
+            "passes": passes,
+            **self.counts,
+        }
 
 
 def publish_newest(
@@ -176,20 +211,26 @@ def publish_newest(
     """Publish the trainer's version where ``learner.publish`` and ``publish_url`` say."""
     config = trainer.config
     file = config.publish != "memory"
-    published = publish(trainer.policy, trainer.version, run, config.keep, whole, giver, file, trained)
+    published = publish(
+        trainer.policy, trainer.version, run, config.keep, whole, giver, file, trained
+    )
     if config.publish_url:
         storage.put(Path(published.path), f"{config.publish_url}/{run.name}", config.keep)
     return published
 
 
 def _giver(trainer: Trainer) -> Giver | None:
-    """Return the object that gives weights out of memory, if configured. Adapters are small files and need no giver."""
+    """Return the object that gives weights out of memory, if configured. Adapters are small files
+    and need no giver."""
     wanted = trainer.config.publish != "file" and not trainer.policy.lora
     return Giver(trainer.config.publish_host) if wanted else None
 
 
-async def lead(trainer: Trainer, process: LearnerProcess, state: checkpoint.State, warnings: list[str]) -> None:
-    """Run rank 0 until every scheduler has drained its service. Then tell the other ranks to stop. state, warnings: what ``restore_newest`` returned."""
+async def lead(
+    trainer: Trainer, process: LearnerProcess, state: checkpoint.State, warnings: list[str]
+) -> None:
+    """Run rank 0 until every scheduler has drained its service. Then tell the other ranks to stop.
+    state, warnings: what ``restore_newest`` returned."""
     run = Path(process.run)
     published = Published(0, "", "")
     giver = _giver(trainer)
@@ -201,9 +242,13 @@ async def lead(trainer: Trainer, process: LearnerProcess, state: checkpoint.Stat
     leader.records, leader.warnings = dict(state.records), warnings
     handlers: dict[str, Handler] = {"train": leader.train, "close": leader.close}
     homes = [shards.folder(run, number) for number in range(process.shards)]
-    services = [Service(process.name, handlers, UNBOUNDED, leader.stats, give_up_s=120.0) for _ in homes]
+    services = [
+        Service(process.name, handlers, UNBOUNDED, leader.stats, give_up_s=120.0) for _ in homes
+    ]
     for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, lambda: [service.drain() for service in services])
+        asyncio.get_running_loop().add_signal_handler(
+            number, lambda: [service.drain() for service in services]
+        )
     stop = asyncio.Event()
     working = asyncio.create_task(leader.work(stop))
     serving = asyncio.create_task(_serve_all(services, homes))
@@ -218,7 +263,8 @@ async def lead(trainer: Trainer, process: LearnerProcess, state: checkpoint.Stat
         await serving
         await asyncio.to_thread(trainer.ranks.broadcast, _STOP)
     except Exception:  # logged first, because leaving the group may wait; then raised again
-        # The other ranks get no stop: they are inside another collective and fail as soon as this process is gone.
+        # The other ranks get no stop: they are inside another collective and fail as soon as this
+        # process is gone.
         log.exception("rank 0 failed")
         raise
     finally:
@@ -228,8 +274,11 @@ async def lead(trainer: Trainer, process: LearnerProcess, state: checkpoint.Stat
 
 
 async def _serve_all(services: list[Service], homes: list[Path]) -> None:
-    """Serve every scheduler. A task of its own, because a bare gather that is cancelled says so after the error that ended the rank."""
-    await asyncio.gather(*(_serve(service, home) for service, home in zip(services, homes, strict=True)))
+    """Serve every scheduler. A task of its own, because a bare gather that is cancelled says so
+    after the error that ended the rank."""
+    await asyncio.gather(
+        *(_serve(service, home) for service, home in zip(services, homes, strict=True))
+    )
 
 
 async def _drained(services: list[Service]) -> None:
@@ -245,7 +294,8 @@ async def _serve(service: Service, folder: Path) -> None:
 
 
 def follow(trainer: Trainer) -> None:
-    """Run one of the other ranks: train on every batch that rank 0 broadcasts, until rank 0 sends the stop."""
+    """Run one of the other ranks: train on every batch that rank 0 broadcasts, until rank 0 sends
+    the stop."""
     if trainer.version:
         trainer.whole()  # a collective: rank 0 publishes the restored weights
     while (payload := trainer.ranks.broadcast(None)) != _STOP:
@@ -268,7 +318,13 @@ def main() -> None:
         )
     trainer = Trainer(process, ranks)
     state, warnings = checkpoint.restore_newest(trainer, Path(process.run))
-    log.info("rank %d of %d: version %d, %s", ranks.rank, ranks.count, trainer.version, trainer.policy.compute)
+    log.info(
+        "rank %d of %d: version %d, %s",
+        ranks.rank,
+        ranks.count,
+        trainer.version,
+        trainer.policy.compute,
+    )
     try:
         if ranks.rank == 0:
             loop.run(lead(trainer, process, state, warnings))

@@ -1,9 +1,11 @@
-"""The objective of one update: how much each trained token weighs. Weights are fixed for the whole update before the backward,
-so every split over micro-batches and ranks gives the same gradient.
+"""The objective of one update: how much each trained token weighs. Weights are fixed for the whole
+update before the backward, so every split over micro-batches and ranks gives the same gradient.
 
-"turn" (SLATE, methods.md 1.2) takes the mean over the tokens of a candidate, the mean over the trajectories of its group, the sum over the
-steps of a tree and the mean over questions. "trajectory" (GRPO) begins with the mean over a trajectory's tokens instead. "token" is the mean
-over all trained tokens. "constant" (Dr. GRPO) divides the sum over a trajectory's tokens by a constant, so that length carries no weight.
+"turn" (SLATE, methods.md 1.2) takes the mean over the tokens of a candidate, the mean over the
+trajectories of its group, the sum over the steps of a tree and the mean over questions.
+"trajectory" (GRPO) begins with the mean over a trajectory's tokens instead. "token" is the mean
+over all trained tokens. "constant" (Dr. GRPO) divides the sum over a trajectory's tokens by a
+constant, so that length carries no weight.
 """
 
 from typing import Literal
@@ -22,10 +24,11 @@ def token_weights(
     mean_over_steps: bool = False,
     constant_tokens: int = 0,
 ) -> np.ndarray:
-    """Return the weight of each token's term, float64 [tokens]. Forced tokens get 0, because they have no sampling probability.
+    """Return the weight of each token's term, float64 [tokens]. Forced tokens get 0, because they
+    have no sampling probability.
 
-    The mean over questions is over those in the table: one whose scores are all missing is not in it. sampled: bool [tokens]. mean_over_steps: divide
-    by the tree's groups.
+    The mean over questions is over those in the table: one whose scores are all missing is not in
+    it. sampled: bool [tokens]. mean_over_steps: divide by the tree's groups.
     """
     sampled = sampled.astype(np.float64)
     if aggregation == "token":
@@ -39,7 +42,11 @@ def token_weights(
         if aggregation == "constant":
             tokens = np.full(len(rows), float(constant_tokens))
         else:
-            tokens = np.bincount(member, weights=counts[rows])[member] if aggregation == "trajectory" else counts[rows]
+            tokens = (
+                np.bincount(member, weights=counts[rows])[member]
+                if aggregation == "trajectory"
+                else counts[rows]
+            )
         scale[rows] = 1.0 / (np.maximum(tokens, 1.0) * len(names) * questions)
     if mean_over_steps:
         for tree in np.unique(table.tree):

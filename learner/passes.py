@@ -1,7 +1,8 @@
-"""How the paths of an update are cut into forwards and distributed over the ranks, and how their values become arrays of all tokens.
+"""How the paths of an update are cut into forwards and distributed over the ranks, and how their
+values become arrays of all tokens.
 
-Every rank computes the same plan. Sharded ranks (FSDP2) must make equally many forwards, so a rank with fewer forwards repeats one with
-weight 0.
+Every rank computes the same plan. Sharded ranks (FSDP2) must make equally many forwards, so a rank
+with fewer forwards repeats one with weight 0.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,9 +17,11 @@ from learner.trees import Forest, Path, Trie, balanced, share
 
 
 class Rows(msgspec.Struct, frozen=True):
-    """The turns of an update as paths, with their trie. spans[i]: the slice of path i's action tokens on the flat token axis.
+    """The turns of an update as paths, with their trie. spans[i]: the slice of path i's action
+    tokens on the flat token axis.
 
-    forests: the forests that were packed so far. Passes that cut the batch in the same way read the same forests.
+    forests: the forests that were packed so far. Passes that cut the batch in the same way read the
+    same forests.
     """
 
     paths: list[Path]
@@ -35,7 +38,8 @@ class Rows(msgspec.Struct, frozen=True):
         return len(self.behaviour)
 
     def index(self, rows: Sequence[int]) -> np.ndarray:
-        """Return the token indices of some paths in order, as a numpy int64 array, since numpy treats a tensor of one element as a scalar."""
+        """Return the token indices of some paths in order, as a numpy int64 array, since numpy
+        treats a tensor of one element as a scalar."""
         return np.concatenate([np.arange(self.spans[i].start, self.spans[i].stop) for i in rows])
 
     def forest(self, rows: Sequence[int]) -> Forest:
@@ -50,7 +54,13 @@ def rows_of(turns: list[TurnTokens]) -> Rows:
     """Return the rows of a batch."""
     ends = np.cumsum([len(turn.action) for turn in turns]).tolist()
     paths = [
-        Path(np.concatenate([t.prefix, t.action]).astype(np.int64), len(t.prefix), t.pictures, t.support) for t in turns
+        Path(
+            np.concatenate([t.prefix, t.action]).astype(np.int64),
+            len(t.prefix),
+            t.pictures,
+            t.support,
+        )
+        for t in turns
     ]
     return Rows(
         paths,
@@ -65,8 +75,9 @@ def rows_of(turns: list[TurnTokens]) -> Rows:
 class Plan(msgspec.Struct, frozen=True):
     """The forwards of one pass.
 
-    densest: the rows of the micro-batch that shares most. mine: this rank's micro-batches as (rows, filler). forwarded: the packed tokens
-    of all ranks. whole: the packed tokens of the uncut forest, so forwarded / whole is the cost of repeated trunks.
+    densest: the rows of the micro-batch that shares most. mine: this rank's micro-batches as (rows,
+    filler). forwarded: the packed tokens of all ranks. whole: the packed tokens of the uncut
+    forest, so forwarded / whole is the cost of repeated trunks.
     """
 
     densest: list[int]
@@ -76,8 +87,9 @@ class Plan(msgspec.Struct, frozen=True):
 
 
 def plan(trie: Trie, rows: Sequence[int], budget: int, ranks: Ranks) -> Plan:
-    """Cut the paths ``rows`` into micro-batches of at most ``budget`` packed tokens. The cut with the smallest load of the busiest rank wins, and
-    the largest micro-batch goes first to the least busy rank."""
+    """Cut the paths ``rows`` into micro-batches of at most ``budget`` packed tokens. The cut with
+    the smallest load of the busiest rank wins, and the largest micro-batch goes first to the least
+    busy rank."""
     where = trie.cuts(rows)
     batches, sizes = balanced(where, budget, ranks.count)
     shares = share(sizes, ranks.count)
@@ -85,12 +97,17 @@ def plan(trie: Trie, rows: Sequence[int], budget: int, ranks: Ranks) -> Plan:
     if ranks.sharded:
         lightest = batches[min(range(len(sizes)), key=sizes.__getitem__)]
         mine += [(lightest, True)] * (max(map(len, shares)) - len(mine))
-    ratios = [sum(len(trie.spines[i]) for i in b) / size for b, size in zip(batches, sizes, strict=True)]
+    ratios = [
+        sum(len(trie.spines[i]) for i in b) / size for b, size in zip(batches, sizes, strict=True)
+    ]
     return Plan(batches[int(np.argmax(ratios))], mine, sum(sizes), where.whole)
 
 
-def sweep(rows: Rows, steps: Plan, ranks: Ranks, read: Callable[[Forest], torch.Tensor]) -> np.ndarray:
-    """Apply ``read`` (a forest -> values of its action tokens) to the whole batch. Returns float32 [tokens], equal on all ranks."""
+def sweep(
+    rows: Rows, steps: Plan, ranks: Ranks, read: Callable[[Forest], torch.Tensor]
+) -> np.ndarray:
+    """Apply ``read`` (a forest -> values of its action tokens) to the whole batch. Returns float32
+    [tokens], equal on all ranks."""
     swept = torch.zeros(rows.tokens)
     for chosen, filler in steps.mine:
         values = read(rows.forest(chosen))

@@ -1,4 +1,5 @@
-"""A version's weights as a folder of safetensors with a digest. The folder appears only when complete, and every actor checks the digest."""
+"""A version's weights as a folder of safetensors with a digest. The folder appears only when
+complete, and every actor checks the digest."""
 
 import hashlib
 import json
@@ -21,7 +22,8 @@ _PIECE = 2**24
 
 
 class Published(msgspec.Struct, frozen=True):
-    """The newest weights, as ``RUN/learner.json`` names them. path and digest are empty for version 0 (the model folder)."""
+    """The newest weights, as ``RUN/learner.json`` names them. path and digest are empty for version
+    0 (the model folder)."""
 
     version: int
     path: str
@@ -38,20 +40,28 @@ def publish(
     file: bool = True,
     trained: dict[int, int] | None = None,
 ) -> Published:
-    """Write ``RUN/weights/vNNNNNN`` with adapters in the PEFT format, or with all weights. Only the ``keep`` newest folders stay.
+    """Write ``RUN/weights/vNNNNNN`` with adapters in the PEFT format, or with all weights. Only the
+    ``keep`` newest folders stay.
 
-    whole: the complete parameters, if sharded ranks have gathered them. giver: also gives all weights out of memory. file: if False and there
-    is a giver, the folder says only where the weights are. Adapters are always written to a file. trained: see ``announce``.
+    whole: the complete parameters, if sharded ranks have gathered them. giver: also gives all
+    weights out of memory. file: if False and there is a giver, the folder says only where the
+    weights are. Adapters are always written to a file. trained: see ``announce``.
     """
     folder = run / "weights" / f"v{version:06d}"
     with drafted(folder, replace=True, alone=True) as draft:
         if policy.lora:
-            manifest = Manifest(version, "lora", _write_adapter(policy, whole or policy.gathered(), draft))
+            manifest = Manifest(
+                version, "lora", _write_adapter(policy, whole or policy.gathered(), draft)
+            )
         else:
             tensors = (whole or _parameters(policy, giver is not None)).items()
             tensors = {vision.stored(n): p.to(policy.compute) for n, p in tensors}
             proof = _write_full(tensors, draft) if file or giver is None else fingerprint(tensors)
-            memory = giver.offer(Snapshot(version, _own(tensors, policy.device))) if giver is not None else None
+            memory = (
+                giver.offer(Snapshot(version, _own(tensors, policy.device)))
+                if giver is not None
+                else None
+            )
             manifest = Manifest(version, "full", proof, file or giver is None, memory)
         manifest.write(draft)
     published = Published(version, str(folder), manifest.digest)
@@ -67,7 +77,8 @@ def _parameters(policy: Policy, in_place: bool) -> dict[str, torch.Tensor]:
 
 
 def _own(tensors: dict[str, torch.Tensor], device: str) -> dict[str, torch.Tensor]:
-    """Return copies on the learner's device, because training goes on while engines read the weights."""
+    """Return copies on the learner's device, because training goes on while engines read the
+    weights."""
     return {name: tensor.to(device, copy=True) for name, tensor in tensors.items()}
 
 
@@ -78,7 +89,10 @@ def _write_adapter(policy: Policy, whole: dict[str, torch.Tensor], folder: Path)
     }  # PEFT also names layers that it excluded
     settings["target_modules"] = sorted(adapted)
     (folder / "adapter_config.json").write_text(json.dumps(settings, default=str, indent=1))
-    return _write({vision.stored(n.replace(".default", "")): p for n, p in whole.items()}, folder / FILES["lora"])
+    return _write(
+        {vision.stored(n.replace(".default", "")): p for n, p in whole.items()},
+        folder / FILES["lora"],
+    )
 
 
 def _write_full(tensors: dict[str, torch.Tensor], folder: Path) -> str:
@@ -91,7 +105,8 @@ def _write(tensors: dict[str, torch.Tensor], path: Path) -> str:
 
 
 def fingerprint(tensors: dict[str, torch.Tensor]) -> str:
-    """Return an identifier of weights that are in no file, from two sums over each tensor's bits, computed on the tensors' device.
+    """Return an identifier of weights that are in no file, from two sums over each tensor's bits,
+    computed on the tensors' device.
 
     Unlike the digest of a file, the fingerprint does not protect against forgery.
     """
@@ -104,11 +119,16 @@ def fingerprint(tensors: dict[str, torch.Tensor]) -> str:
             place = torch.arange(first, first + piece.numel(), device=piece.device) % 65521 + 1
             plain += int(piece.sum())
             weighted += int((piece * place).sum())
-        total.update(f"{name}\0{tuple(tensors[name].shape)}\0{tensors[name].dtype}\0{plain}\0{weighted}\0".encode())
+        total.update(
+            f"{name}\0{tuple(tensors[name].shape)}\0{tensors[name].dtype}\0{plain}\0{weighted}\0".encode()
+        )
     return total.hexdigest()
 
 
 def announce(run: Path, published: Published, trained: dict[int, int] | None = None) -> None:
-    """Write ``RUN/learner.json``, which a scheduler reads when it starts. trained: the groups that versions after the newest checkpoint have
-    trained, with these versions; a scheduler that starts beside a living learner admits their trees no second time."""
-    write_whole(run / "learner.json", {**msgspec.structs.asdict(published), "trained": runs(trained or {})})
+    """Write ``RUN/learner.json``, which a scheduler reads when it starts. trained: the groups that
+    versions after the newest checkpoint have trained, with these versions; a scheduler that starts
+    beside a living learner admits their trees no second time."""
+    write_whole(
+        run / "learner.json", {**msgspec.structs.asdict(published), "trained": runs(trained or {})}
+    )

@@ -1,7 +1,9 @@
-"""The communication between the ranks of one learner: only tensors, never pickled objects. The ranks that ``tools/launch`` starts meet at a file
-of the run folder; those of several machines, which torchrun starts, meet at MASTER_ADDR and MASTER_PORT. FSDP2 shards the parameters.
+"""The communication between the ranks of one learner: only tensors, never pickled objects. The
+ranks that ``tools/launch`` starts meet at a file of the run folder; those of several machines,
+which torchrun starts, meet at MASTER_ADDR and MASTER_PORT. FSDP2 shards the parameters.
 
-With sharding, every forward and backward is a collective, so each rank must make equally many (learner/passes.py ensures this).
+With sharding, every forward and backward is a collective, so each rank must make equally many
+(learner/passes.py ensures this).
 """
 
 import math
@@ -20,9 +22,11 @@ Sharding = Literal["replicate", "fsdp", "hybrid"]
 
 
 class Ranks:
-    """This process among the learner's ranks, from the opening of the group until ``close``. With one rank every operation is the identity.
+    """This process among the learner's ranks, from the opening of the group until ``close``. With
+    one rank every operation is the identity.
 
-    shards: neighbouring ranks that hold one copy of the model together. copies: the ranks that hold each part of it, if the model is sharded.
+    shards: neighbouring ranks that hold one copy of the model together. copies: the ranks that hold
+    each part of it, if the model is sharded.
     """
 
     def __init__(self, timeout_s: float, sharding: Sharding = "replicate", shard_ranks: int = 0):
@@ -33,30 +37,47 @@ class Ranks:
         self.accelerator = Accelerator(cpu=not cuda)
         self.rank, self.count = self.accelerator.process_index, self.accelerator.num_processes
         self.device = str(self.accelerator.device)
-        self.shards = {"replicate": 1, "fsdp": self.count, "hybrid": shard_ranks or _here(self.count)}[sharding]
-        if self.count % self.shards or self.largest(torch.tensor(self.shards, device=self.device)) != self.shards:
+        self.shards = {
+            "replicate": 1,
+            "fsdp": self.count,
+            "hybrid": shard_ranks or _here(self.count),
+        }[sharding]
+        if (
+            self.count % self.shards
+            or self.largest(torch.tensor(self.shards, device=self.device)) != self.shards
+        ):
             raise ValueError(
                 f"learner.sharding = 'hybrid': {self.shards} ranks share a copy of the model, of {self.count}: expected a divisor, the same on"
                 " every machine; start equally many ranks on each, or set learner.shard_ranks"
             )
-        self.sharded, self.copies = self.shards > 1, self.count // self.shards if self.shards > 1 else 1
+        self.sharded, self.copies = (
+            self.shards > 1,
+            self.count // self.shards if self.shards > 1 else 1,
+        )
         self._mesh = self._grid(timeout) if self.sharded and self.copies > 1 else None
 
     def _grid(self, timeout: timedelta) -> DeviceMesh:
-        """Return the ranks as rows of ``shards`` neighbours. torch's own groups of a mesh would wait for another time than the run's."""
+        """Return the ranks as rows of ``shards`` neighbours. torch's own groups of a mesh would
+        wait for another time than the run's."""
         grid = torch.arange(self.count).view(-1, self.shards)
         groups: Any = [
-            dist.new_subgroups_by_enumeration(lines.tolist(), timeout=timeout)[0] for lines in (grid.T, grid)
+            dist.new_subgroups_by_enumeration(lines.tolist(), timeout=timeout)[0]
+            for lines in (grid.T, grid)
         ]
         names = ("replicate", "shard")
-        return DeviceMesh.from_group(groups, self.accelerator.device.type, mesh=grid, mesh_dim_names=names)
+        return DeviceMesh.from_group(
+            groups, self.accelerator.device.type, mesh=grid, mesh_dim_names=names
+        )
 
     def place(self, module: torch.nn.Module, layer: str, compute: torch.dtype) -> torch.nn.Module:
-        """Return the module on this rank's device, with its parameters sharded over ``shards`` ranks.
+        """Return the module on this rank's device, with its parameters sharded over ``shards``
+        ranks.
 
-        layer: class name of the decoder layers; each layer's parameters are gathered together. Gradients are summed over all ranks, not averaged,
-        because an update's weights are global. With bfloat16 compute, parameters are gathered in bfloat16 and gradients are reduced in float32.
-        Autocast, not FSDP2, narrows the activations, so that the self-check can compute in float32.
+        layer: class name of the decoder layers; each layer's parameters are gathered together.
+        Gradients are summed over all ranks, not averaged, because an update's weights are global.
+        With bfloat16 compute, parameters are gathered in bfloat16 and gradients are reduced in
+        float32. Autocast, not FSDP2, narrows the activations, so that the self-check can compute in
+        float32.
         """
         if not self.sharded:
             return module.to(self.device)
@@ -70,7 +91,8 @@ class Ranks:
         return module
 
     def broadcast(self, payload: bytes | None) -> bytes:
-        """Return rank 0's bytes on every rank. Raises RuntimeError if a rank is gone or is silent for longer than the timeout."""
+        """Return rank 0's bytes on every rank. Raises RuntimeError if a rank is gone or is silent
+        for longer than the timeout."""
         if self.count == 1:
             assert payload is not None
             return payload
@@ -84,7 +106,8 @@ class Ranks:
         return buffer.cpu().numpy().tobytes()
 
     def add_gradients(self, parameters: list[torch.nn.Parameter]) -> None:
-        """Sum every gradient over the ranks. Weights are global, so the sum is the update's gradient. With FSDP2 the sum is done already."""
+        """Sum every gradient over the ranks. Weights are global, so the sum is the update's
+        gradient. With FSDP2 the sum is done already."""
         for p in parameters:
             if p.grad is None and not self.sharded:
                 p.grad = torch.zeros_like(p)
@@ -123,7 +146,8 @@ class Ranks:
 
 
 def _meet(backend: str, timeout: timedelta) -> None:
-    """Open the group: at COPPICE_RANKS, a file that all ranks of this machine share, or at MASTER_ADDR and MASTER_PORT."""
+    """Open the group: at COPPICE_RANKS, a file that all ranks of this machine share, or at
+    MASTER_ADDR and MASTER_PORT."""
     if backend.startswith("cuda"):
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     if not (file := os.environ.get("COPPICE_RANKS")):
@@ -140,13 +164,15 @@ def _here(count: int) -> int:
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a complete parameter or moment, detached, on the CPU. For a sharded tensor this is a collective, which every rank must call."""
+    """Return a complete parameter or moment, detached, on the CPU. For a sharded tensor this is a
+    collective, which every rank must call."""
     tensor = tensor.detach()
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu().contiguous()
 
 
 def own_rows(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Return this rank's rows of a tensor (a view) and the first row's index. FSDP2 cuts dimension 0 as torch.chunk does."""
+    """Return this rank's rows of a tensor (a view) and the first row's index. FSDP2 cuts dimension
+    0 as torch.chunk does."""
     tensor = tensor.detach()
     if not isinstance(tensor, DTensor):
         return tensor, 0
@@ -154,4 +180,6 @@ def own_rows(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
         tensor.device_mesh,
         tensor.device_mesh.ndim - 1,
     )  # the mesh's last dimension shards, one before it replicates
-    return tensor.to_local(), min(mesh.get_local_rank(last) * -(-tensor.shape[0] // mesh.size(last)), tensor.shape[0])
+    return tensor.to_local(), min(
+        mesh.get_local_rank(last) * -(-tensor.shape[0] // mesh.size(last)), tensor.shape[0]
+    )

@@ -1,5 +1,6 @@
-"""The random states of a rank, for its checkpoint. The learner's own draws depend on seed and version alone; schemes and corrections that
-users plug in, and layers with dropout, draw from the generators of Python, NumPy and torch."""
+"""The random states of a rank, for its checkpoint. The learner's own draws depend on seed and
+version alone; schemes and corrections that users plug in, and layers with dropout, draw from the
+generators of Python, NumPy and torch."""
 
 import random
 from typing import Any
@@ -25,7 +26,10 @@ def state() -> RngState:
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     numpy: Any = (name, np.asarray(key).tolist(), *rest)
     return RngState(
-        (version, list(words), spare), numpy, _packed(torch.get_rng_state()), [_packed(one) for one in cuda]
+        (version, list(words), spare),
+        numpy,
+        _packed(torch.get_rng_state()),
+        [_packed(one) for one in cuda],
     )
 
 

@@ -1,6 +1,8 @@
-"""Parameters and optimizer moments as safetensors: one file per rank, which any other number of ranks can read.
+"""Parameters and optimizer moments as safetensors: one file per rank, which any other number of
+ranks can read.
 
-Each file holds rows of tensors, and its header holds each tensor's complete shape and first row. A rank reads only the rows that it needs.
+Each file holds rows of tensors, and its header holds each tensor's complete shape and first row. A
+rank reads only the rows that it needs.
 """
 
 import json
@@ -18,7 +20,8 @@ from learner.ranks import Ranks, own_rows
 
 
 def save(folder: Path, part: str, stepper: Stepper, ranks: Ranks) -> None:
-    """Write this rank's rows of ``part`` (weights and moments) as FOLDER/PART-RANK.safetensors. Only the first copy of a row is written."""
+    """Write this rank's rows of ``part`` (weights and moments) as FOLDER/PART-RANK.safetensors.
+    Only the first copy of a row is written."""
     rows, where = {}, {}
     for name, value in _entries(stepper):
         if ranks.rank >= (ranks.shards if isinstance(value, DTensor) else 1):
@@ -28,15 +31,21 @@ def save(folder: Path, part: str, stepper: Stepper, ranks: Ranks) -> None:
             rows[name] = local.cpu().contiguous().clone()
             where[name] = [list(value.shape), first]
     if rows:
-        save_file(rows, folder / f"{part}-{ranks.rank:05d}.safetensors", metadata={"where": json.dumps(where)})
+        save_file(
+            rows,
+            folder / f"{part}-{ranks.rank:05d}.safetensors",
+            metadata={"where": json.dumps(where)},
+        )
 
 
 class OtherShape(ValueError):
-    """A tensor has different shapes in checkpoint and model. Nothing is damaged, but they belong to different models."""
+    """A tensor has different shapes in checkpoint and model. Nothing is damaged, but they belong to
+    different models."""
 
 
 class StoredPart:
-    """The tensors of one part in a checkpoint. Raises ValueError if rows are missing and OtherShape if a shape is not the expected one."""
+    """The tensors of one part in a checkpoint. Raises ValueError if rows are missing and OtherShape
+    if a shape is not the expected one."""
 
     def __init__(self, folder: Path, part: str):
         self._files: list[Any] = [
@@ -67,13 +76,16 @@ class StoredPart:
                 pieces.append(piece[begin - first : end - first])
                 done = end
         if done != max(stop, start) or sum(map(len, pieces)) != len(local):
-            raise ValueError(f"{name}: rows {start} to {stop} are incomplete; is a shard file missing?")
+            raise ValueError(
+                f"{name}: rows {start} to {stop} are incomplete; is a shard file missing?"
+            )
         return torch.cat(pieces) if pieces else local.cpu()
 
 
 @torch.no_grad()
 def load(stored: StoredPart, stepper: Stepper) -> None:
-    """Load weights and moments into a part's parameters and optimizer. Everything is read before anything changes. Uses no collectives."""
+    """Load weights and moments into a part's parameters and optimizer. Everything is read before
+    anything changes. Uses no collectives."""
     read = []
     for name, parameter in stepper.parameters.items():
         state = {}
@@ -96,5 +108,6 @@ def load(stored: StoredPart, stepper: Stepper) -> None:
 def _entries(stepper: Stepper) -> Iterator[tuple[str, torch.Tensor]]:
     for name, parameter in stepper.parameters.items():
         yield f"weight/{name}", parameter
-        for kind, value in sorted(stepper.adamw.state.get(parameter, {}).items()):  # equal states, equal files
+        # equal states, equal files
+        for kind, value in sorted(stepper.adamw.state.get(parameter, {}).items()):
             yield f"{kind}/{name}", torch.as_tensor(value)

@@ -9,8 +9,10 @@ PREFIX = "time/update_"
 
 
 class Stopwatch:
-    """Seconds of named phases. A phase that begins inside another one interrupts it, so every moment counts once, and the phases of an update sum to
-    no more than its time. On a GPU a phase ends when its kernels are launched, and the wait for them falls to the phase that reads a result."""
+    """Seconds of named phases. A phase that begins inside another one interrupts it, so every
+    moment counts once, and the phases of an update sum to no more than its time. On a GPU a phase
+    ends when its kernels are launched, and the wait for them falls to the phase that reads a
+    result."""
 
     def __init__(self) -> None:
         self._seconds: defaultdict[str, float] = defaultdict(float)

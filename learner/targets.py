@@ -1,8 +1,10 @@
-"""From rewards and values per token to advantages and value targets: GAE, and V-trace and Retrace for off-policy data.
+"""From rewards and values per token to advantages and value targets: GAE, and V-trace and Retrace
+for off-policy data.
 
-All estimators run along one trajectory's own tokens, [tokens]. Tokens that the environment inserts between two turns are a transition, not
-a step (when gamma = lambda = 1, this equals the papers' loop over all response tokens). The value after the last token is 0.
-log_ratio is log proximal - log behaviour. V-trace and Retrace correct only the targets: the ratio of a token's own action, rho_t in
+All estimators run along one trajectory's own tokens, [tokens]. Tokens that the environment inserts
+between two turns are a transition, not a step (when gamma = lambda = 1, this equals the papers'
+loop over all response tokens). The value after the last token is 0. log_ratio is log proximal - log
+behaviour. V-trace and Retrace correct only the targets: the ratio of a token's own action, rho_t in
 IMPALA's policy gradient, belongs to the correction in the loss.
 """
 
@@ -18,9 +20,11 @@ Kind = Literal["gae", "vtrace", "retrace"]
 
 
 class Estimate(msgspec.Struct, frozen=True):
-    """The result of a scheme. advantages: float64 [tokens]. returns: float64 [tokens], the critic's targets, if the scheme has a critic.
+    """The result of a scheme. advantages: float64 [tokens]. returns: float64 [tokens], the critic's
+    targets, if the scheme has a critic.
 
-    trained: bool [tokens], the sampled tokens that the objective counts; None for all of them. The others have no weight in any mean.
+    trained: bool [tokens], the sampled tokens that the objective counts; None for all of them. The
+    others have no weight in any mean.
     """
 
     advantages: np.ndarray
@@ -28,8 +32,11 @@ class Estimate(msgspec.Struct, frozen=True):
     trained: np.ndarray | None = None
 
 
-def gae(rewards: np.ndarray, values: np.ndarray, gamma: float, lam: float) -> tuple[np.ndarray, np.ndarray]:
-    """Return A and A + V: A_t = sum_k (gamma lam)^k delta_{t+k}, delta_t = r_t + gamma V_{t+1} - V_t (Schulman et al. 2016)."""
+def gae(
+    rewards: np.ndarray, values: np.ndarray, gamma: float, lam: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return A and A + V: A_t = sum_k (gamma lam)^k delta_{t+k}, delta_t = r_t + gamma V_{t+1} -
+    V_t (Schulman et al. 2016)."""
     deltas = rewards + gamma * np.append(values[1:], 0.0) - values
     advantages, running = np.zeros_like(deltas), 0.0
     for t in range(len(deltas) - 1, -1, -1):
@@ -46,8 +53,9 @@ def vtrace(
     rho_max: float = 1.0,
     c_max: float = 1.0,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the advantages r_t + gamma v_{t+1} - V_t and the targets v_t = V_t + rho_t delta_t + gamma lam c_t (v_{t+1} - V_{t+1}), where
-    rho and c are the ratio cut at rho_max and c_max (Espeholt et al. 2018, eq. 1 and 4 without its rho_t)."""
+    """Return the advantages r_t + gamma v_{t+1} - V_t and the targets v_t = V_t + rho_t delta_t +
+    gamma lam c_t (v_{t+1} - V_{t+1}), where rho and c are the ratio cut at rho_max and c_max
+    (Espeholt et al. 2018, eq. 1 and 4 without its rho_t)."""
     ratio = np.exp(np.minimum(log_ratio, 20.0))
     rho, c = np.minimum(ratio, rho_max), lam * np.minimum(ratio, c_max)
     after = np.append(values[1:], 0.0)
@@ -61,9 +69,10 @@ def vtrace(
 def retrace(
     rewards: np.ndarray, values: np.ndarray, log_ratio: np.ndarray, gamma: float, lam: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the advantages Q - V and the value targets V + min(1, ratio) (Q - V), where Q_t = r_t + gamma V_{t+1} + gamma c_{t+1} (Q_{t+1} -
-    V_{t+1}) and c = lam min(1, ratio) (Munos et al. 2016, with state values in place of the action values). Without a critic of actions
-    these value targets equal V-trace's with rho_max = c_max = 1."""
+    """Return the advantages Q - V and the value targets V + min(1, ratio) (Q - V), where Q_t = r_t
+    + gamma V_{t+1} + gamma c_{t+1} (Q_{t+1} - V_{t+1}) and c = lam min(1, ratio) (Munos et al.
+    2016, with state values in place of the action values). Without a critic of actions these value
+    targets equal V-trace's with rho_max = c_max = 1."""
     cut = np.exp(np.minimum(log_ratio, 0.0))
     advantages, ahead = np.zeros_like(values), 0.0
     for t in range(len(values) - 1, -1, -1):
@@ -74,13 +83,20 @@ def retrace(
 
 
 def needs(targets: Kind, kl_coef: float, rho_max: float = 1.0, c_max: float = 1.0) -> set[str]:
-    """Return the token columns that ``estimate`` reads. Raises ValueError if V-trace's bounds are set without V-trace, or c_max > rho_max."""
+    """Return the token columns that ``estimate`` reads. Raises ValueError if V-trace's bounds are
+    set without V-trace, or c_max > rho_max."""
     bounds = f"learner.scheme_options.rho_max = {rho_max}, c_max = {c_max}"
     if targets != "vtrace" and (rho_max, c_max) != (1.0, 1.0):
-        raise ValueError(f"{bounds} have no effect with targets = {targets!r}: remove them, or set targets = 'vtrace'")
+        raise ValueError(
+            f"{bounds} have no effect with targets = {targets!r}: remove them, or set targets = 'vtrace'"
+        )
     if c_max > rho_max:
-        raise ValueError(f"{bounds}: expected c_max of at most rho_max (Espeholt et al. 2018, section 4.1)")
-    return {"value"} | ({"kl"} if kl_coef else set()) | ({"log_ratio"} if targets != "gae" else set())
+        raise ValueError(
+            f"{bounds}: expected c_max of at most rho_max (Espeholt et al. 2018, section 4.1)"
+        )
+    return (
+        {"value"} | ({"kl"} if kl_coef else set()) | ({"log_ratio"} if targets != "gae" else set())
+    )
 
 
 def estimate(
@@ -95,10 +111,12 @@ def estimate(
     c_max: float = 1.0,
     whiten_ddof: int = 0,
 ) -> Estimate:
-    """Return the advantages and value targets of every trajectory. whiten: whiten the advantages over the sampled tokens of the batch.
+    """Return the advantages and value targets of every trajectory. whiten: whiten the advantages
+    over the sampled tokens of the batch.
 
-    rewards: float64 [tokens]. kl_coef: weight of the k1 KL to the reference policy, which is subtracted from each sampled token's reward.
-    rho_max, c_max: V-trace's bounds (rho-bar and c-bar).
+    rewards: float64 [tokens]. kl_coef: weight of the k1 KL to the reference policy, which is
+    subtracted from each sampled token's reward. rho_max, c_max: V-trace's bounds (rho-bar and
+    c-bar).
     """
     if kl_coef:
         rewards = rewards - kl_coef * table.token_column("kl") * table.mask()
@@ -108,7 +126,17 @@ def estimate(
         if targets == "gae":
             advantages[span], returns[span] = gae(rewards[span], values[span], gamma, lam)
         else:
-            of_span = (rewards[span], values[span], table.token_column("log_ratio")[span], gamma, lam)
+            of_span = (
+                rewards[span],
+                values[span],
+                table.token_column("log_ratio")[span],
+                gamma,
+                lam,
+            )
             vtraces = targets == "vtrace"
-            advantages[span], returns[span] = vtrace(*of_span, rho_max, c_max) if vtraces else retrace(*of_span)
-    return Estimate(whiten_tokens(advantages, table.mask(), whiten_ddof) if whiten else advantages, returns)
+            advantages[span], returns[span] = (
+                vtrace(*of_span, rho_max, c_max) if vtraces else retrace(*of_span)
+            )
+    return Estimate(
+        whiten_tokens(advantages, table.mask(), whiten_ddof) if whiten else advantages, returns
+    )

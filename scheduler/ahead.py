@@ -1,6 +1,8 @@
-"""Samples that are begun before their turn: of calls that wait beside the one that the strategy serves, as an agent's parallel calls do.
+"""Samples that are begun before their turn: of calls that wait beside the one that the strategy
+serves, as an agent's parallel calls do.
 
-Invariant: a sample is taken only for the very tokens from which it was begun, so the node that it becomes is below exactly what was read.
+Invariant: a sample is taken only for the very tokens from which it was begun, so the node that it
+becomes is below exactly what was read.
 """
 
 import asyncio
@@ -12,7 +14,8 @@ from wire.messages import Sample
 Drawn = tuple[list[Sample], int, int]
 """What ``Services.acted`` returns."""
 How = tuple[Any, ...]
-"""What a sample depends on: the tokens before it, the number of candidates, and what limits them."""
+"""What a sample depends on: the tokens before it, the number of candidates, and what limits them.
+"""
 
 
 class Ahead:
@@ -27,7 +30,8 @@ class Ahead:
             work.close()
             return
         task = asyncio.ensure_future(work)
-        task.add_done_callback(lambda task: task.cancelled() or task.exception())  # it is raised where it is taken
+        # it is raised where it is taken
+        task.add_done_callback(lambda task: task.cancelled() or task.exception())
         self._begun[trajectory, call] = how, task
 
     def take(self, trajectory: int, how: How) -> asyncio.Task[Drawn] | None:

@@ -1,6 +1,8 @@
-"""Refuse answers that cannot be right before they enter a tree: the journal keeps a tree for good, so that a resumed run would meet them again.
+"""Refuse answers that cannot be right before they enter a tree: the journal keeps a tree for good,
+so that a resumed run would meet them again.
 
-The dispatcher calls these checks. A call whose answer is refused moves to another worker, as after any infrastructure fault.
+The dispatcher calls these checks. A call whose answer is refused moves to another worker, as after
+any infrastructure fault.
 """
 
 import math
@@ -18,25 +20,36 @@ ABOVE_ZERO = 1e-3
 
 
 def complete(parts: str, expected: int, answer: msgspec.Struct) -> None:
-    """Raise InfrastructureFault unless the field ``parts`` of an answer has as many parts as were asked for."""
+    """Raise InfrastructureFault unless the field ``parts`` of an answer has as many parts as were
+    asked for."""
     if (count := len(getattr(answer, parts))) != expected:
         raise InfrastructureFault(f"{count} {parts}, expected {expected}: mend the worker")
 
 
 def judged(turns: int, answer: JudgeResult) -> None:
-    """Raise InfrastructureFault unless there is one judgement per turn, and every score is a number. A judge lists what it cannot score."""
+    """Raise InfrastructureFault unless there is one judgement per turn, and every score is a
+    number. A judge lists what it cannot score."""
     complete("judgements", turns, answer)
-    for column, score in (item for judgement in answer.judgements for item in judgement.scores.items()):
+    for column, score in (
+        item for judgement in answer.judgements for item in judgement.scores.items()
+    ):
         if not math.isfinite(score):
-            raise InfrastructureFault(f"the score {score} in column {column!r}, expected a number: mend the judge")
+            raise InfrastructureFault(
+                f"the score {score} in column {column!r}, expected a number: mend the judge"
+            )
 
 
 def sampled(
-    request: GenerateRequest, vocabulary: int, oldest: int, newest: Callable[[], int], answer: GenerateResult
+    request: GenerateRequest,
+    vocabulary: int,
+    oldest: int,
+    newest: Callable[[], int],
+    answer: GenerateResult,
 ) -> None:
-    """Raise InfrastructureFault unless samples are what ``request`` asked for. vocabulary: the rows of the model's embedding; 0 if the tokens are
-    an endpoint's bytes, or of an unknown model: then the number of samples alone is checked.
-    oldest: the version that every actor had proven when the call began. newest: returns the newest version that an actor may have now."""
+    """Raise InfrastructureFault unless samples are what ``request`` asked for. vocabulary: the rows
+    of the model's embedding; 0 if the tokens are an endpoint's bytes, or of an unknown model: then
+    the number of samples alone is checked. oldest: the version that every actor had proven when the
+    call began. newest: returns the newest version that an actor may have now."""
     complete("samples", request.n, answer)
     for sample in answer.samples if vocabulary else ():
         for fault in _faults(sample, request.sampling.max_tokens, vocabulary, oldest, newest()):

@@ -21,8 +21,14 @@ class Board:
 
     def record(self, version: int, values: dict[str, float]) -> None:
         """Write one point of each metric."""
-        scalars = [_Summary.Value(tag=name, simple_value=value) for name, value in values.items() if name != "version"]
-        self._writer.add_event(_Event(wall_time=time.time(), step=version, summary=_Summary(value=scalars)))
+        scalars = [
+            _Summary.Value(tag=name, simple_value=value)
+            for name, value in values.items()
+            if name != "version"
+        ]
+        self._writer.add_event(
+            _Event(wall_time=time.time(), step=version, summary=_Summary(value=scalars))
+        )
 
     def restart(self, version: int) -> None:
         """Make TensorBoard drop the points from ``version`` on, which a crash took back."""

@@ -21,25 +21,31 @@ STARTED = "the scheduler has started"
 
 
 class DispatchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Section [scheduler.dispatch]: timing of workers and calls, in seconds, and the attempts of one call.
+    """Section [scheduler.dispatch]: timing of workers and calls, in seconds, and the attempts of
+    one call.
 
-    heartbeat_s: time between two heartbeats of a worker. max_attempts: how often a call is made before its infrastructure fault is reported.
+    heartbeat_s: time between two heartbeats of a worker. max_attempts: how often a call is made
+    before its infrastructure fault is reported.
     """
 
     heartbeat_s: Positive = 2.0
     dead_after_s: Positive = 20.0
-    """A worker that is silent for so long is given up and its calls move on; well above a long pause of a busy machine."""
+    """A worker that is silent for so long is given up and its calls move on; well above a long
+    pause of a busy machine."""
     replace_after_s: Positive = 120.0
-    """A process that is stopped or silent for so long is killed and started again by the launcher, which first asks for its stacks. Far above
-    any computation that may hold up heartbeats, since updates and decoding run in threads and a process that loads is not yet known."""
+    """A process that is stopped or silent for so long is killed and started again by the launcher,
+    which first asks for its stacks. Far above any computation that may hold up heartbeats, since
+    updates and decoding run in threads and a process that loads is not yet known."""
     max_attempts: Count = 3
 
 
 class Event(msgspec.Struct, frozen=True):
     """One attempt of one call, for traces. Times are in seconds of the monotonic clock.
 
-    outcome: "ok", a kind of fault, "deadline", or "cancelled" (by the caller). caller: who waited for it, in words, or "". version: the one that
-    the answer names, if it does (of ``train``: the version that trained the group). phases: the seconds of its parts, one after the other, if it tells them.
+    outcome: "ok", a kind of fault, "deadline", or "cancelled" (by the caller). caller: who waited
+    for it, in words, or "". version: the one that the answer names, if it does (of ``train``: the
+    version that trained the group). phases: the seconds of its parts, one after the other, if it
+    tells them.
     """
 
     service: str
@@ -53,10 +59,12 @@ class Event(msgspec.Struct, frozen=True):
 
 
 class Worker:
-    """What the dispatcher knows about one connected worker. ``stats`` came with its last heartbeat, at ``beat_at``.
+    """What the dispatcher knows about one connected worker. ``stats`` came with its last heartbeat,
+    at ``beat_at``.
 
-    joined: the number of its arrival. left_out: whether a pool has dropped an entry of it (``scheduler.pool``). answered: its answers so far.
-    unanswered: calls in a row that passed their deadline here while no other call was answered. recent: its last attempts. key: its public key.
+    joined: the number of its arrival. left_out: whether a pool has dropped an entry of it
+    (``scheduler.pool``). answered: its answers so far. unanswered: calls in a row that passed their
+    deadline here while no other call was answered. recent: its last attempts. key: its public key.
     """
 
     def __init__(self, identity: bytes, hello: Register, now: float, admission: str, key: str = ""):
@@ -93,7 +101,8 @@ class Worker:
         self.answered, self.unanswered, self._answered_at = self.answered + 1, 0, now
 
     def expires(self, attempt: "Attempt") -> None:
-        """A call passed its deadline here. It counts only if nothing was answered since it began: a slow worker is not a stuck one."""
+        """A call passed its deadline here. It counts only if nothing was answered since it began: a
+        slow worker is not a stuck one."""
         self.unanswered += attempt.start >= self._answered_at
 
     def state(self, now: float) -> str:
@@ -106,9 +115,11 @@ class Worker:
 
 
 class Pending:
-    """One call until its outcome. ``body`` is encoded once for all attempts; ``caller`` says in words who waits for the outcome.
+    """One call until its outcome. ``body`` is encoded once for all attempts; ``caller`` says in
+    words who waits for the outcome.
 
-    attempt: the attempt that is running now, if there is one. arrival, order: its place among the waiting calls.
+    attempt: the attempt that is running now, if there is one. arrival, order: its place among the
+    waiting calls.
     """
 
     __slots__ = (
@@ -142,7 +153,12 @@ class Pending:
         since: float,
         check: Check | None = None,
     ):
-        self.service, self.body, self.result_type, self.deadline = service, body, result_type, deadline
+        self.service, self.body, self.result_type, self.deadline = (
+            service,
+            body,
+            result_type,
+            deadline,
+        )
         self.place, self.worker = place, worker
         self.caller, self.since, self.check = caller, since, check
         self.done: asyncio.Future[Any] = asyncio.get_running_loop().create_future()

@@ -16,9 +16,10 @@ UNJUDGED = "none"
 class EvaluationConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Section [scheduler.evaluation]: held-out evaluation by whole trajectories.
 
-    questions: size of the fixed held-out subset (the same for every seed; 0 switches evaluation off). every: updates between further
-    evaluations (0: only the first and the last). temperature: 0 is greedy. options: environment options that replace those of
-    data.options, such as a fixed opponent.
+    questions: size of the fixed held-out subset (the same for every seed; 0 switches evaluation
+    off). every: updates between further evaluations (0: only the first and the last). temperature:
+    0 is greedy. options: environment options that replace those of data.options, such as a fixed
+    opponent.
     """
 
     questions: Natural = 128
@@ -30,18 +31,22 @@ class EvaluationConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Section [scheduler].
 
-    strategy: a module of scheduler/strategies, or module:grow; strategy_options: the keyword arguments of grow. budget: the largest
-    number of steps, B. judge: the service judge.<judge>, or "none". temperature, top_p, top_k: how training rollouts are sampled (top_p 1 and
-    top_k 0 leave the distribution whole). max_action_tokens: the limit of one action. thinking: ask for a thinking block, if the chat template
-    has that switch. updates: how many the run makes. questions_per_update: trees per update.
-    max_staleness: the updates that trees are old in the mean at most (scheduler/pacing.py). dynamic_sampling_budget: how many
-    questions without any spread of the reward may be replaced for an update (scheduler/dynamic_sampling.py; 0: none). shards: the number of schedulers that share the learner (docs/performance.md, "Beyond one
-    event loop"). bind: the ZeroMQ address on which workers connect; port 0 is any free one.
-    generate_deadline_s: seconds until a generate call fails. judge_deadline_s: the same for calls of judges, retrievers, opponents and speakers.
-    startup_timeout_s: seconds for which the scheduler waits for the workers that the run needs.
-    watchdog_s: the terminal says what waits for what when nothing has moved for so long; stall_s: then the stuck part is replaced
-    (docs/reliability.md). trackers: "wandb", "trackio" or both; prometheus: host:port of an endpoint for Prometheus, with port 0 for any free
-    one ("": none); see docs/metrics.md.
+    strategy: a module of scheduler/strategies, or module:grow; strategy_options: the keyword
+    arguments of grow. budget: the largest number of steps, B. judge: the service judge.<judge>, or
+    "none". temperature, top_p, top_k: how training rollouts are sampled (top_p 1 and top_k 0 leave
+    the distribution whole). max_action_tokens: the limit of one action. thinking: ask for a
+    thinking block, if the chat template has that switch. updates: how many the run makes.
+    questions_per_update: trees per update. max_staleness: the updates that trees are old in the
+    mean at most (scheduler/pacing.py). dynamic_sampling_budget: how many questions without any
+    spread of the reward may be replaced for an update (scheduler/dynamic_sampling.py; 0: none).
+    shards: the number of schedulers that share the learner (docs/performance.md, "Beyond one event
+    loop"). bind: the ZeroMQ address on which workers connect; port 0 is any free one.
+    generate_deadline_s: seconds until a generate call fails. judge_deadline_s: the same for calls
+    of judges, retrievers, opponents and speakers. startup_timeout_s: seconds for which the
+    scheduler waits for the workers that the run needs. watchdog_s: the terminal says what waits for
+    what when nothing has moved for so long; stall_s: then the stuck part is replaced
+    (docs/reliability.md). trackers: "wandb", "trackio" or both; prometheus: host:port of an
+    endpoint for Prometheus, with port 0 for any free one ("": none); see docs/metrics.md.
     """
 
     strategy: str = "slate"
@@ -71,14 +76,18 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SchedulerProcess(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The scheduler's process file. model: a Hugging Face folder, for its tokenizer and chat template.
+    """The scheduler's process file. model: a Hugging Face folder, for its tokenizer and chat
+    template.
 
-    environment, options: see actors/environments/registry.py. train, heldout: one task file or several ("" if the environment makes
-    its tasks). services: the services to wait for, besides actors. most: the largest number of samples in one generate call. longest: the
-    most tokens of a prompt and its action; 0 sets no limit. reward, equal: the column that dynamic sampling reads, and how it compares
-    (``wire.declared.SchemeNeeds``). deterministic: trees that a crash cut off grow anew (docs/reliability.md). shard: which of the run's schedulers
-    this is; the counts of ``scheduler`` and ``actors`` are then its share, and ``run`` is the folder of the whole run. batch: the samples that an
-    actor decodes together. evidence: whether the judge scores queries by the tasks' supporting passages.
+    environment, options: see actors/environments/registry.py. train, heldout: one task file or
+    several ("" if the environment makes its tasks). services: the services to wait for, besides
+    actors. most: the largest number of samples in one generate call. longest: the most tokens of a
+    prompt and its action; 0 sets no limit. reward, equal: the column that dynamic sampling reads,
+    and how it compares (``wire.declared.SchemeNeeds``). deterministic: trees that a crash cut off
+    grow anew (docs/reliability.md). shard: which of the run's schedulers this is; the counts of
+    ``scheduler`` and ``actors`` are then its share, and ``run`` is the folder of the whole run.
+    batch: the samples that an actor decodes together. evidence: whether the judge scores queries by
+    the tasks' supporting passages.
     """
 
     name: str

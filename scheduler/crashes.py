@@ -1,4 +1,5 @@
-"""Count the episodes that something other than the policy ended, such as the death of an agent's process. Each scores 0, so the user must hear of it."""
+"""Count the episodes that something other than the policy ended, such as the death of an agent's
+process. Each scores 0, so the user must hear of it."""
 
 import shlex
 from collections import deque
@@ -13,7 +14,8 @@ FEWEST, WINDOW = 8, 64
 
 
 class Crashes:
-    """The tally of a run's episodes, held-out ones included: ``note`` each one. It warns once in each start of the run. run: for the remedy."""
+    """The tally of a run's episodes, held-out ones included: ``note`` each one. It warns once in
+    each start of the run. run: for the remedy."""
 
     def __init__(self, run: Path = Path("RUN"), say: Callable[[str], None] = terminal.say):
         self.run, self._say = run, say

@@ -1,6 +1,8 @@
-"""The calls that still have no outcome, by the moment at which each must have one: one timer for many calls.
+"""The calls that still have no outcome, by the moment at which each must have one: one timer for
+many calls.
 
-An event loop keeps its timers in a heap. With 20,000 open calls, entering and removing one costs more there than all else that the dispatcher does for a call.
+An event loop keeps its timers in a heap. With 20,000 open calls, entering and removing one costs
+more there than all else that the dispatcher does for a call.
 """
 
 import asyncio

@@ -1,10 +1,13 @@
-"""Every dispatched call reaches exactly one outcome: a result, a classified fault, or its caller's cancellation.
+"""Every dispatched call reaches exactly one outcome: a result, a classified fault, or its caller's
+cancellation.
 
-Every service is called by ``await dispatcher.call(service, request, deadline=...)``. Calls wait for a worker with room, first in, first
-out, unless their ``Place`` orders them otherwise. After an infrastructure fault or the death of a worker the call moves to another
-worker. The deadline covers all attempts together. Late answers are only counted.
+Every service is called by ``await dispatcher.call(service, request, deadline=...)``. Calls wait for
+a worker with room, first in, first out, unless their ``Place`` orders them otherwise. After an
+infrastructure fault or the death of a worker the call moves to another worker. The deadline covers
+all attempts together. Late answers are only counted.
 
-States of a call: waiting -> running -> (fault -> backoff -> waiting)* -> done. The workers are ``scheduler.roster``'s.
+States of a call: waiting -> running -> (fault -> backoff -> waiting)* -> done. The workers are
+``scheduler.roster``'s.
 """
 
 import asyncio
@@ -22,7 +25,15 @@ from scheduler.deadlines import Deadlines
 from scheduler.placement import Place, backoff
 from scheduler.pool import Pool, Queue
 from scheduler.roster import Roster, Transport
-from wire.arrays import Frame, Limits, decode_body, decode_header, encode, encode_body, encode_header
+from wire.arrays import (
+    Frame,
+    Limits,
+    decode_body,
+    decode_header,
+    encode,
+    encode_body,
+    encode_header,
+)
 from wire.faults import FAULTS, Fault, InfrastructureFault, WireError
 from wire.keys import RunKeys
 from wire.messages import (
@@ -42,30 +53,38 @@ __all__ = ["DispatchConfig", "Dispatcher", "Event", "Worker"]
 log = logging.getLogger("scheduler.dispatch")
 
 _LOOK_AHEAD = 64
-"""At most so many calls at the head of a queue are passed over (each waits for a certain worker) before those behind wait too."""
+"""At most so many calls at the head of a queue are passed over (each waits for a certain worker)
+before those behind wait too."""
 _AT_DEADLINE_S = 1.0
-"""An error so shortly before the deadline of its call means that the worker gave the call up at the deadline, a moment before this process."""
+"""An error so shortly before the deadline of its call means that the worker gave the call up at the
+deadline, a moment before this process."""
 _TOLD = 8
 """At most so many workers are named in the message of a call that found none."""
 _LOOK_AGAIN_S = 0.05
-"""Seconds until held-back calls are tried again although nothing happened, while workers have room."""
+"""Seconds until held-back calls are tried again although nothing happened, while workers have room.
+"""
 
 
 def _order(pending: Pending) -> tuple[Any, ...]:
-    """The sorting key of a waiting call: retried calls come first, then the ranks of their places decide, then the order of arrival."""
-    return (not pending.failed_on, *(pending.place.rank() if pending.place is not None else ()), pending.arrival)
+    """The sorting key of a waiting call: retried calls come first, then the ranks of their places
+    decide, then the order of arrival."""
+    return (
+        not pending.failed_on,
+        *(pending.place.rank() if pending.place is not None else ()),
+        pending.arrival,
+    )
 
 
 class Dispatcher(Roster):
-    """Owns the ROUTER socket, the workers and the calls, from ``start`` to ``close``. A run of one call:
+    """Owns the ROUTER socket, the workers and the calls, from ``start`` to ``close``. A run of one
+    call:
 
-        dispatcher = Dispatcher("tcp://127.0.0.1:0", keys)
-        await dispatcher.start()
-        await dispatcher.wait_for("retrieve", 1, timeout=60)
-        result = await dispatcher.call("retrieve", RetrieveRequest(["capital of Peru"], 3), deadline=30)
-        await dispatcher.close()
-    counters: calls, retries, timeouts, failed, late_answers, malformed_peers, refused_peers, dead_workers, lost_calls. on_fault(service, fault,
-    caller). router, clock: the bound socket and the seconds that a simulation replaces.
+        dispatcher = Dispatcher("tcp://127.0.0.1:0", keys) await dispatcher.start() await
+        dispatcher.wait_for("retrieve", 1, timeout=60) result = await dispatcher.call("retrieve",
+        RetrieveRequest(["capital of Peru"], 3), deadline=30) await dispatcher.close()
+    counters: calls, retries, timeouts, failed, late_answers, malformed_peers, refused_peers,
+    dead_workers, lost_calls. on_fault(service, fault, caller). router, clock: the bound socket and
+    the seconds that a simulation replaces.
     """
 
     def __init__(
@@ -86,7 +105,8 @@ class Dispatcher(Roster):
         self._again_at: dict[str, asyncio.TimerHandle] = {}
         self._limits = Limits()
 
-    # ------------------------------------------------------------------------------------------ callers
+    # ------------------------------------------------------------------------------------------
+    # callers
 
     async def start(self) -> None:
         """Start to receive messages and to watch for dead workers."""
@@ -106,19 +126,29 @@ class Dispatcher(Roster):
     ) -> Any:
         """Run ``request`` on a worker that offers ``service`` and return its result struct.
 
-        deadline: seconds for the whole call, including waiting and retries. place: chooses the worker and is told of every attempt;
-        without a place, the least loaded worker is used. worker: if named, the call goes to this worker only, at once, once, even if
-        the worker is full. caller: words that ``on_fault`` gets; without them ``on_fault`` is not called. check: an answer
-        that it refuses counts as an infrastructure fault of its worker.
+        deadline: seconds for the whole call, including waiting and retries. place: chooses the
+        worker and is told of every attempt; without a place, the least loaded worker is used.
+        worker: if named, the call goes to this worker only, at once, once, even if the worker is
+        full. caller: words that ``on_fault`` gets; without them ``on_fault`` is not called. check:
+        an answer that it refuses counts as an infrastructure fault of its worker.
 
-        Raises InfrastructureFault when the deadline passed, ``max_attempts`` attempts failed or the named ``worker`` is gone; DataFault
-        as the worker reported it; WireError when ``request`` cannot be sent.
+        Raises InfrastructureFault when the deadline passed, ``max_attempts`` attempts failed or the
+        named ``worker`` is gone; DataFault as the worker reported it; WireError when ``request``
+        cannot be sent.
         """
         if self._closed:
             raise InfrastructureFault(f"{service} was called after the dispatcher was closed")
         since, result_type = self.clock(), service_types(service)[1]
         pending = Pending(
-            service, encode_body(request), result_type, since + deadline, place, worker, caller, since, check
+            service,
+            encode_body(request),
+            result_type,
+            since + deadline,
+            place,
+            worker,
+            caller,
+            since,
+            check,
         )
         self.counters["calls"] += 1
         moment = self._open.add(pending, deadline)
@@ -130,7 +160,8 @@ class Dispatcher(Roster):
             self._abandon(pending, "cancelled")
             if pending.done.cancelled():
                 self._waiting[pending.service].forget(pending)
-            # The future holds the error, whose traceback holds this frame: without this, a cycle with the whole request in it.
+            # The future holds the error, whose traceback holds this frame: without this, a cycle
+            # with the whole request in it.
             del pending
 
     def waiting(self) -> dict[str, int]:
@@ -142,7 +173,8 @@ class Dispatcher(Roster):
         return list(self._open)
 
     def look_again(self, service: str) -> None:
-        """Try the waiting calls of ``service`` again, because something that held them back has changed."""
+        """Try the waiting calls of ``service`` again, because something that held them back has
+        changed."""
         self._pump(service)
 
     async def close(self) -> None:
@@ -160,18 +192,22 @@ class Dispatcher(Roster):
             by_name.clear()
         self.router.close()
 
-    # ------------------------------------------------------------------------------------------ calls
+    # ------------------------------------------------------------------------------------------
+    # calls
 
     def _enter(self, pending: Pending) -> None:
         """Start a call, or put it in the queue."""
         if pending.worker is not None:
-            # A call pinned to a worker never waits: new weights must reach an actor that is still joining or that is full.
+            # A call pinned to a worker never waits: new weights must reach an actor that is still
+            # joining or that is full.
             pinned = self._named.get(pending.worker)
             if pinned is None:
                 self.counters["failed"] += 1
                 known = sorted(self._named)
                 pending.settle(
-                    InfrastructureFault(f"{pending.service}: no worker {pending.worker!r} is here, only {known}")
+                    InfrastructureFault(
+                        f"{pending.service}: no worker {pending.worker!r} is here, only {known}"
+                    )
                 )
             else:
                 self._start(pending, pinned)
@@ -203,11 +239,16 @@ class Dispatcher(Roster):
                 self._start(pending, worker)
                 if pending.place is not None:
                     self._reorder(queue, passed)
-        if passed and any(queue[at].place is not None for at in range(passed)) and pool.least(now) is not None:
+        if (
+            passed
+            and any(queue[at].place is not None for at in range(passed))
+            and pool.least(now) is not None
+        ):
             self._pump_later(service)
 
     def _reorder(self, queue: Queue, at: int) -> None:
-        """Move the calls from ``at`` on whose ranks have changed. They are calls of one tree, which has just begun, and stand side by side."""
+        """Move the calls from ``at`` on whose ranks have changed. They are calls of one tree, which
+        has just begun, and stand side by side."""
         while at < len(queue) and (order := _order(queue[at])) != queue[at].order:
             moved = queue.take(at)
             moved.order = order
@@ -224,7 +265,9 @@ class Dispatcher(Roster):
     def _place(self, pending: Pending, pool: Pool, least: Worker, now: float) -> Worker | None:
         if pending.place is None:
             return pool.least(now, pending.failed_on) if pending.failed_on else least
-        name = pending.place.choose(pool.loads(now, pending.place.homes(), pending.failed_on), pending.failed_on)
+        name = pending.place.choose(
+            pool.loads(now, pending.place.homes(), pending.failed_on), pending.failed_on
+        )
         return pool.members.get(name) if name is not None else None
 
     def _changed(self, worker: Worker) -> None:
@@ -255,7 +298,14 @@ class Dispatcher(Roster):
         version = getattr(result, "version", None)
         phases = getattr(result, "phases", {})
         event = Event(
-            pending.service, worker.name, attempt.start, self.clock(), outcome, pending.caller, version, phases
+            pending.service,
+            worker.name,
+            attempt.start,
+            self.clock(),
+            outcome,
+            pending.caller,
+            version,
+            phases,
         )
         worker.recent.append(event)
         if self.on_event is not None:
@@ -263,7 +313,8 @@ class Dispatcher(Roster):
         self._pump_all(worker)
 
     def _fail(self, attempt: Attempt, fault: Fault, blamed: bool = True) -> None:
-        """An attempt has failed. blamed: whether that counts against its worker, which rests after several failures in a row."""
+        """An attempt has failed. blamed: whether that counts against its worker, which rests after
+        several failures in a row."""
         pending, infrastructure = attempt.pending, isinstance(fault, InfrastructureFault)
         if blamed:
             attempt.worker.breaker.record(not infrastructure, now := self.clock())
@@ -282,7 +333,9 @@ class Dispatcher(Roster):
             pending.settle(fault)
             return
         self.counters["retries"] += 1
-        asyncio.get_running_loop().call_later(backoff(pending.tries, self._rng), self._again, pending)
+        asyncio.get_running_loop().call_later(
+            backoff(pending.tries, self._rng), self._again, pending
+        )
 
     def _wake_after_rest(self, worker: Worker, now: float) -> None:
         """If the worker rests from now on, look at the waiting calls when its rest is over."""
@@ -337,7 +390,8 @@ class Dispatcher(Roster):
             self._send(attempt.worker, Cancel(attempt.number))
             self._finish(attempt, outcome)
 
-    # ------------------------------------------------------------------------------------------ messages
+    # ------------------------------------------------------------------------------------------
+    # messages
 
     def _receive(self, parts: list[Frame]) -> None:
         identity, frames = bytes(parts[0]), parts[1:]
@@ -350,7 +404,9 @@ class Dispatcher(Roster):
         header = decode_header(frames, self._limits)
         worker = self._workers.get(identity)
         if worker is not None and worker.key != self.router.sender:
-            self._refuse(identity, worker.name, "this connection belongs to a worker with another key")
+            self._refuse(
+                identity, worker.name, "this connection belongs to a worker with another key"
+            )
             return
         if isinstance(header, Register):
             self._join(identity, header)
@@ -375,26 +431,39 @@ class Dispatcher(Roster):
             case Goodbye(reason=reason):
                 self._leave(worker, reason or "left")
             case _:
-                raise WireError(f"{worker.name} sent a {type(header).__name__}, which only a scheduler sends")
+                raise WireError(
+                    f"{worker.name} sent a {type(header).__name__}, which only a scheduler sends"
+                )
 
     def _compare(self, worker: Worker, listed: set[int], echo: int) -> None:
-        """Fail the attempts that were sent before an echo that has arrived, and that are not open there: a connection lost them or their
-        answers, and nothing else would tell."""
-        for attempt in [a for a in worker.in_flight.values() if a.number < echo and a.number not in listed]:
+        """Fail the attempts that were sent before an echo that has arrived, and that are not open
+        there: a connection lost them or their answers, and nothing else would tell."""
+        for attempt in [
+            a for a in worker.in_flight.values() if a.number < echo and a.number not in listed
+        ]:
             self.counters["lost_calls"] += 1
-            lost = InfrastructureFault(f"{worker.name} does not know of the call: it or its answer was lost")
-            self._fail(attempt, lost, blamed=False)  # a connection loses all open calls at once, and the worker is well
+            lost = InfrastructureFault(
+                f"{worker.name} does not know of the call: it or its answer was lost"
+            )
+            # a connection loses all open calls at once, and the worker is well
+            self._fail(attempt, lost, blamed=False)
 
-    def _answer(self, worker: Worker, number: int, header: Result | Error, frames: Sequence[Frame]) -> None:
+    def _answer(
+        self, worker: Worker, number: int, header: Result | Error, frames: Sequence[Frame]
+    ) -> None:
         attempt = worker.in_flight.get(number)
         if attempt is None:
             self.counters["late_answers"] += 1
             return
         pending = attempt.pending
         if isinstance(header, Error):
-            if header.kind == "infrastructure":  # a fault of the data is told as such whenever it comes
-                if self.clock() >= pending.deadline:  # the worker gave it up there, before this process has looked
-                    self._expire(pending, pending.deadline - pending.since, f"answered: {header.message}")
+            # a fault of the data is told as such whenever it comes
+            if header.kind == "infrastructure":
+                # the worker gave it up there, before this process has looked
+                if self.clock() >= pending.deadline:
+                    self._expire(
+                        pending, pending.deadline - pending.since, f"answered: {header.message}"
+                    )
                     return
                 if self.clock() > pending.deadline - _AT_DEADLINE_S:
                     worker.expires(attempt)

@@ -1,7 +1,9 @@
-"""Dynamic sampling (DAPO, Yu et al. 2025, section 3.2): a question whose trajectories all earn the same is replaced by a fresh one.
+"""Dynamic sampling (DAPO, Yu et al. 2025, section 3.2): a question whose trajectories all earn the
+same is replaced by a fresh one.
 
-The journal keeps a replaced tree with the status "replaced". The tree gives its admission back (scheduler/pacing.py), and the learner counts
-it as no question of an update. Its groups enter the frontier with the next update, without loss, so they too are trained exactly once.
+The journal keeps a replaced tree with the status "replaced". The tree gives its admission back
+(scheduler/pacing.py), and the learner counts it as no question of an update. Its groups enter the
+frontier with the next update, without loss, so they too are trained exactly once.
 """
 
 import math
@@ -12,9 +14,11 @@ from wire.messages import Turn
 
 
 def differs(groups: Iterable[Sequence[Turn]], column: str, equal: Equal) -> bool:
-    """Return whether the trajectories of any group differ in their rewards, the scores of ``column``.
+    """Return whether the trajectories of any group differ in their rewards, the scores of
+    ``column``.
 
-    equal: compare the sums over the turns ("returns"), or the rewards turn by turn ("turns"). A trajectory without any score is left out.
+    equal: compare the sums over the turns ("returns"), or the rewards turn by turn ("turns"). A
+    trajectory without any score is left out.
     """
     for group in groups:
         rewards: dict[int, list[float]] = {}

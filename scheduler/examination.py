@@ -1,4 +1,5 @@
-"""Held-out evaluation of a run: whole trajectories by the policy in force, on tasks that are never trained on."""
+"""Held-out evaluation of a run: whole trajectories by the policy in force, on tasks that are never
+trained on."""
 
 import asyncio
 import logging
@@ -29,14 +30,15 @@ log = logging.getLogger("scheduler.examination")
 AT_ONCE = 96
 """The largest number of held-out trees that grow at the same time."""
 WORK = ("environment_steps", "continuation_steps", "generated_tokens")
-"""Counts of work against which a run's curves are drawn. They continue after a resume, and include work that a crash undid."""
+"""Counts of work against which a run's curves are drawn. They continue after a resume, and include
+work that a crash undid."""
 
 
 class Examination:
     """Evaluates the policy in force on the held-out ``tasks``; does nothing without tasks.
 
-    shop: the run's; the evaluation uses a copy that trains nothing and counts nothing. environment: the run's, with the options of
-    [scheduler.evaluation]. forest: numbers and grows the trees.
+    shop: the run's; the evaluation uses a copy that trains nothing and counts nothing. environment:
+    the run's, with the options of [scheduler.evaluation]. forest: numbers and grows the trees.
     """
 
     def __init__(
@@ -51,7 +53,9 @@ class Examination:
     ):
         self.shop, self.environment, self.tasks = shop, environment, tasks
         self.spread, self.metrics, self.phases, self.forest = spread, metrics, phases, forest
-        self.strategy = strategies.evaluation(shop.settings.strategy, shop.settings.strategy_options)
+        self.strategy = strategies.evaluation(
+            shop.settings.strategy, shop.settings.strategy_options
+        )
 
     async def baselines(self, training: Tasks | GeneratedTasks) -> dict[str, float]:
         """The results on the held-out tasks that need no model."""
@@ -68,16 +72,26 @@ class Examination:
         return await baselines.play(self.environment, self.tasks, context)
 
     async def evaluate_if_due(self, version: int, finished: bool) -> None:
-        """Evaluate ``version`` once if it is a multiple of [scheduler.evaluation] every. A run's last version is evaluated at its end."""
+        """Evaluate ``version`` once if it is a multiple of [scheduler.evaluation] every. A run's
+        last version is evaluated at its end."""
         every = self.shop.settings.evaluation.every
         known = {name for _, name, _ in self.shop.journal.evaluations()}
-        if every > 0 and version > 0 and version % every == 0 and not finished and f"v{version}" not in known:
+        if (
+            every > 0
+            and version > 0
+            and version % every == 0
+            and not finished
+            and f"v{version}" not in known
+        ):
             await self.evaluate(f"v{version}")
 
     async def evaluate(self, name: str) -> None:
-        """Do all held-out tasks with the policy in force; journal the result as ``name``, print it, and keep the best version."""
+        """Do all held-out tasks with the policy in force; journal the result as ``name``, print it,
+        and keep the best version."""
         if self.tasks:
-            phase = {"start": "first evaluation", "end": "last evaluation"}.get(name, "evaluations between")
+            phase = {"start": "first evaluation", "end": "last evaluation"}.get(
+                name, "evaluations between"
+            )
             with self.phases.over(phase):
                 await self._evaluate(name)
 
@@ -86,13 +100,21 @@ class Examination:
         settings = self.shop.settings
         settings = msgspec.structs.replace(settings, temperature=settings.evaluation.temperature)
         room = asyncio.Semaphore(AT_ONCE)
-        pairs = await together(self._examine(i, task, settings, room) for i, task in enumerate(self.tasks))
-        result = evaluation.summarise(weights.version, self.environment, [pair for pair in pairs if pair is not None])
+        pairs = await together(
+            self._examine(i, task, settings, room) for i, task in enumerate(self.tasks)
+        )
+        result = evaluation.summarise(
+            weights.version, self.environment, [pair for pair in pairs if pair is not None]
+        )
         journal.save_evaluation(weights.version, name, msgspec.to_builtins(result))
         if result.headline in result.measures:
-            best.keep(self.metrics.run, weights, result.headline, result.measures[result.headline].mean)
+            best.keep(
+                self.metrics.run, weights, result.headline, result.measures[result.headline].mean
+            )
         values = {f"heldout/{key}": measured.mean for key, measured in result.measures.items()}
-        values |= {f"heldout/{key}_half": measured.half for key, measured in result.measures.items()}
+        values |= {
+            f"heldout/{key}_half": measured.half for key, measured in result.measures.items()
+        }
         values |= {f"count/{key}": float(self.shop.counts[key]) for key in WORK}
         self.metrics.record(weights.version, values)
         print(report.heldout_line(name, result, time.monotonic() - start), flush=True)
@@ -104,11 +126,14 @@ class Examination:
 
         async def grow(tree: Tree, context: Context) -> None:
             await self.strategy(tree, context)
-            evaluation.measured(self.environment, task, tree)  # so that what cannot be measured fails with its tree
+            # so that what cannot be measured fails with its tree
+            evaluation.measured(self.environment, task, tree)
 
         async with room:
             tree, journal = Tree(self.forest.number(), task.id, "heldout"), self.shop.journal
-            context = Context(self._shop(settings), task, tree, random.Random(f"heldout/{position}"))
+            context = Context(
+                self._shop(settings), task, tree, random.Random(f"heldout/{position}")
+            )
             journal.start_tree(tree, position, self.spread.weights.version)
             try:
                 await self.forest.attempts(tree, context, grow)
@@ -120,7 +145,8 @@ class Examination:
             return task, tree
 
     def _shop(self, settings: SchedulerConfig) -> Shop:
-        """A copy of the run's shop for held-out tasks, which trains nothing and does not count its work as the run's."""
+        """A copy of the run's shop for held-out tasks, which trains nothing and does not count its
+        work as the run's."""
         return msgspec.structs.replace(
             self.shop,
             emit=lambda tree, turns: None,

@@ -1,7 +1,8 @@
-"""An endpoint for Prometheus: the newest value of every metric, and the state of queues and workers.
-docs/metrics.md declares the metrics.
+"""An endpoint for Prometheus: the newest value of every metric, and the state of queues and
+workers. docs/metrics.md declares the metrics.
 
-A thread answers scrapes from objects that are never changed after they are published, so a scrape waits for nothing and nothing waits for it.
+A thread answers scrapes from objects that are never changed after they are published, so a scrape
+waits for nothing and nothing waits for it.
 """
 
 import fnmatch
@@ -46,14 +47,21 @@ def exported(name: str) -> str:
 
 
 class Exporter:
-    """Serves from ``start`` to ``close``. metrics: returns the newest values by name; health: the newest report, or None before the first."""
+    """Serves from ``start`` to ``close``. metrics: returns the newest values by name; health: the
+    newest report, or None before the first."""
 
-    def __init__(self, run: Path, metrics: Callable[[], Mapping[str, float]], health: Callable[[], Health | None]):
+    def __init__(
+        self,
+        run: Path,
+        metrics: Callable[[], Mapping[str, float]],
+        health: Callable[[], Health | None],
+    ):
         self.run, self._metrics, self._health = run, metrics, health
         self._server: tuple[Any, Thread] | None = None
 
     def start(self, address: str) -> None:
-        """Serve at host:port, and write the URL to RUN/prometheus. A place that is not free is told, and the run goes on without the endpoint."""
+        """Serve at host:port, and write the URL to RUN/prometheus. A place that is not free is
+        told, and the run goes on without the endpoint."""
         from prometheus_client import CollectorRegistry, start_http_server
 
         host, _, port = address.rpartition(":")
@@ -79,7 +87,9 @@ class Exporter:
         for name, values in (gauges | (_live(report) if report is not None else {})).items():
             unit, meaning = declaration(name) or ("", "a plug-in's own")
             gauge = GaugeMetricFamily(
-                exported(name), f"{meaning} [{unit}]", labels=["run"] if "" in values else ["run", "service"]
+                exported(name),
+                f"{meaning} [{unit}]",
+                labels=["run"] if "" in values else ["run", "service"],
             )
             for service, value in values.items():
                 gauge.add_metric([self.run.name, service] if service else [self.run.name], value)
@@ -96,7 +106,12 @@ class Exporter:
 
 def _live(report: Health) -> dict[str, Mapping[str, float]]:
     """The gauges of health: values by service, "" for those that have none."""
-    workers = Counter(service for worker in report.workers if worker.state == "here" for service in worker.services)
+    workers = Counter(
+        service
+        for worker in report.workers
+        if worker.state == "here"
+        for service in worker.services
+    )
     same = ("done", "evaluations", "growing", "updates", "version")
     numbers = {name: getattr(report, name) for name in same}
     numbers |= {"loop_lag": report.lag_s, "idle": time.monotonic() - report.progress_at}

@@ -1,4 +1,5 @@
-"""Whose fault an exception is that ends the growth of a tree: the tree's, which is quarantined, or the run's, which ends or is resumed."""
+"""Whose fault an exception is that ends the growth of a tree: the tree's, which is quarantined, or
+the run's, which ends or is resumed."""
 
 import asyncio
 import errno
@@ -10,7 +11,15 @@ from scheduler.journal import JournalError
 ALIKE = 16
 """Trees in a row that fail alike end the run. One odd task is never so many, nor are the odd ones
 of most updates; a mistake in an environment or a plug-in, which no tree survives, soon is."""
-MACHINE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+MACHINE = (
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EROFS,
+    errno.EIO,
+    errno.EMFILE,
+    errno.ENFILE,
+    errno.ENOMEM,
+)
 """Errors of the system that the next tree would meet as well: a full disk, no more open files."""
 
 
@@ -33,7 +42,9 @@ def told(error: BaseException) -> str:
 
 def brief(error: BaseException) -> str:
     """Return an exception's type and message in one line."""
-    return " ".join(f"{type(error).__name__}: {error}".encode(errors="backslashreplace").decode().split())
+    return " ".join(
+        f"{type(error).__name__}: {error}".encode(errors="backslashreplace").decode().split()
+    )
 
 
 class InARow:
@@ -51,6 +62,10 @@ class InARow:
     def failed(self, error: BaseException) -> bool:
         """Note a tree that ``error`` ended. Return whether so many have failed alike."""
         frames = traceback.extract_tb(error.__traceback__)
-        kind = type(error), frames[-1].filename if frames else "", frames[-1].lineno if frames else None
+        kind = (
+            type(error),
+            frames[-1].filename if frames else "",
+            frames[-1].lineno if frames else None,
+        )
         self._kind, self._count = kind, self._count + 1 if kind == self._kind else 1
         return self._count >= ALIKE

@@ -1,12 +1,16 @@
-"""Which actor generates for which tree, and when: prefix affinity, depth first, no more trees at once than the caches hold.
+"""Which actor generates for which tree, and when: prefix affinity, depth first, no more trees at
+once than the caches hold.
 
-A tree begins on the actor with the least load and the emptiest cache. Its later calls go to the actor that holds most of their prefix,
-unless that actor is overloaded; siblings wait side by side. Trees that have begun come before new ones, older trees before younger ones.
-A call waits while older trees leave no cache room for its tree: a new tree considers every actor, a tree that has begun only the holder
-of its prefix. The oldest tree never waits. An actor that has decoded fewer than ``batch`` samples for ``PATIENCE_S`` takes a call
-anyway. So no call waits forever, and no engine waits for a slow judge.
+A tree begins on the actor with the least load and the emptiest cache. Its later calls go to the
+actor that holds most of their prefix, unless that actor is overloaded; siblings wait side by side.
+Trees that have begun come before new ones, older trees before younger ones. A call waits while
+older trees leave no cache room for its tree: a new tree considers every actor, a tree that has
+begun only the holder of its prefix. The oldest tree never waits. An actor that has decoded fewer
+than ``batch`` samples for ``PATIENCE_S`` takes a call anyway. So no call waits forever, and no
+engine waits for a slow judge.
 
-This is pure but for the injected clock. The dispatcher asks for decisions (``scheduler.placement.Place``) and does the I/O.
+This is pure but for the injected clock. The dispatcher asks for decisions
+(``scheduler.placement.Place``) and does the I/O.
 """
 
 import bisect
@@ -26,10 +30,12 @@ from scheduler.residency import Residency
 from wire.messages import GenerateRequest, GenerateResult
 
 AFFINITY_SLACK = 0.5
-"""Affinity is given up when the holder of a prefix is fuller than the least loaded actor by more than this share of its capacity:
-elsewhere the prefix costs one prefill, while a queue delays every request behind it."""
+"""Affinity is given up when the holder of a prefix is fuller than the least loaded actor by more
+than this share of its capacity: elsewhere the prefix costs one prefill, while a queue delays every
+request behind it."""
 PATIENCE_S = 0.2
-"""Seconds within which a tree sends its next call after an answer, unless a judge or a tool is slow."""
+"""Seconds within which a tree sends its next call after an answer, unless a judge or a tool is
+slow."""
 KEPT = 64
 """The expected need of a tree is the mean over so many ended trees."""
 HOMES = 4
@@ -41,9 +47,11 @@ CAPACITY = "kv_capacity_tokens"
 
 
 class Seat(msgspec.Struct):
-    """A tree's place in an actor's cache, in tokens beyond those that the tree shares with other trees.
+    """A tree's place in an actor's cache, in tokens beyond those that the tree shares with other
+    trees.
 
-    path: the longest prompt so far; sampling: expected new tokens of the calls in flight; need: the largest sum of both so far.
+    path: the longest prompt so far; sampling: expected new tokens of the calls in flight; need: the
+    largest sum of both so far.
     """
 
     path: int = 0
@@ -53,8 +61,8 @@ class Seat(msgspec.Struct):
 
 
 class Growing(msgspec.Struct):
-    """A tree that has begun. shared: tokens of its first prompt that an actor had cached; first: tokens its first call needed besides.
-    actors: where it has been, the last one last."""
+    """A tree that has begun. shared: tokens of its first prompt that an actor had cached; first:
+    tokens its first call needed besides. actors: where it has been, the last one last."""
 
     shared: int
     first: float
@@ -62,13 +70,17 @@ class Growing(msgspec.Struct):
 
 
 class Fleet:
-    """The trees on all actors. ``call`` makes the place of one generate call; ``ended`` must be called when a tree is done.
+    """The trees on all actors. ``call`` makes the place of one generate call; ``ended`` must be
+    called when a tree is done.
 
-    steps: the turns that a tree is assumed to take, until ended trees show what a tree needs. batch: the samples that an
-    actor decodes together. One with fewer takes on trees even if its prefix cache has no room for them (0: it never does).
+    steps: the turns that a tree is assumed to take, until ended trees show what a tree needs.
+    batch: the samples that an actor decodes together. One with fewer takes on trees even if its
+    prefix cache has no room for them (0: it never does).
     """
 
-    def __init__(self, steps: int = 4, batch: int = 24, clock: Callable[[], float] = time.monotonic):
+    def __init__(
+        self, steps: int = 4, batch: int = 24, clock: Callable[[], float] = time.monotonic
+    ):
         self.residency = Residency()
         self.steps, self.batch = steps, batch
         self._clock = clock
@@ -82,13 +94,17 @@ class Fleet:
         self._sampled: float | None = None
 
     def call(self, tree: int, request: GenerateRequest, beside: bool = False) -> Place:
-        """The place of a call of ``tree``. beside: the call serves no trained trajectory, so the calls of those go first."""
+        """The place of a call of ``tree``. beside: the call serves no trained trajectory, so the
+        calls of those go first."""
         return Generation(self, tree, request, beside)
 
     def ended(self, tree: int) -> None:
-        """The tree needs no more calls: free its room, and remember what it needed as the measure for other trees."""
+        """The tree needs no more calls: free its room, and remember what it needed as the measure
+        for other trees."""
         growing = self._trees.pop(tree, None)
-        here = [self._seats.get(actor, {}) for actor in growing.actors] if growing is not None else []
+        here = (
+            [self._seats.get(actor, {}) for actor in growing.actors] if growing is not None else []
+        )
         needs = [seats.pop(tree).need for seats in here if tree in seats]
         if needs:
             self._needs.append(max(needs))
@@ -101,17 +117,21 @@ class Fleet:
         for by_worker in (self._seats, self._sums, self._decoding, self._low_since):
             by_worker.pop(worker, None)
 
-    # ------------------------------------------------------------------------------------------ decisions
+    # ------------------------------------------------------------------------------------------
+    # decisions
 
     def begun(self, tree: int) -> bool:
         """Whether a call of the tree was ever sent."""
         return tree in self._trees
 
     def homes(self, tree: int) -> list[str]:
-        """The actors that probably hold most of the prefix of a tree's next call; none before it has begun."""
+        """The actors that probably hold most of the prefix of a tree's next call; none before it
+        has begun."""
         return self._trees[tree].actors[-HOMES:] if tree in self._trees else []
 
-    def choose(self, call: "Generation", loads: Sequence[Load], avoid: frozenset[str]) -> str | None:
+    def choose(
+        self, call: "Generation", loads: Sequence[Load], avoid: frozenset[str]
+    ) -> str | None:
         """The actor on which a call starts now, or None if the call must wait."""
         for load in loads:
             if CAPACITY in load.stats:
@@ -125,7 +145,8 @@ class Fleet:
             return min(fitting, key=self._crowd).worker
         homes = {load.worker for load in free} if len(loads) <= FEW else set(tree.actors)
         held = {
-            w: self.residency.expect(w, call.tokens) if w in homes else tree.shared for w in (f.worker for f in free)
+            w: self.residency.expect(w, call.tokens) if w in homes else tree.shared
+            for w in (f.worker for f in free)
         }
         home = self._nearest(free, held)
         best = home if home in fitting else self._nearest(fitting, held)
@@ -133,13 +154,15 @@ class Fleet:
         return None if moved and not self._low(best.worker) else best.worker
 
     def _nearest(self, loads: Sequence[Load], held: Mapping[str, int]) -> Load:
-        """The worker that holds most of a prefix, among those that are not overloaded. held: prefix tokens by worker."""
+        """The worker that holds most of a prefix, among those that are not overloaded. held: prefix
+        tokens by worker."""
         least = min(load.share for load in loads)
         near = [load for load in loads if load.share <= least + AFFINITY_SLACK]
         return max(near, key=lambda load: (held[load.worker], -load.share))
 
     def _fits(self, call: "Generation", tree: Growing, load: Load) -> bool:
-        """Whether older trees on the worker leave cache room for this call's tree. The oldest always fits, and any tree while ``_low``."""
+        """Whether older trees on the worker leave cache room for this call's tree. The oldest
+        always fits, and any tree while ``_low``."""
         capacity = self.residency.capacity(load.worker)
         if math.isinf(capacity):
             return True
@@ -151,7 +174,8 @@ class Fleet:
         return tree.shared + sums[older] + own <= capacity or self._low(load.worker)
 
     def _expected(self, worker: str) -> tuple[list[int], list[float]]:
-        """The trees on a worker, ascending, and the tokens that the first 0, 1, 2, ... of them are expected to need."""
+        """The trees on a worker, ascending, and the tokens that the first 0, 1, 2, ... of them are
+        expected to need."""
         if worker not in self._sums:
             seats = sorted(self._seats.get(worker, {}).items())
             sizes = (self._size(self._trees[tree], seat.need) for tree, seat in seats)
@@ -164,17 +188,20 @@ class Fleet:
         return self._clock() - self._low_since.get(worker, never) >= PATIENCE_S
 
     def _crowd(self, load: Load) -> tuple[float, int]:
-        """How crowded a worker is for a new tree: its load plus the taken share of its cache, then its number of trees."""
+        """How crowded a worker is for a new tree: its load plus the taken share of its cache, then
+        its number of trees."""
         capacity = self.residency.capacity(load.worker)
         taken = 0.0 if math.isinf(capacity) else self._expected(load.worker)[1][-1] / capacity
         return load.share + taken, len(self._seats.get(load.worker, ()))
 
     def _size(self, tree: Growing, need: float) -> float:
-        """Tokens that a tree is expected to need in all, from its own need so far and the needs of ended trees."""
+        """Tokens that a tree is expected to need in all, from its own need so far and the needs of
+        ended trees."""
         return max(need, self.steps * tree.first if self._mean is None else self._mean)
 
     def _begin(self, call: "Generation") -> Growing:
-        some = itertools.islice(self._seats, LOOKED_AT)  # what trees share, such as instructions, is on any of them
+        # what trees share, such as instructions, is on any of them
+        some = itertools.islice(self._seats, LOOKED_AT)
         shared = max((self.residency.expect(worker, call.tokens) for worker in some), default=0)
         return Growing(shared, call.length - shared + self.sampling(call))
 
@@ -183,7 +210,8 @@ class Fleet:
         longest = call.request.sampling.max_tokens
         return call.request.n * (longest if self._sampled is None else min(longest, self._sampled))
 
-    # ------------------------------------------------------------------------------------------ events
+    # ------------------------------------------------------------------------------------------
+    # events
 
     def started(self, call: "Generation", worker: str) -> "Sent":
         """An attempt of the call was sent to ``worker``: it takes room there."""
@@ -206,7 +234,9 @@ class Fleet:
         self._decode(worker, call.request.n)
         return sent
 
-    def finished(self, call: "Generation", worker: str, sent: "Sent", result: GenerateResult | None) -> None:
+    def finished(
+        self, call: "Generation", worker: str, sent: "Sent", result: GenerateResult | None
+    ) -> None:
         """An attempt has ended. If it was served, its samples are now in the worker's cache."""
         seats = self._seats.get(worker, {})
         if (seat := seats.get(call.tree)) is not None:
@@ -225,7 +255,8 @@ class Fleet:
                 self.residency.sampled(worker, tokens, int(sample.versions[0]))
 
     def _decode(self, worker: str, samples: int) -> None:
-        """Add ``samples`` to those the worker is decoding, and note since when they are fewer than a batch."""
+        """Add ``samples`` to those the worker is decoding, and note since when they are fewer than
+        a batch."""
         self._decoding[worker] += samples
         if self._decoding[worker] >= self.batch:
             self._low_since.pop(worker, None)
@@ -234,7 +265,8 @@ class Fleet:
 
 
 class Sent(msgspec.Struct, frozen=True):
-    """An attempt in flight. expected: prompt tokens that should be cached; sampling: tokens it is expected to sample."""
+    """An attempt in flight. expected: prompt tokens that should be cached; sampling: tokens it is
+    expected to sample."""
 
     expected: int
     sampling: float
@@ -243,7 +275,8 @@ class Sent(msgspec.Struct, frozen=True):
 class Generation(Place):
     """The place of one generate call of a tree.
 
-    tokens: the prompt as the bytes of int32 [length]. beside: the call serves no trained trajectory.
+    tokens: the prompt as the bytes of int32 [length]. beside: the call serves no trained
+    trajectory.
     """
 
     def __init__(self, fleet: Fleet, tree: int, request: GenerateRequest, beside: bool):
@@ -253,7 +286,8 @@ class Generation(Place):
         self._sent: dict[str, Sent] = {}
 
     def rank(self) -> tuple[Any, ...]:
-        """Trained trajectories first; then trees that have begun, older trees, deeper prompts; siblings side by side."""
+        """Trained trajectories first; then trees that have begun, older trees, deeper prompts;
+        siblings side by side."""
         return self.beside, not self.fleet.begun(self.tree), self.tree, -self.length, self.tokens
 
     def waits_with(self) -> Any:
@@ -273,5 +307,6 @@ class Generation(Place):
         self._sent[worker] = self.fleet.started(self, worker)
 
     def ended(self, worker: str, result: Any | None) -> None:
-        """The samples are in the worker's cache if the attempt was served; otherwise nothing is known about them."""
+        """The samples are in the worker's cache if the attempt was served; otherwise nothing is
+        known about them."""
         self.fleet.finished(self, worker, self._sent.pop(worker), result)

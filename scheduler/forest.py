@@ -32,9 +32,11 @@ ADMITTED_AT_ONCE = 32
 class Forest:
     """The trees of a run. Invariant: every drawn task ends closed, replaced or quarantined.
 
-    Call ``begin`` once, then ``admit`` whenever ``moved`` is set, and ``stop`` at the end. Until ``begun`` is set, only the trees of the first
-    update grow. paused: whether no tree may start now. growing: the tasks by tree; done: the trees that have ended. outcomes: of the
-    trajectories that ended since the list was last cleared. failure: the error that ended a tree's task; it ends the run.
+    Call ``begin`` once, then ``admit`` whenever ``moved`` is set, and ``stop`` at the end. Until
+    ``begun`` is set, only the trees of the first update grow. paused: whether no tree may start
+    now. growing: the tasks by tree; done: the trees that have ended. outcomes: of the trajectories
+    that ended since the list was last cleared. failure: the error that ended a tree's task; it ends
+    the run.
     """
 
     pacing: Pacing
@@ -58,17 +60,22 @@ class Forest:
         self.in_a_row = InARow()
         self.growing: dict[int, asyncio.Task[None]] = {}
         self.outcomes: list[float] = []
-        self.done = sum(count for status, count in self.journal.tally().items() if status != "growing")
+        self.done = sum(
+            count for status, count in self.journal.tally().items() if status != "growing"
+        )
         self.next_tree = self.shard.after(self.journal.next_tree() - 1)
         self.next_draw = self.shard.draws(self.journal.next_position())
 
     def begin(self, pacing: Pacing, newest: dict[int, int]) -> None:
-        """Take up what earlier starts of the run left, and start to grow. newest: groups that the version in force has trained already, although
-        the journal does not say so."""
+        """Take up what earlier starts of the run left, and start to grow. newest: groups that the
+        version in force has trained already, although the journal does not say so."""
         self.pacing = pacing
         for row in self.journal.untrained_trees():
-            if row.status == "replaced" or any(group in newest for group, _ in self.journal.groups(row.id)):
-                self._take_up(row)  # it counts in no update, or in one that ``version`` counts already
+            if row.status == "replaced" or any(
+                group in newest for group, _ in self.journal.groups(row.id)
+            ):
+                # it counts in no update, or in one that ``version`` counts already
+                self._take_up(row)
             else:
                 self.unfinished.append(row)
         self.admit()
@@ -85,9 +92,11 @@ class Forest:
         return number
 
     def admit(self) -> None:
-        """Start trees while pacing admits them and the run is not paused: first those that an earlier start left, the oldest first, then new ones.
+        """Start trees while pacing admits them and the run is not paused: first those that an
+        earlier start left, the oldest first, then new ones.
 
-        After a crash an update therefore takes the trees that it would have taken, although later ones may be finished already.
+        After a crash an update therefore takes the trees that it would have taken, although later
+        ones may be finished already.
         """
         first = self.settings.questions_per_update
         for _ in range(ADMITTED_AT_ONCE):
@@ -102,9 +111,10 @@ class Forest:
         self.moved.set()
 
     async def attempts(self, tree: Tree, context: Context, grow: Grow) -> None:
-        """Plant and grow a tree, again after an infrastructure fault. Raises the InfrastructureFault of the last attempt, and DataFault for whatever
-        else is the tree's: an exception of an environment, a strategy or a plug-in too, unless so many trees in a row failed alike
-        (``scheduler.failures``)."""
+        """Plant and grow a tree, again after an infrastructure fault. Raises the
+        InfrastructureFault of the last attempt, and DataFault for whatever else is the tree's: an
+        exception of an environment, a strategy or a plug-in too, unless so many trees in a row
+        failed alike (``scheduler.failures``)."""
         try:
             with self.phases.over("trees"):
                 await self._attempt(tree, context, grow)
@@ -114,7 +124,8 @@ class Forest:
         except (Exception, asyncio.CancelledError) as error:
             if is_of_the_run(error):
                 raise
-            # What is not written yet may be what cannot be written. The step is lost, as in a crash.
+            # What is not written yet may be what cannot be written. The step is lost, as in a
+            # crash.
             tree.changed.clear()
             raise self._own_fault(tree, error) from error
         finally:
@@ -130,7 +141,9 @@ class Forest:
                 f"{ALIKE} trees in a row failed alike, the last one with {brief(error)} ({self._whose(tree)}):"
                 " mend what the traceback in the log names, then resume the run"
             ) from error
-        self.shop.faults.failed("a tree", DataFault(brief(error)), f"{self._whose(tree)}: quarantined")
+        self.shop.faults.failed(
+            "a tree", DataFault(brief(error)), f"{self._whose(tree)}: quarantined"
+        )
         return DataFault(told(error))
 
     def _plant(self) -> None:
@@ -153,9 +166,11 @@ class Forest:
             return error
 
     def _take_up(self, row: TreeRow) -> None:
-        """Continue a tree that was journaled before this start: resend its untrained groups, and grow what is missing.
+        """Continue a tree that was journaled before this start: resend its untrained groups, and
+        grow what is missing.
 
-        A deterministic run grows an unfinished tree anew, because its random numbers depend on all that was drawn before.
+        A deterministic run grows an unfinished tree anew, because its random numbers depend on all
+        that was drawn before.
         """
         if row.status == "growing" and self.process.deterministic:
             self.journal.uproot(row.id)
@@ -194,9 +209,14 @@ class Forest:
             self._quarantine(tree, str(fault))
             return
         if not tree.groups:
-            # An update of such trees alone would be answered to nobody, and the run would wait for ever.
-            dropped = next((node.notes[DROPPED] for node in tree.nodes.values() if DROPPED in node.notes), "")
-            why = f"an episode was dropped: {dropped}" if dropped else "no judge gave a valid outcome"
+            # An update of such trees alone would be answered to nobody, and the run would wait for
+            # ever.
+            dropped = next(
+                (node.notes[DROPPED] for node in tree.nodes.values() if DROPPED in node.notes), ""
+            )
+            why = (
+                f"an episode was dropped: {dropped}" if dropped else "no judge gave a valid outcome"
+            )
             self._quarantine(tree, f"no trajectory could be trained, because {why}")
             return
         replaced = self._replaces(tree)
@@ -206,13 +226,18 @@ class Forest:
             self.counts["replaced"] += 1
             self.pacing.withdraw()
         tips = {node.trajectory for node in tree.nodes.values()}
-        self.outcomes += [tree.tip(t).scores["outcome"] for t in tips if "outcome" in tree.tip(t).scores]
+        self.outcomes += [
+            tree.tip(t).scores["outcome"] for t in tips if "outcome" in tree.tip(t).scores
+        ]
 
     def _replaces(self, tree: Tree) -> bool:
-        """Whether another question takes the tree's place: no group has a spread, and the update that comes next may replace one more."""
+        """Whether another question takes the tree's place: no group has a spread, and the update
+        that comes next may replace one more."""
         if not tree.groups or len(self.stream.replaced) >= self.settings.dynamic_sampling_budget:
             return False
-        return not differs(map(self.journal.turns, tree.groups), self.process.reward, self.process.equal)
+        return not differs(
+            map(self.journal.turns, tree.groups), self.process.reward, self.process.equal
+        )
 
     async def _attempt(self, tree: Tree, context: Context, grow: Grow) -> None:
         for attempt in range(1, ATTEMPTS + 1):
@@ -248,4 +273,6 @@ class Forest:
     def _whose(self, tree: Tree) -> str:
         """What an error names besides its cause."""
         agent = self.process.options.get("run")
-        return f"task {tree.task}" + (f" of the agent {agent}" if agent else f" of {self.process.environment}")
+        return f"task {tree.task}" + (
+            f" of the agent {agent}" if agent else f" of {self.process.environment}"
+        )

@@ -1,7 +1,9 @@
-"""Trees of whole trajectories that fork from each other, as the tree methods for outcome rewards grow them (docs/methods-table.md).
+"""Trees of whole trajectories that fork from each other, as the tree methods for outcome rewards
+grow them (docs/methods-table.md).
 
-A path is sampled to its end first and forked afterwards. A continuation does not depend on forks beside it, so the tree has the same
-distribution as one that is grown level by level. Trajectory numbers are fixed by the strategy; after a crash, forks are drawn as before.
+A path is sampled to its end first and forked afterwards. A continuation does not depend on forks
+beside it, so the tree has the same distribution as one that is grown level by level. Trajectory
+numbers are fixed by the strategy; after a crash, forks are drawn as before.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,13 +16,16 @@ from scheduler.together import together
 from scheduler.tree import Fork, Node, Tree
 
 Leaves = dict[int, list[Node]]
-"""The trained actions of each trajectory by its number, from the first turn to its leaf; none if the outcome could not be judged."""
+"""The trained actions of each trajectory by its number, from the first turn to its leaf; none if
+the outcome could not be judged."""
 
 
 async def grown(tree: Tree, ctx: Context, forks: Mapping[int, Fork | None]) -> Leaves:
-    """Continue trajectories to their ends, all at once. None: the trajectory begins at the first prompt."""
+    """Continue trajectories to their ends, all at once. None: the trajectory begins at the first
+    prompt."""
     work = (
-        episode(tree, ctx.aside(f"trajectory {number}"), trajectory=number, fork=fork) for number, fork in forks.items()
+        episode(tree, ctx.aside(f"trajectory {number}"), trajectory=number, fork=fork)
+        for number, fork in forks.items()
     )
     return dict(zip(forks, await together(work), strict=True))
 
@@ -37,7 +42,8 @@ def surprisal(action: Node) -> np.ndarray:
 
 
 def cut(actions: Sequence[Node], tokens: int) -> Fork | None:
-    """The fork after the first ``tokens`` sampled tokens of a trajectory, None if it has no token after them."""
+    """The fork after the first ``tokens`` sampled tokens of a trajectory, None if it has no token
+    after them."""
     for action in actions:
         if tokens < len(action.tokens):
             return Fork(action, tokens)
@@ -46,12 +52,18 @@ def cut(actions: Sequence[Node], tokens: int) -> Fork | None:
 
 
 def onward(leaves: Leaves, tokens: int) -> dict[int, Fork]:
-    """The fork after ``tokens`` sampled tokens of each trajectory that goes on after them, by the trajectory's number."""
-    return {number: fork for number, actions in leaves.items() if (fork := cut(actions, tokens)) is not None}
+    """The fork after ``tokens`` sampled tokens of each trajectory that goes on after them, by the
+    trajectory's number."""
+    return {
+        number: fork
+        for number, actions in leaves.items()
+        if (fork := cut(actions, tokens)) is not None
+    }
 
 
 def emit(tree: Tree, ctx: Context, groups: Iterable[Iterable[Sequence[Node]]]) -> None:
-    """Emit groups of trajectories, except those that were emitted before a crash. Trajectories without trained actions are left out."""
+    """Emit groups of trajectories, except those that were emitted before a crash. Trajectories
+    without trained actions are left out."""
     whole = [kept for group in groups if (kept := [actions for actions in group if actions])]
     for group in whole[len(tree.groups) :]:
         ctx.emit(group)

@@ -1,7 +1,9 @@
-"""What the scheduler knows of a run's health, in ``RUN/health.json``. The launcher and ``tools/launch --status`` read it.
+"""What the scheduler knows of a run's health, in ``RUN/health.json``. The launcher and
+``tools/launch --status`` read it.
 
-The file is written anew every heartbeat, so that a file that grows old means that the scheduler itself does not answer. Times that
-processes of this machine compare are seconds of the monotonic clock, which no change of the date moves.
+The file is written anew every heartbeat, so that a file that grows old means that the scheduler
+itself does not answer. Times that processes of this machine compare are seconds of the monotonic
+clock, which no change of the date moves.
 """
 
 import asyncio
@@ -23,19 +25,24 @@ from wire.atomic import write_whole
 
 NAME = "health.json"
 PAUSED = "paused"
-"""While a file of this name is in the run's folder, no new tree is admitted. ``Reporter`` looks for it every heartbeat."""
+"""While a file of this name is in the run's folder, no new tree is admitted. ``Reporter`` looks for
+it every heartbeat."""
 LEARNING = ("train", "close")
-"""The learner's services. Their calls stay open while no tree grows, because an update needs several trees."""
+"""The learner's services. Their calls stay open while no tree grows, because an update needs
+several trees."""
 REMEMBERED = 64
-"""The number of workers that have left and are reported, those that left last: judges of ``tools/serve`` may come and go under ever new names."""
+"""The number of workers that have left and are reported, those that left last: judges of
+``tools/serve`` may come and go under ever new names."""
 TICK_S = 0.25
 """The interval of the timer that measures the event loop's lag."""
 UNANSWERED = 3
-"""A worker that let so many calls in a row pass their deadline, and answered none meanwhile, is stuck although its heartbeats come."""
+"""A worker that let so many calls in a row pass their deadline, and answered none meanwhile, is
+stuck although its heartbeats come."""
 
 
 class WorkerHealth(msgspec.Struct, frozen=True):
-    """A worker. heard: when its last message came (monotonic seconds). state: "here", or why it left. calls: its last calls, in words."""
+    """A worker. heard: when its last message came (monotonic seconds). state: "here", or why it
+    left. calls: its last calls, in words."""
 
     name: str
     pid: int
@@ -51,8 +58,8 @@ class WorkerHealth(msgspec.Struct, frozen=True):
 
 
 class Queue(msgspec.Struct, frozen=True):
-    """The open calls of a service. on: the workers that have them. since: when the oldest began (monotonic); caller: who waits for it.
-    offered: the number of workers that offer the service."""
+    """The open calls of a service. on: the workers that have them. since: when the oldest began
+    (monotonic); caller: who waits for it. offered: the number of workers that offer the service."""
 
     running: int
     waiting: int
@@ -63,17 +70,23 @@ class Queue(msgspec.Struct, frozen=True):
 
     def told(self, service: str, now: float) -> str:
         """The queue in words."""
-        where = f"{self.running} at {', '.join(self.on)}" if self.on else f"none runs ({self.offered} workers offer it)"
+        where = (
+            f"{self.running} at {', '.join(self.on)}"
+            if self.on
+            else f"none runs ({self.offered} workers offer it)"
+        )
         waiting = f", {self.waiting} waiting" if self.waiting else ""
         caller = f", for {self.caller}" if self.caller else ""
         return f"{service}: {where}{waiting}; the oldest since {now - self.since:.0f} s{caller}"
 
 
 class Health(msgspec.Struct, frozen=True):
-    """One report. pid: the scheduler's. at, progress_at: monotonic seconds of the report and of the last node, group or update. time:
-    seconds of the epoch. began: whether a learner has joined. done: training trees that ended; evaluations: those in the journal. stuck: the
-    worker that everything waits for if nothing moves ("" for the scheduler itself). fault: the last fault of a service, with its time. lag_s: the longest that
-    the scheduler's event loop kept a timer waiting since the report before, in seconds. paused: whether no new tree is admitted."""
+    """One report. pid: the scheduler's. at, progress_at: monotonic seconds of the report and of the
+    last node, group or update. time: seconds of the epoch. began: whether a learner has joined.
+    done: training trees that ended; evaluations: those in the journal. stuck: the worker that
+    everything waits for if nothing moves ("" for the scheduler itself). fault: the last fault of a
+    service, with its time. lag_s: the longest that the scheduler's event loop kept a timer waiting
+    since the report before, in seconds. paused: whether no new tree is admitted."""
 
     pid: int
     host: str
@@ -119,7 +132,8 @@ def read_all(run: Path) -> list[Health]:
 
 
 def joined(reports: Sequence[Health]) -> Health | None:
-    """Return one report of all schedulers of a run: everybody's workers and calls, and the first one's phase and version."""
+    """Return one report of all schedulers of a run: everybody's workers and calls, and the first
+    one's phase and version."""
     if len(reports) < 2:
         return reports[0] if reports else None
     by_service: dict[str, list[Queue]] = {}
@@ -134,7 +148,10 @@ def joined(reports: Sequence[Health]) -> Health | None:
         workers[key] = msgspec.structs.replace(worker, heard=heard, in_flight=calls)
     return msgspec.structs.replace(
         reports[0],
-        **{name: sum(getattr(r, name) for r in reports) for name in ("growing", "done", "evaluations")},
+        **{
+            name: sum(getattr(r, name) for r in reports)
+            for name in ("growing", "done", "evaluations")
+        },
         **{name: max(getattr(r, name) for r in reports) for name in ("progress_at", "lag_s")},
         paused=all(r.paused for r in reports),
         fault=max((r.fault for r in reports if r.fault), default=None),
@@ -145,8 +162,13 @@ def joined(reports: Sequence[Health]) -> Health | None:
 
 def _joined(queues: Sequence[Queue]) -> Queue:
     oldest = min(queues, key=lambda queue: queue.since)
-    counts = {name: sum(getattr(queue, name) for queue in queues) for name in ("running", "waiting", "offered")}
-    return msgspec.structs.replace(oldest, **counts, on=sorted({name for queue in queues for name in queue.on}))
+    counts = {
+        name: sum(getattr(queue, name) for queue in queues)
+        for name in ("running", "waiting", "offered")
+    }
+    return msgspec.structs.replace(
+        oldest, **counts, on=sorted({name for queue in queues for name in queue.on})
+    )
 
 
 def queues(calls: Iterable[Pending], offered: Callable[[str], int]) -> dict[str, Queue]:
@@ -160,14 +182,24 @@ def queues(calls: Iterable[Pending], offered: Callable[[str], int]) -> dict[str,
 def _queue(calls: list[Pending], offered: int) -> Queue:
     oldest = min(calls, key=lambda call: call.since)
     running = [call.attempt.worker.name for call in calls if call.attempt is not None]
-    return Queue(len(running), len(calls) - len(running), offered, oldest.since, oldest.caller, sorted(set(running)))
+    return Queue(
+        len(running),
+        len(calls) - len(running),
+        offered,
+        oldest.since,
+        oldest.caller,
+        sorted(set(running)),
+    )
 
 
 def stuck(calls: Iterable[Pending]) -> str:
-    """The worker with the oldest attempt. The learner counts only if no other worker has a call, because it waits for their answers."""
+    """The worker with the oldest attempt. The learner counts only if no other worker has a call,
+    because it waits for their answers."""
     attempts = [call.attempt for call in calls if call.attempt is not None]
     others = [attempt for attempt in attempts if attempt.pending.service not in LEARNING]
-    return min(others or attempts, key=lambda attempt: attempt.start).worker.name if attempts else ""
+    return (
+        min(others or attempts, key=lambda attempt: attempt.start).worker.name if attempts else ""
+    )
 
 
 def worker_health(worker: Worker, now: float, state: str = "here") -> WorkerHealth:
@@ -177,7 +209,10 @@ def worker_health(worker: Worker, now: float, state: str = "here") -> WorkerHeal
         for event in worker.recent
     ]
     oldest = itertools.islice(worker.in_flight.values(), 2)
-    calls += [f"{a.pending.service} for {a.pending.caller}: open since {now - a.start:.1f} s" for a in oldest]
+    calls += [
+        f"{a.pending.service} for {a.pending.caller}: open since {now - a.start:.1f} s"
+        for a in oldest
+    ]
     hello = worker.hello
     return WorkerHealth(
         worker.name, hello.pid, hello.host, list(hello.services), worker.heard, state, len(worker.in_flight),
@@ -186,7 +221,8 @@ def worker_health(worker: Worker, now: float, state: str = "here") -> WorkerHeal
 
 
 class Standing(msgspec.Struct, frozen=True):
-    """What the run itself adds to a report. marks: a counter that changes with every progress, beside those of the learner's heartbeats."""
+    """What the run itself adds to a report. marks: a counter that changes with every progress,
+    beside those of the learner's heartbeats."""
 
     phase: str
     version: int
@@ -198,8 +234,9 @@ class Standing(msgspec.Struct, frozen=True):
 
 
 class Reporter:
-    """Writes the reports, and says on the terminal when nothing has moved for ``watchdog_s``. ``work`` runs until it is cancelled; ``write`` then
-    writes the last report. newest: the newest report. order: the file that pauses the run, if it is not in the folder of the reports."""
+    """Writes the reports, and says on the terminal when nothing has moved for ``watchdog_s``.
+    ``work`` runs until it is cancelled; ``write`` then writes the last report. newest: the newest
+    report. order: the file that pauses the run, if it is not in the folder of the reports."""
 
     def __init__(
         self,
@@ -227,7 +264,8 @@ class Reporter:
         self.began = self.began or "train" in worker.hello.services
 
     def left(self, worker: Worker, reason: str) -> None:
-        """A worker is gone. It is remembered until one of its name joins, since a process that left without an end is stuck."""
+        """A worker is gone. It is remembered until one of its name joins, since a process that left
+        without an end is stuck."""
         self._gone[worker.name] = worker_health(worker, self.dispatcher.clock(), reason)
         if len(self._gone) > REMEMBERED:
             del self._gone[next(iter(self._gone))]
@@ -237,7 +275,8 @@ class Reporter:
         self.fault = time.time(), f"{service}: {fault}"
 
     async def work(self) -> None:
-        """Write a report every heartbeat. A full disk must not end the run here, since the journal tells of it."""
+        """Write a report every heartbeat. A full disk must not end the run here, since the journal
+        tells of it."""
         while True:
             self._obey(await asyncio.to_thread(self.order.is_file))
             self._remind(await self.write())
@@ -251,16 +290,32 @@ class Reporter:
         return report
 
     def _obey(self, paused: bool) -> None:
-        if paused != self.paused and self.order.parent == self.run:  # the first scheduler says it for all
-            until = f"; trees in flight finish (resume with tools/watch, or remove {self.order})" if paused else ""
+        # the first scheduler says it for all
+        if paused != self.paused and self.order.parent == self.run:
+            until = (
+                f"; trees in flight finish (resume with tools/watch, or remove {self.order})"
+                if paused
+                else ""
+            )
             terminal.say(f"{'paused: no new tree begins' if paused else 'resumed'}{until}")
         self.paused = paused
 
     def report(self, now: float) -> Health:
-        """The report of this moment. now: monotonic seconds. A paused run stands still on purpose as soon as only the learner's calls are open."""
-        standing, workers, calls = self.standing(), list(self.dispatcher.everyone()), self.dispatcher.open_calls()
-        marks = (standing.phase, standing.marks, *(_learnt(w.stats) for w in workers if "train" in w.hello.services))
-        if marks != self._marks or (self.paused and all(call.service in LEARNING for call in calls)):
+        """The report of this moment. now: monotonic seconds. A paused run stands still on purpose
+        as soon as only the learner's calls are open."""
+        standing, workers, calls = (
+            self.standing(),
+            list(self.dispatcher.everyone()),
+            self.dispatcher.open_calls(),
+        )
+        marks = (
+            standing.phase,
+            standing.marks,
+            *(_learnt(w.stats) for w in workers if "train" in w.hello.services),
+        )
+        if marks != self._marks or (
+            self.paused and all(call.service in LEARNING for call in calls)
+        ):
             self._marks, self._progress_at = marks, now
         return Health(
             os.getpid(), socket.gethostname(), now, time.time(), standing.phase, standing.version, standing.updates,
@@ -275,7 +330,9 @@ class Reporter:
         if idle > self.watchdog_s:
             self._said_at = report.at
             waits = "; ".join(report.waits()) or "no call is open"
-            terminal.say(f"  no progress for {report.at - report.progress_at:.0f} s ({report.phase}): {waits}")
+            terminal.say(
+                f"  no progress for {report.at - report.progress_at:.0f} s ({report.phase}): {waits}"
+            )
 
 
 async def _rest(seconds: float) -> float:

@@ -1,10 +1,13 @@
-"""The journal makes events durable before anything acts on them: SQLite in WAL mode at ``RUN/journal.sqlite``.
+"""The journal makes events durable before anything acts on them: SQLite in WAL mode at
+``RUN/journal.sqlite``.
 
-Invariant: a group is journaled before it is sent, and is marked with the version that trained it. After any crash every drawn task
-is found again, every emitted group is either marked or sent again, and no group enters two updates (the learner's frontier decides).
-A commit survives the death of the process; ``sync`` makes all commits survive a power cut as well.
+Invariant: a group is journaled before it is sent, and is marked with the version that trained it.
+After any crash every drawn task is found again, every emitted group is either marked or sent again,
+and no group enters two updates (the learner's frontier decides). A commit survives the death of the
+process; ``sync`` makes all commits survive a power cut as well.
 
-What is written within one turn of the event loop is one transaction at its end; ``written`` waits for it. Reading sees all that was written.
+What is written within one turn of the event loop is one transaction at its end; ``written`` waits
+for it. Reading sees all that was written.
 """
 
 import asyncio
@@ -41,16 +44,18 @@ _UNITED = ("trees", "nodes", "groups", "pictures")
 """The tables that each scheduler has its own rows of: their numbers tell them apart."""
 
 LOG_PAGES = 16_384
-"""A commit moves the log into the file only when the log has so many pages (64 MiB); ``sync`` does it long before, beside the event loop."""
+"""A commit moves the log into the file only when the log has so many pages (64 MiB); ``sync`` does
+it long before, beside the event loop."""
 
 
 class JournalError(OSError):
-    """The journal could not be written, for example because the disk is full, and earlier transactions are safe; or the file is damaged."""
+    """The journal could not be written, for example because the disk is full, and earlier
+    transactions are safe; or the file is damaged."""
 
 
 class TreeRow(msgspec.Struct, frozen=True):
-    """A row of the table of trees. status: growing, closed, replaced or quarantined. position: the draw that gave the task. time: of the draw,
-    in seconds since 1970."""
+    """A row of the table of trees. status: growing, closed, replaced or quarantined. position: the
+    draw that gave the task. time: of the draw, in seconds since 1970."""
 
     id: int
     position: int
@@ -63,10 +68,17 @@ class TreeRow(msgspec.Struct, frozen=True):
 
 
 class Journal:
-    """The journal of a scheduler, open until ``close``. The scheduler alone writes; others read (``tools/dump`` reads a live run). shard: whose
-    numbers the pictures get. beside: the journals of the run's other schedulers, whose rows are read together with its own."""
+    """The journal of a scheduler, open until ``close``. The scheduler alone writes; others read
+    (``tools/dump`` reads a live run). shard: whose numbers the pictures get. beside: the journals
+    of the run's other schedulers, whose rows are read together with its own."""
 
-    def __init__(self, path: Path, readonly: bool = False, shard: Shard = Shard(), beside: Sequence[Path] = ()):
+    def __init__(
+        self,
+        path: Path,
+        readonly: bool = False,
+        shard: Shard = Shard(),
+        beside: Sequence[Path] = (),
+    ):
         self.path, self._shard = path, shard
         self.failure: JournalError | None = None
         self._due: list[tuple[str, list[Sequence[object]]]] = []
@@ -92,21 +104,27 @@ class Journal:
                 ) from error
 
     def _join(self, others: Sequence[Path]) -> None:
-        """Let every table of ``_UNITED`` be that of all journals. A view of this name hides the journal's own table."""
+        """Let every table of ``_UNITED`` be that of all journals. A view of this name hides the
+        journal's own table."""
         for number, path in enumerate(others):
             self._db.execute(f"ATTACH ? AS other{number}", (f"file:{path}?mode=ro",))
         for table in _UNITED if others else ():
-            parts = (f"SELECT * FROM {name}.{table}" for name in ("main", *(f"other{i}" for i in range(len(others)))))
+            parts = (
+                f"SELECT * FROM {name}.{table}"
+                for name in ("main", *(f"other{i}" for i in range(len(others))))
+            )
             self._db.execute(f"CREATE TEMP VIEW {table} AS {' UNION ALL '.join(parts)}")
 
     def _check_whole(self) -> None:
-        """Raise sqlite3.DatabaseError unless every page of the file is in its place, because a file that was cut short opens without an error."""
+        """Raise sqlite3.DatabaseError unless every page of the file is in its place, because a file
+        that was cut short opens without an error."""
         ((found,),) = self._db.execute("PRAGMA quick_check(1)")
         if found != "ok":
             raise sqlite3.DatabaseError(" ".join(found.split()))
 
     def _write(self, *statements: tuple[str, Iterable[Sequence[object]]]) -> None:
-        """Execute all statements in the transaction of this turn of the event loop; at once where no loop runs. Raises an earlier failure."""
+        """Execute all statements in the transaction of this turn of the event loop; at once where
+        no loop runs. Raises an earlier failure."""
         if self.failure is not None:
             raise self.failure
         self._due += [(statement, list(rows)) for statement, rows in statements]
@@ -135,7 +153,11 @@ class Journal:
             OverflowError,
         ) as error:  # also of a text or a number that SQLite cannot hold
             full = isinstance(error, sqlite3.OperationalError)
-            remedy = "free some space" if full else "mend the task or the plug-in that gave what SQLite cannot hold"
+            remedy = (
+                "free some space"
+                if full
+                else "mend the task or the plug-in that gave what SQLite cannot hold"
+            )
             self.failure = JournalError(
                 f"journal {self.path} could not be written ({error}): {remedy}, then resume the run"
             )
@@ -151,7 +173,8 @@ class Journal:
                 self._db.executemany(statement, rows)
 
     async def written(self) -> None:
-        """Wait until everything written so far is committed. Raises JournalError if it could not be."""
+        """Wait until everything written so far is committed. Raises JournalError if it could not
+        be."""
         if self._turn is not None:
             await asyncio.shield(self._turn)
         if self.failure is not None:
@@ -161,7 +184,8 @@ class Journal:
         self.flush()
         return self._db.execute(query, values)
 
-    # ------------------------------------------------------------------------------------------ writing
+    # ------------------------------------------------------------------------------------------
+    # writing
 
     def start_tree(self, tree: Tree, position: int, version: int) -> None:
         """Record that a task was drawn, with the nodes that its tree has so far (the root)."""
@@ -176,69 +200,99 @@ class Journal:
         tree.changed.clear()
 
     def save_group(self, tree: Tree, group: int, turns: list[Turn]) -> None:
-        """Write a finished group and its tree's changed nodes in one transaction. The group may be sent after ``written``."""
+        """Write a finished group and its tree's changed nodes in one transaction. The group may be
+        sent after ``written``."""
         row = (group, tree.id, msgspec.msgpack.encode(turns))
         self.save_nodes(tree, ("INSERT OR IGNORE INTO groups VALUES (?,?,?,NULL)", [row]))
 
     def close_tree(self, tree: Tree, status: str = "closed", reason: str | None = None) -> None:
         """Record that the tree grows no more, and write its changed nodes."""
-        self.save_nodes(tree, ("UPDATE trees SET status=?, reason=? WHERE id=?", [(status, reason, tree.id)]))
+        self.save_nodes(
+            tree, ("UPDATE trees SET status=?, reason=? WHERE id=?", [(status, reason, tree.id)])
+        )
 
     def mark_trained(self, group: int, version: int) -> None:
         """Record that ``version`` was trained on ``group``."""
         self._write(("UPDATE groups SET trained=? WHERE id=?", [(version, group)]))
 
     def picture(self, png: bytes) -> int:
-        """Return the number of a picture (``wire.vision``), which its first use writes. Equal bytes have one number in a run."""
+        """Return the number of a picture (``wire.vision``), which its first use writes. Equal bytes
+        have one number in a run."""
         digest = hashlib.sha256(png).hexdigest()
-        while (row := self._rows("SELECT number FROM pictures WHERE digest=?", (digest,)).fetchone()) is None:
-            number = self._shard.after(self._rows("SELECT COALESCE(MAX(number), 0) FROM pictures").fetchone()[0])
+        while (
+            row := self._rows("SELECT number FROM pictures WHERE digest=?", (digest,)).fetchone()
+        ) is None:
+            number = self._shard.after(
+                self._rows("SELECT COALESCE(MAX(number), 0) FROM pictures").fetchone()[0]
+            )
             self._write(("INSERT INTO pictures VALUES (?,?,?)", [(number, digest, png)]))
         return row[0]
 
     def reject(self, rejected: Iterable[Rejected]) -> None:
         """Record tasks that cannot work, with the reasons."""
-        self._write(("INSERT OR REPLACE INTO rejected VALUES (?,?)", [(r.where, r.reason) for r in rejected]))
+        self._write(
+            (
+                "INSERT OR REPLACE INTO rejected VALUES (?,?)",
+                [(r.where, r.reason) for r in rejected],
+            )
+        )
 
     def save_evaluation(self, version: int, name: str, result: dict[str, object]) -> None:
         """Write the result of an evaluation, which is committed at once."""
-        self._write(("INSERT OR REPLACE INTO evaluations VALUES (?,?,?)", [(version, name, json.dumps(result))]))
+        self._write(
+            (
+                "INSERT OR REPLACE INTO evaluations VALUES (?,?,?)",
+                [(version, name, json.dumps(result))],
+            )
+        )
         self.flush()
 
     def sync(self) -> None:
-        """Wait until everything that is committed is on the disk, and move it from the log to the file, so that no commit has to. Any thread
-        may call this."""
-        with contextlib.suppress(FileNotFoundError):  # SQLite has moved the log into the file, and synced that
+        """Wait until everything that is committed is on the disk, and move it from the log to the
+        file, so that no commit has to. Any thread may call this."""
+        # SQLite has moved the log into the file, and synced that
+        with contextlib.suppress(FileNotFoundError):
             atomic.sync(self.path.with_name(self.path.name + "-wal"))
-        with contextlib.suppress(sqlite3.OperationalError), contextlib.closing(sqlite3.connect(self.path)) as other:
-            other.execute("PRAGMA wal_checkpoint(PASSIVE)")  # a full disk is told by the next commit
+        with (
+            contextlib.suppress(sqlite3.OperationalError),
+            contextlib.closing(sqlite3.connect(self.path)) as other,
+        ):
+            # a full disk is told by the next commit
+            other.execute("PRAGMA wal_checkpoint(PASSIVE)")
 
     def forget_training_after(self, version: int) -> None:
-        """On resume, mark groups that were trained after the checkpoint's ``version`` as untrained. The later versions' evaluations are lost
-        with their weights."""
+        """On resume, mark groups that were trained after the checkpoint's ``version`` as untrained.
+        The later versions' evaluations are lost with their weights."""
         lost = [(version,)]
         self._write(
-            ("UPDATE groups SET trained=NULL WHERE trained>?", lost), ("DELETE FROM evaluations WHERE version>?", lost)
+            ("UPDATE groups SET trained=NULL WHERE trained>?", lost),
+            ("DELETE FROM evaluations WHERE version>?", lost),
         )
 
     def adopt_frontier(self, trained: dict[int, int]) -> None:
-        """On resume, mark groups that the checkpoint holds, and whose answers the crash lost, with the version that trained each."""
+        """On resume, mark groups that the checkpoint holds, and whose answers the crash lost, with
+        the version that trained each."""
         rows = [(version, group) for group, version in trained.items()]
         self._write(("UPDATE groups SET trained=? WHERE id=? AND trained IS NULL", rows))
 
     def uproot(self, tree: int) -> None:
         """Remove the nodes and groups of a tree that is to grow anew."""
         row = [(tree,)]
-        self._write(("DELETE FROM nodes WHERE tree=?", row), ("DELETE FROM groups WHERE tree=?", row))
+        self._write(
+            ("DELETE FROM nodes WHERE tree=?", row), ("DELETE FROM groups WHERE tree=?", row)
+        )
 
     def changes(self) -> int:
-        """The number of rows that this start of the run has written: it stands still when no node, group or trained mark is added."""
+        """The number of rows that this start of the run has written: it stands still when no node,
+        group or trained mark is added."""
         return self._db.total_changes
 
-    # ------------------------------------------------------------------------------------------ reading
+    # ------------------------------------------------------------------------------------------
+    # reading
 
     def trees(self, where: str = "1", *values: object) -> list[TreeRow]:
-        """The rows of trees that meet an SQL condition on id, position, task, split, status and version."""
+        """The rows of trees that meet an SQL condition on id, position, task, split, status and
+        version."""
         query = f"SELECT id, position, task, split, status, version, reason, time FROM trees WHERE {where} ORDER BY id"
         return [TreeRow(*row) for row in self._rows(query, values)]
 
@@ -250,7 +304,8 @@ class Journal:
         return tree
 
     def groups(self, tree: int) -> list[tuple[int, int | None]]:
-        """The groups of a tree, as pairs of the group id and the version that trained it (None if none has)."""
+        """The groups of a tree, as pairs of the group id and the version that trained it (None if
+        none has)."""
         return list(self._rows("SELECT id, trained FROM groups WHERE tree=? ORDER BY id", (tree,)))
 
     def turns(self, group: int) -> list[Turn]:
@@ -261,23 +316,31 @@ class Journal:
     def pictures(self, tokens: np.ndarray) -> dict[int, bytes]:
         """The PNG bytes of the pictures among ``tokens``, by number."""
         query = "SELECT png FROM pictures WHERE number=?"
-        return {number: self._rows(query, (number,)).fetchone()[0] for number in vision.numbers(tokens)}
+        return {
+            number: self._rows(query, (number,)).fetchone()[0] for number in vision.numbers(tokens)
+        }
 
     def untrained_trees(self) -> list[TreeRow]:
-        """Training trees that still grow, or that ended (even quarantined) and have a group on which no version was trained."""
+        """Training trees that still grow, or that ended (even quarantined) and have a group on
+        which no version was trained."""
         return self.trees(
             "split='train' AND (status='growing' OR EXISTS"
             " (SELECT 1 FROM groups WHERE tree=trees.id AND trained IS NULL))"
         )
 
     def lacks(self, trained: Iterable[int]) -> list[int]:
-        """Those of the groups ``trained`` that are not here, or whose tree still grows. A learner trains no tree before it is closed here."""
-        ended = self._rows("SELECT groups.id FROM groups JOIN trees ON trees.id=tree WHERE status!='growing'")
+        """Those of the groups ``trained`` that are not here, or whose tree still grows. A learner
+        trains no tree before it is closed here."""
+        ended = self._rows(
+            "SELECT groups.id FROM groups JOIN trees ON trees.id=tree WHERE status!='growing'"
+        )
         return sorted(set(trained) - {group for (group,) in ended})
 
     def tally(self) -> dict[str, int]:
         """The number of training trees by status."""
-        return dict(self._rows("SELECT status, COUNT(*) FROM trees WHERE split='train' GROUP BY status"))
+        return dict(
+            self._rows("SELECT status, COUNT(*) FROM trees WHERE split='train' GROUP BY status")
+        )
 
     def next_tree(self) -> int:
         """An unused tree id."""
@@ -295,7 +358,9 @@ class Journal:
     def quarantined(self) -> list[tuple[str, str]]:
         """The rows and trees that could not work, as pairs of place and reason."""
         rows = list(self._rows("SELECT place, reason FROM rejected"))
-        return rows + [(f"task {t.task}", t.reason or "") for t in self.trees("status='quarantined'")]
+        return rows + [
+            (f"task {t.task}", t.reason or "") for t in self.trees("status='quarantined'")
+        ]
 
     def evaluations(self) -> list[tuple[int, str, dict[str, float]]]:
         """The evaluations as (version, name, result), oldest first."""

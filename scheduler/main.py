@@ -1,7 +1,8 @@
-"""The scheduler process: evaluate, grow trees under pacing, stream groups, spread new weights, evaluate again, sum up.
+"""The scheduler process: evaluate, grow trees under pacing, stream groups, spread new weights,
+evaluate again, sum up.
 
-``python -m scheduler.main PROCESS.json``. The run ends with a summary, with an error that says what failed, or by a signal;
-``tools/launch --resume`` continues it after a signal.
+``python -m scheduler.main PROCESS.json``. The run ends with a summary, with an error that says what
+failed, or by a signal; ``tools/launch --resume`` continues it after a signal.
 """
 
 import asyncio
@@ -49,22 +50,31 @@ from wire.process import begin
 log = logging.getLogger("scheduler.main")
 
 INTERRUPTED = 130
-REPORTED = ("judged_scores", "invalid_judgements", "outgrown_trajectories", "refused_episodes", "crashed_episodes")
+REPORTED = (
+    "judged_scores",
+    "invalid_judgements",
+    "outgrown_trajectories",
+    "refused_episodes",
+    "crashed_episodes",
+)
 """Counts of the summary that continue after a resume, as those of ``WORK`` do."""
 CHECK_S = 2.0
 """Seconds within which the death of a background task is noticed; it ends the run."""
 LEAVE_S = 30.0
-"""The longest that the end of a run waits for the learner's last answers, and then for the workers to leave, in seconds."""
+"""The longest that the end of a run waits for the learner's last answers, and then for the workers
+to leave, in seconds."""
 
 
 def command_began() -> float | None:
-    """When the command that started this process began (monotonic seconds), or None if the command did not say."""
+    """When the command that started this process began (monotonic seconds), or None if the command
+    did not say."""
     process, _, at = os.environ.get("COPPICE_STARTED", "").partition(" ")
     return float(at) if process == str(os.getppid()) else None
 
 
 class Run:
-    """One run of the scheduler: ``await main()`` to its end or until it is cancelled, then ``await close()`` in any case."""
+    """One run of the scheduler: ``await main()`` to its end or until it is cancelled, then ``await
+    close()`` in any case."""
 
     pacing: Pacing
     training: Training
@@ -102,7 +112,9 @@ class Run:
         self.journal.reject(self.tasks.rejected)
         self.stream = Stream(self.dispatcher, self.journal, self._trained, self.shard)
         s, paused = self.settings, self.home / PAUSED
-        self.reporter = Reporter(self.folder, self.dispatcher, self._standing, s.watchdog_s, s.stall_s, paused)
+        self.reporter = Reporter(
+            self.folder, self.dispatcher, self._standing, s.watchdog_s, s.stall_s, paused
+        )
         self.trackers = Trackers(self.folder, self.settings.trackers)
         self.exporter = Exporter(self.folder, lambda: self.metrics.newest, self._health)
         self.counts: Counter[str] = Counter(self.metrics.last((*WORK, *REPORTED)))
@@ -130,8 +142,12 @@ class Run:
             newest=lambda: self.spread.weights.version,
         )
         self.spread = Spread(self.dispatcher, self.shop.fleet.residency, self.counts)
-        self.forest = Forest(process, self.shop, self.stream, self.tasks, lambda: self.reporter.paused)
-        examined = registry.load(process.environment, process.options | self.settings.evaluation.options)
+        self.forest = Forest(
+            process, self.shop, self.stream, self.tasks, lambda: self.reporter.paused
+        )
+        examined = registry.load(
+            process.environment, process.options | self.settings.evaluation.options
+        )
         if self.environment.pictures or examined.pictures:
             self.shop.text.check_sight()
         self.examination = Examination(
@@ -139,18 +155,22 @@ class Run:
         )
 
     def _address(self) -> str:
-        """Where this scheduler listens. A shard that is started again beside a living learner listens where its workers look for it."""
+        """Where this scheduler listens. A shard that is started again beside a living learner
+        listens where its workers look for it."""
         before = self.folder / "endpoint"
         return before.read_text() if self.shard.number and before.exists() else self.settings.bind
 
-    # ------------------------------------------------------------------------------------------ the run
+    # ------------------------------------------------------------------------------------------ the
+    # run
 
     async def main(self) -> None:
         """Do the whole run, from waiting for the first worker to writing the summary."""
         resume.check(self.home, self.resumed)
         if self.tasks.rejected and not self.shard.number:
             first = self.tasks.rejected[0]
-            terminal.say(f"quarantined {len(self.tasks.rejected)} task rows; the first: {first.where}: {first.reason}")
+            terminal.say(
+                f"quarantined {len(self.tasks.rejected)} task rows; the first: {first.where}: {first.reason}"
+            )
         for note in self.notes:
             terminal.say(note)
         await self.dispatcher.start()
@@ -174,18 +194,29 @@ class Run:
         await together([self._begin(), self._train()])
         await self.examination.evaluate("end")
         self.phases.enter("stopping")
-        await self.stream.settle(LEAVE_S)  # answers of the last update that had to be asked for again
+        # answers of the last update that had to be asked for again
+        await self.stream.settle(LEAVE_S)
         await self.dismiss()
         await self._until(lambda: not self.dispatcher.workers(), LEAVE_S)
         await self._until(self.metrics.look, LEAVE_S)
         spent = self.phases.seconds()
-        report.write(self.folder, self.journal, trivial, self.counts, self.dispatcher.counters, spent, self.training)
+        report.write(
+            self.folder,
+            self.journal,
+            trivial,
+            self.counts,
+            self.dispatcher.counters,
+            spent,
+            self.training,
+        )
         self.finished = True
 
     async def _begin(self) -> None:
-        """Evaluate "start", which is of version 0 alone: no actor gets newer weights before the result is durable.
+        """Evaluate "start", which is of version 0 alone: no actor gets newer weights before the
+        result is durable.
 
-        Only the trees of the first update grow meanwhile, so the learner is never more than one version ahead of the actors.
+        Only the trees of the first update grow meanwhile, so the learner is never more than one
+        version ahead of the actors.
         """
         if not any(name == "start" for _, name, _ in self.journal.evaluations()):
             await self.examination.evaluate("start")
@@ -205,7 +236,9 @@ class Run:
             for name in (self.settings.judge, self.environment.outcome_judge)
             if name not in ("", UNJUDGED)
         }
-        expected = ", ".join(f"{count} x {name}" for name, count in {**services, "train": 1}.items())
+        expected = ", ".join(
+            f"{count} x {name}" for name, count in {**services, "train": 1}.items()
+        )
         own = f" of {self.process.name}, one of {self.shard.count}" if self.shard.count > 1 else ""
         print(f"waiting for workers{own}: {expected}", flush=True)
         self.attendance.needed = [*services, "train"]
@@ -219,7 +252,8 @@ class Run:
             raise InfrastructureFault(str(missing)) from None
 
     async def _wait_for_learner(self) -> dict[int, int]:
-        """Wait for the learner, and give the actors its version of the weights. Return what it has trained since its last checkpoint."""
+        """Wait for the learner, and give the actors its version of the weights. Return what it has
+        trained since its last checkpoint."""
         await self._wait_for("train")
         weights, newest = resume.announced(self.home)
         self.stream.version = weights.version
@@ -228,7 +262,10 @@ class Run:
             await self.forest.begun.wait()
             await self.spread.everywhere(weights)
         waited = self._clock() - scheduler.STARTED
-        print(f"all workers are here after {waited:.0f} s; policy version {weights.version}", flush=True)
+        print(
+            f"all workers are here after {waited:.0f} s; policy version {weights.version}",
+            flush=True,
+        )
         self.phases.enter("updates")
         return newest
 
@@ -244,7 +281,11 @@ class Run:
         if not self.pacing.finished:  # resumed for more updates, it has not ended any more
             (self.folder / report.SUMMARY).unlink(missing_ok=True)
         self.metrics.counters(self.dispatcher.workers())
-        first, idle, self.training_since = self.pacing.version, self.forest.phases.spent("no trees"), self._clock()
+        first, idle, self.training_since = (
+            self.pacing.version,
+            self.forest.phases.spent("no trees"),
+            self._clock(),
+        )
         self.forest.begin(self.pacing, newest)
         # A crash may have come between an update and its evaluation.
         await self.examination.evaluate_if_due(self.pacing.version, self.pacing.finished)
@@ -253,7 +294,8 @@ class Run:
             self.forest.admit()
             self._check()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(CHECK_S):  # not wait_for, which in 3.11 may lose a cancellation
+                # not wait_for, which in 3.11 may lose a cancellation
+                async with asyncio.timeout(CHECK_S):
                     await self.forest.moved.wait()
         seconds = self._clock() - self.training_since
         activities, busy = learner_seconds(self.totals, seconds), self.metrics.busy()
@@ -266,9 +308,15 @@ class Run:
         self.stream.emit(tree, turns)
 
     def _check(self) -> None:
-        """Show what the other schedulers have recorded, and raise the error of a background task that died; the error ends the run."""
+        """Show what the other schedulers have recorded, and raise the error of a background task
+        that died; the error ends the run."""
         self.metrics.look()
-        for failure in (self.dispatcher.failure(), self.stream.failure(), self.journal.failure, self.forest.failure):
+        for failure in (
+            self.dispatcher.failure(),
+            self.stream.failure(),
+            self.journal.failure,
+            self.forest.failure,
+        ):
             if failure is not None:
                 raise failure
         if self._reporting.done():
@@ -281,7 +329,8 @@ class Run:
         )  # fmt: skip
 
     def _health(self) -> Health | None:
-        """The newest report of this scheduler, or of all if this is the first of several. The exporter's thread asks."""
+        """The newest report of this scheduler, or of all if this is the first of several. The
+        exporter's thread asks."""
         own = self.reporter.newest
         return joined([own, *read_all(self.home)[1:]]) if own is not None else None
 
@@ -289,12 +338,15 @@ class Run:
         self.faults.failed(service, fault, caller)
         self.reporter.failed(service, fault)
 
-    # ------------------------------------------------------------------------------------------ weights
+    # ------------------------------------------------------------------------------------------
+    # weights
 
     async def _trained(self, trained: Trained) -> None:
-        """A version was trained: give its weights to the actors, record its metrics, then let pacing admit more trees.
+        """A version was trained: give its weights to the actors, record its metrics, then let
+        pacing admit more trees.
 
-        A version that is told of after a newer one, because the learner's connection broke, has its metrics recorded and nothing else.
+        A version that is told of after a newer one, because the learner's connection broke, has its
+        metrics recorded and nothing else.
         """
         await self.forest.begun.wait()
         if trained.version < self.stream.version:
@@ -306,7 +358,8 @@ class Run:
         values = dict(trained.metrics) | self.metrics.counters(self.dispatcher.workers())
         doubts = [self.shop.judged.take(), self.shop.fleet.residency.doubt()]
         if self.shop.judged.share is not None:
-            values.setdefault("score/judge_valid", self.shop.judged.share)  # PPR's turns already have this as a column
+            # PPR's turns already have this as a column
+            values.setdefault("score/judge_valid", self.shop.judged.share)
             values["rollout/judged_scores"] = float(self.shop.judged.scores)
         values["time/spread"] = self._clock() - start
         values["time/training"] = self._clock() - self.training_since
@@ -314,7 +367,10 @@ class Run:
             values["rollout/outcome"] = sum(self.forest.outcomes) / len(self.forest.outcomes)
             values["rollout/outcomes"] = float(len(self.forest.outcomes))
             self.forest.outcomes.clear()
-        values |= {f"count/{name}": float(n) for name, n in {**self.counts, **self.dispatcher.counters}.items()}
+        values |= {
+            f"count/{name}": float(n)
+            for name, n in {**self.counts, **self.dispatcher.counters}.items()
+        }
         values |= self.shop.fleet.residency.take().values()
         self.totals.update({name: values.get(name, 0.0) for name in (*LEARNER, LOADING)})
         self.metrics.record(trained.version, values)
@@ -328,7 +384,9 @@ class Run:
         self.forest.moved.set()
 
     async def _joined(self, worker: Worker) -> None:
-        log.info("%s joined: %s, capacity %d", worker.name, worker.hello.services, worker.hello.capacity)
+        log.info(
+            "%s joined: %s, capacity %d", worker.name, worker.hello.services, worker.hello.capacity
+        )
         self.stream.learner_joined(worker)
         self.reporter.joined(worker)
         if "load" in worker.hello.services:
@@ -341,7 +399,9 @@ class Run:
         self.reporter.left(worker, reason)
         staying = [other for other in self.dispatcher.workers() if not other.draining]
         self.attendance.left(
-            worker.hello.services, reason, {service for other in staying for service in other.hello.services}
+            worker.hello.services,
+            reason,
+            {service for other in staying for service in other.hello.services},
         )
 
     async def _until(self, done: Callable[[], bool], timeout: float) -> None:

@@ -1,8 +1,9 @@
-"""One record per update and per evaluation: a line of RUN/metrics.jsonl, which is the source of truth, TensorBoard scalars, and a line for the
-launcher, which shows it. The trackers (scheduler/tracking.py) read the file; scheduler/exporter.py reads ``Metrics.newest``.
+"""One record per update and per evaluation: a line of RUN/metrics.jsonl, which is the source of
+truth, TensorBoard scalars, and a line for the launcher, which shows it. The trackers
+(scheduler/tracking.py) read the file; scheduler/exporter.py reads ``Metrics.newest``.
 
-Of several schedulers, each writes its own file, and the first one shows the run: TensorBoard and ``newest`` have an update's record when all
-schedulers have recorded that update."""
+Of several schedulers, each writes its own file, and the first one shows the run: TensorBoard and
+``newest`` have an update's record when all schedulers have recorded that update."""
 
 import time
 from collections import defaultdict
@@ -19,7 +20,8 @@ from wire.frontier import Frontier
 
 
 class Seen(msgspec.Struct, frozen=True):
-    """A worker's counters at its heartbeat of time ``at``. new: their growth since the call before; rates: the same per second."""
+    """A worker's counters at its heartbeat of time ``at``. new: their growth since the call before;
+    rates: the same per second."""
 
     at: float
     stats: dict[str, float]
@@ -28,23 +30,33 @@ class Seen(msgspec.Struct, frozen=True):
 
 
 def _grown(worker: Worker, before: Seen | None) -> Seen:
-    """The worker's counters now. If no heartbeat came since ``before``, they keep the earlier rates."""
+    """The worker's counters now. If no heartbeat came since ``before``, they keep the earlier
+    rates."""
     if before is None:
         return Seen(worker.beat_at, worker.stats)
     if worker.beat_at <= before.at:
         return Seen(before.at, before.stats, {}, before.rates)
-    new = {name: max(0.0, value - before.stats.get(name, 0.0)) for name, value in worker.stats.items()}
+    new = {
+        name: max(0.0, value - before.stats.get(name, 0.0)) for name, value in worker.stats.items()
+    }
     rates = {name: value / (worker.beat_at - before.at) for name, value in new.items()}
     return Seen(worker.beat_at, worker.stats, new, rates)
 
 
 def _busy(seen: Sequence[Seen]) -> float | None:
-    """The mean busy share, or None without rates. Engines that add up concurrent requests may exceed 1 and then count as 1."""
+    """The mean busy share, or None without rates. Engines that add up concurrent requests may
+    exceed 1 and then count as 1."""
     shares = [min(1.0, one.rates.get("busy_s", 0.0)) for one in seen if one.rates]
     return sum(shares) / len(shares) if shares else None
 
 
-_KINDS = {"generate": "actors", "judge": "judges", "player": "players", "speaker": "speakers", "retrieve": "retriever"}
+_KINDS = {
+    "generate": "actors",
+    "judge": "judges",
+    "player": "players",
+    "speaker": "speakers",
+    "retrieve": "retriever",
+}
 """The summary's name for the workers that offer a service."""
 
 
@@ -55,9 +67,10 @@ def _rate(seen: Sequence[Seen], counter: str) -> float | None:
 
 
 class Metrics:
-    """Writes the records of a run until ``close``. ``counters`` turns worker statistics into differences between updates. newest: the newest value
-    of each metric. whole: whether this is the first of several schedulers, whose updates' records are joined; ``look`` must then be called
-    now and then."""
+    """Writes the records of a run until ``close``. ``counters`` turns worker statistics into
+    differences between updates. newest: the newest value of each metric. whole: whether this is the
+    first of several schedulers, whose updates' records are joined; ``look`` must then be called now
+    and then."""
 
     def __init__(self, run: Path, whole: bool = False):
         self.run, self._path = run, run / "metrics.jsonl"
@@ -77,16 +90,18 @@ class Metrics:
         self._unshown: set[int] = set()
 
     def last(self, names: Sequence[str]) -> dict[str, int]:
-        """The newest counts of the given names that earlier starts of this run recorded; 0 if there are none."""
+        """The newest counts of the given names that earlier starts of this run recorded; 0 if there
+        are none."""
         counts = dict.fromkeys(names, 0)
         for _, record in parsed(self._path.read_bytes()):
             counts |= {k: max(counts[k], int(record.get(f"count/{k}") or 0)) for k in names}
         return counts
 
     def resume(self, frontier: Frontier, newest: int) -> set[int]:
-        """Leave exactly one record of each update, and return the versions that have one. newest: the learner's version; later ones are lost with
-        their weights. An update whose record a crash lost gets the learner's metrics, if the checkpoint has them, and the time of the record
-        before."""
+        """Leave exactly one record of each update, and return the versions that have one. newest:
+        the learner's version; later ones are lost with their weights. An update whose record a
+        crash lost gets the learner's metrics, if the checkpoint has them, and the time of the
+        record before."""
         lines: dict[tuple[int, bool, int], bytes] = {}
         times = {0: 0.0}
         for number, (line, record) in enumerate(parsed(self._path.read_bytes())):
@@ -118,7 +133,8 @@ class Metrics:
         print(line.decode(), flush=True)
 
     def look(self) -> bool:
-        """Show the updates that all schedulers have recorded by now. Return whether none is left that the others have yet to record."""
+        """Show the updates that all schedulers have recorded by now. Return whether none is left
+        that the others have yet to record."""
         for record in self._reader.new() if self._reader is not None and self._unshown else ():
             if int(record["version"]) in self._unshown:
                 self._unshown.discard(int(record["version"]))
@@ -126,18 +142,22 @@ class Metrics:
         return not self._unshown
 
     def _show(self, record: dict[str, float]) -> None:
-        self.newest = self.newest | record  # another object: the exporter's thread may be reading the one before
+        # another object: the exporter's thread may be reading the one before
+        self.newest = self.newest | record
         self._board.record(int(record["version"]), record)
 
     def counters(self, workers: Sequence[Worker]) -> dict[str, float]:
         """Metrics from the heartbeats that came since the last call.
 
-        Shares and rates refer to the time between a worker's heartbeats. A worker without a new heartbeat keeps its last rates, and it
-        has none before its second heartbeat. A metric that no worker has is absent.
+        Shares and rates refer to the time between a worker's heartbeats. A worker without a new
+        heartbeat keeps its last rates, and it has none before its second heartbeat. A metric that
+        no worker has is absent.
         """
         before = self._seen
         self._seen = {
-            worker.admission: _grown(worker, before.get(worker.admission)) for worker in workers if worker.stats
+            worker.admission: _grown(worker, before.get(worker.admission))
+            for worker in workers
+            if worker.stats
         }
         for worker in workers:
             if worker.admission in before:
@@ -161,13 +181,16 @@ class Metrics:
 
     def _add_busy(self, worker: Worker, seen: Seen, since: float) -> None:
         busy = [seconds for name, seconds in seen.new.items() if name.endswith("busy_s")]
-        for kind in {_KINDS.get(service.split(".")[0]) for service in worker.hello.services} if busy else ():
+        for kind in (
+            {_KINDS.get(service.split(".")[0]) for service in worker.hello.services} if busy else ()
+        ):
             if kind is not None:
                 self._busy[kind] += min(seen.at - since, sum(busy))
                 self._watched[kind] += seen.at - since
 
     def busy(self) -> dict[str, float]:
-        """The busy share per kind of worker, over all the time between the heartbeats that ``counters`` has seen."""
+        """The busy share per kind of worker, over all the time between the heartbeats that
+        ``counters`` has seen."""
         return {kind: self._busy[kind] / watched for kind, watched in self._watched.items()}
 
     def _of(self, workers: Sequence[Worker], service: str) -> list[Seen]:
@@ -176,10 +199,15 @@ class Metrics:
         return [self._seen[admission] for admission in offering if admission in self._seen]
 
     def event(self, event: Event) -> None:
-        """Write one attempt of a call as a Chrome trace event; trace viewers open the file. for: the caller; version: the one in the answer;
-        phases: seconds."""
+        """Write one attempt of a call as a Chrome trace event; trace viewers open the file. for:
+        the caller; version: the one in the answer; phases: seconds."""
         phases = {name: round(seconds, 6) for name, seconds in event.phases.items()}
-        known = {"outcome": event.outcome, "for": event.caller, "version": event.version, "phases": phases}
+        known = {
+            "outcome": event.outcome,
+            "for": event.caller,
+            "version": event.version,
+            "phases": phases,
+        }
         args = {name: value for name, value in known.items() if value not in ("", None, {})}
         service, length = event.service, (event.end - event.start) * 1e6
         self._traced("X", service, event.worker, service, event.start, dur=length, args=args)

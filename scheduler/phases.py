@@ -1,4 +1,5 @@
-"""Where the seconds of a run go. Invariant: every moment belongs to one phase, so the phases add up to the time since the start.
+"""Where the seconds of a run go. Invariant: every moment belongs to one phase, so the phases add up
+to the time since the start.
 
 The module is pure but for the injected clock.
 """
@@ -22,17 +23,21 @@ LOADING = "time/spread"
 class Phases:
     """The phase that is running now, and the seconds of all phases so far.
 
-    ``enter`` ends the previous phase. ``over`` takes the whole time of its block, whatever phases are entered inside the block.
+    ``enter`` ends the previous phase. ``over`` takes the whole time of its block, whatever phases
+    are entered inside the block.
     """
 
-    def __init__(self, first: str, start: float | None = None, clock: Callable[[], float] = time.monotonic):
+    def __init__(
+        self, first: str, start: float | None = None, clock: Callable[[], float] = time.monotonic
+    ):
         self._clock, self._name = clock, first
         self._since = clock() if start is None else start
         self._over: list[str] = []
         self._spent: defaultdict[str, float] = defaultdict(float)
 
     def enter(self, name: str, at: float | None = None) -> None:
-        """Begin the phase ``name`` now, or at the earlier moment ``at``, which must be after the last change."""
+        """Begin the phase ``name`` now, or at the earlier moment ``at``, which must be after the
+        last change."""
         self._book(at)
         self._name = name
 
@@ -52,7 +57,8 @@ class Phases:
         return self._over[-1] if self._over else self._name
 
     def seconds(self) -> dict[str, float]:
-        """Seconds per phase until now, in the order in which the phases first came. Phases that took no time are left out."""
+        """Seconds per phase until now, in the order in which the phases first came. Phases that
+        took no time are left out."""
         self._book()
         return {name: seconds for name, seconds in self._spent.items() if seconds}
 
@@ -67,11 +73,13 @@ class Phases:
 
 
 class Training(msgspec.Struct, frozen=True):
-    """The time from the first tree of this start to its last update in force, including updates during the first evaluation.
+    """The time from the first tree of this start to its last update in force, including updates
+    during the first evaluation.
 
-    first, last: versions before and after. resumed: whether an earlier start of the run exists. learner: seconds of one rank by activity,
-    which sum to ``seconds``. busy: busy shares by kind of process. without_trees: seconds in which no tree grew. loading: seconds in
-    which the actors were being given new weights.
+    first, last: versions before and after. resumed: whether an earlier start of the run exists.
+    learner: seconds of one rank by activity, which sum to ``seconds``. busy: busy shares by kind of
+    process. without_trees: seconds in which no tree grew. loading: seconds in which the actors were
+    being given new weights.
     """
 
     first: int

@@ -1,8 +1,11 @@
-"""The workers of one service by their load, and its waiting calls by their order: each change costs the same however many there are.
+"""The workers of one service by their load, and its waiting calls by their order: each change costs
+the same however many there are.
 
-The workers of one load stand in a stack, whose entries are stale once their worker's load has changed. So finding the least loaded worker touches only
-what was touched just now, which is still in the processor's cache. A worker that may not be used is left out when it comes up, and
-entered again by ``touch`` when something about it changes: when its rest ends, or with its next heartbeat (``Worker.left_out``).
+The workers of one load stand in a stack, whose entries are stale once their worker's load has
+changed. So finding the least loaded worker touches only what was touched just now, which is still
+in the processor's cache. A worker that may not be used is left out when it comes up, and entered
+again by ``touch`` when something about it changes: when its rest ends, or with its next heartbeat
+(``Worker.left_out``).
 """
 
 import bisect
@@ -17,13 +20,15 @@ from scheduler.placement import Load
 FEW = 8
 """A call that chooses for itself chooses among all workers if they are no more than this."""
 LOOKED_AT = 4
-"""Of more workers it is shown so many, half of them the least loaded and half in turn. A call that asks for certain ones sees these instead of those in turn."""
+"""Of more workers it is shown so many, half of them the least loaded and half in turn. A call that
+asks for certain ones sees these instead of those in turn."""
 _SLACK = 64
 _BY_ORDER = operator.attrgetter("order")
 
 
 class Pool:
-    """The workers that offer one service and were admitted. ``touch`` must be called after every change of a worker's load or state."""
+    """The workers that offer one service and were admitted. ``touch`` must be called after every
+    change of a worker's load or state."""
 
     def __init__(self) -> None:
         self.members: dict[str, Worker] = {}
@@ -40,7 +45,8 @@ class Pool:
         self.members[worker.name] = worker
         self._ring.append(worker)
         if worker.has_room:
-            self._stack(worker.share).appendleft(worker)  # so that of several new ones the oldest is the first
+            # so that of several new ones the oldest is the first
+            self._stack(worker.share).appendleft(worker)
 
     def discard(self, worker: Worker) -> None:
         """A worker is gone."""
@@ -56,8 +62,9 @@ class Pool:
                 self._sort_anew()
 
     def least(self, now: float, avoid: Collection[str] = ()) -> Worker | None:
-        """The least loaded worker with room, of several the one that changed last; None if there is none. avoid: workers that are taken only if
-        there is no other at all, not even one without room."""
+        """The least loaded worker with room, of several the one that changed last; None if there is
+        none. avoid: workers that are taken only if there is no other at all, not even one without
+        room."""
         if not avoid:
             while self._shares:
                 if (worker := self._top(self._shares[0], now)) is not None:
@@ -69,11 +76,16 @@ class Pool:
         return next(self._by_load(now), None)
 
     def loads(self, now: float, homes: Collection[str], avoid: Collection[str]) -> list[Load]:
-        """The workers that a call may choose from, in the order in which they joined: all usable ones if they are few, or else its ``homes`` and the
-        least loaded others, for a call without homes also some in turn. Those to ``avoid`` are shown only if there is no other."""
+        """The workers that a call may choose from, in the order in which they joined: all usable
+        ones if they are few, or else its ``homes`` and the least loaded others, for a call without
+        homes also some in turn. Those to ``avoid`` are shown only if there is no other."""
         if len(self.members) <= FEW:
             return [_load(w) for w in self._ring if w.usable(now)]
-        found = {w.name: w for w in (self.members.get(name) for name in homes) if w is not None and w.usable(now)}
+        found = {
+            w.name: w
+            for w in (self.members.get(name) for name in homes)
+            if w is not None and w.usable(now)
+        }
         for worker in self._by_load(now):
             if len(found) >= len(homes) + LOOKED_AT // 2:
                 break
@@ -101,11 +113,15 @@ class Pool:
                 self._stack(worker.share).append(worker)
 
     def _stands(self, worker: Worker, share: float, now: float) -> bool:
-        """Whether an entry of the stack of ``share`` is true, and its worker may be used. A worker without room is not in a stack of its share."""
-        return worker.share == share and self.members.get(worker.name) is worker and worker.usable(now)
+        """Whether an entry of the stack of ``share`` is true, and its worker may be used. A worker
+        without room is not in a stack of its share."""
+        return (
+            worker.share == share and self.members.get(worker.name) is worker and worker.usable(now)
+        )
 
     def _top(self, share: float, now: float) -> Worker | None:
-        """The worker that came last into a stack, after stale entries above it are dropped. A stack without any is removed."""
+        """The worker that came last into a stack, after stale entries above it are dropped. A stack
+        without any is removed."""
         stack = self._stacks[share]
         while stack:
             if self._stands(worker := stack[-1], share, now):
@@ -117,7 +133,8 @@ class Pool:
         return None
 
     def _by_load(self, now: float) -> Iterator[Worker]:
-        """The usable workers with room, the least loaded first. Nothing may change while they are read."""
+        """The usable workers with room, the least loaded first. Nothing may change while they are
+        read."""
         for share in self._shares.copy():
             if self._top(share, now) is not None:
                 told = set[Worker]()
@@ -132,7 +149,8 @@ def _load(worker: Worker) -> Load:
 
 
 class Queue:
-    """The waiting calls of one service, ascending by ``order``. A change near either end moves none of the others, of which there may be 100,000."""
+    """The waiting calls of one service, ascending by ``order``. A change near either end moves none
+    of the others, of which there may be 100,000."""
 
     def __init__(self) -> None:
         self._calls: list[Any] = []
@@ -153,7 +171,9 @@ class Queue:
         reach = 1  # those that stand far from both ends are not in the processor's cache
         while first + reach < len(calls) and calls[first + reach].order <= order:
             reach *= 2
-        at = bisect.bisect_right(calls, order, first + reach // 2, min(first + reach, len(calls)), key=_BY_ORDER)
+        at = bisect.bisect_right(
+            calls, order, first + reach // 2, min(first + reach, len(calls)), key=_BY_ORDER
+        )
         if at - first > len(self) // 2:
             calls.insert(at, pending)
             return

@@ -21,7 +21,10 @@ JOINED = {
     "rollout/outcome": "rollout/outcomes",
     "score/judge_valid": "rollout/judged_scores",
     "time/spread": LARGEST,
-    **dict.fromkeys(("cache/hit_rate", "cache/predicted_hit_rate", "cache/prediction_error"), "cache/prompt_tokens"),
+    **dict.fromkeys(
+        ("cache/hit_rate", "cache/predicted_hit_rate", "cache/prediction_error"),
+        "cache/prompt_tokens",
+    ),
     **dict.fromkeys(("cache/ideal_tokens", "cache/prompt_tokens", "cache/tokens_saved"), SUM),
     **dict.fromkeys(("busy/engines", "count/*", "rate/decoded_tokens"), SUM),
     **dict.fromkeys(("rollout/judged_scores", "rollout/outcomes"), SUM),
@@ -46,7 +49,11 @@ def _joined(name: str, records: Sequence[Record]) -> float:
         return sum(values) if rule == SUM else max(values)
     weights = [record.get(rule, 1.0) for record in records]
     whole = sum(weights)
-    return sum(v * w for v, w in zip(values, weights, strict=True)) / whole if whole else sum(values) / len(values)
+    return (
+        sum(v * w for v, w in zip(values, weights, strict=True)) / whole
+        if whole
+        else sum(values) / len(values)
+    )
 
 
 def parsed(text: bytes) -> Iterator[tuple[bytes, dict[str, float | None]]]:
@@ -57,14 +64,16 @@ def parsed(text: bytes) -> Iterator[tuple[bytes, dict[str, float | None]]]:
 
 
 class Joined:
-    """Makes one record of those that ``parts`` schedulers have of an update, in whatever order they come."""
+    """Makes one record of those that ``parts`` schedulers have of an update, in whatever order they
+    come."""
 
     def __init__(self, parts: int):
         self.parts = parts
         self._open: dict[int, dict[int, Record]] = {}
 
     def add(self, part: int, record: Record) -> list[Record]:
-        """Take the record of a scheduler. Return what it completes: the record of its update, after those of which a crash lost a part."""
+        """Take the record of a scheduler. Return what it completes: the record of its update, after
+        those of which a crash lost a part."""
         version = int(record["version"])
         self._open.setdefault(version, {})[part] = record
         if len(self._open[version]) < self.parts:
@@ -74,28 +83,37 @@ class Joined:
 
 
 class Reader:
-    """Reads the records again and again, each time what is new. keep: whether a metric is kept. tail: how many bytes of a file are read at first."""
+    """Reads the records again and again, each time what is new. keep: whether a metric is kept.
+    tail: how many bytes of a file are read at first."""
 
-    def __init__(self, run: Path, keep: Callable[[str], bool] = lambda _: True, tail: int | None = None):
+    def __init__(
+        self, run: Path, keep: Callable[[str], bool] = lambda _: True, tail: int | None = None
+    ):
         self.run, self._keep, self._tail = run, keep, tail
         self._files: dict[Path, tuple[int, int]] = {}
         self._joined, self._records = Joined(1), dict[int, Record]()
 
     def read(self) -> list[Record]:
-        """Return the updates' records in order; of one that is there twice, the last. What is cut off or no number is left out."""
+        """Return the updates' records in order; of one that is there twice, the last. What is cut
+        off or no number is left out."""
         self.new()
         return [record for _, record in sorted(self._records.items())]
 
     def new(self) -> list[Record]:
-        """Return the records that have become whole since the last call, or all of them if a file was written anew."""
+        """Return the records that have become whole since the last call, or all of them if a file
+        was written anew."""
         paths = [home / "metrics.jsonl" for home in shards.homes(self.run)]
         if self._joined.parts != len(paths) or any(map(self._rewritten, paths)):
             self._joined, self._records, self._files = Joined(len(paths)), {}, {}
         parts = [(part, record) for part, path in enumerate(paths) for record in self._new(path)]
         parts.sort(key=lambda one: one[1]["version"])
         wholes = [whole for part, record in parts for whole in self._joined.add(part, record)]
-        kept = [{name: value for name, value in whole.items() if self._keep(name)} for whole in wholes]
-        self._records |= {int(whole["version"]): record for whole, record in zip(wholes, kept, strict=True)}
+        kept = [
+            {name: value for name, value in whole.items() if self._keep(name)} for whole in wholes
+        ]
+        self._records |= {
+            int(whole["version"]): record for whole, record in zip(wholes, kept, strict=True)
+        }
         return kept
 
     def _rewritten(self, path: Path) -> bool:
@@ -109,7 +127,9 @@ class Reader:
         records: list[Record] = []
         with contextlib.suppress(OSError), path.open("rb") as file:
             found = os.fstat(file.fileno())
-            _, at = self._files.get(path, (0, max(0, found.st_size - self._tail) if self._tail else 0))
+            _, at = self._files.get(
+                path, (0, max(0, found.st_size - self._tail) if self._tail else 0)
+            )
             file.seek(at)
             whole, end, _ = file.read().rpartition(b"\n")
             self._files[path] = found.st_ino, at + len(whole) + len(end)

@@ -1,4 +1,5 @@
-"""The summary at the end of a run: the held-out start against the end with intervals, baselines, and where the run's files are."""
+"""The summary at the end of a run: the held-out start against the end with intervals, baselines,
+and where the run's files are."""
 
 import shlex
 from collections import Counter
@@ -31,15 +32,22 @@ def write(
     spent: dict[str, float],
     training: phases.Training,
 ) -> None:
-    """Write RUN/summary.json and print the closing lines. spent: seconds per phase of this start of the run."""
+    """Write RUN/summary.json and print the closing lines. spent: seconds per phase of this start of
+    the run."""
     evaluations = {name: (version, result) for version, name, result in journal.evaluations()}
     summary = {
         "baselines": baselines,
-        "heldout": {name: {"version": version, **result} for name, (version, result) in evaluations.items()},
+        "heldout": {
+            name: {"version": version, **result} for name, (version, result) in evaluations.items()
+        },
         "counts": dict(counts),
         "calls": dict(calls),
         "quarantined": journal.quarantined(),
-        "seconds": {"this_start": sum(spent.values()), "phases": spent, "training": msgspec.to_builtins(training)},
+        "seconds": {
+            "this_start": sum(spent.values()),
+            "phases": spent,
+            "training": msgspec.to_builtins(training),
+        },
     }
     kept = best.read(run)
     if kept is not None:
@@ -58,7 +66,9 @@ def write(
         for name, value in baselines.items():
             conclude(f"  baseline {name:<22} {value:.3f} {end.headline}")
         if start.headline in start.measures:  # not if every held-out task was quarantined
-            conclude(f"  baseline start of the run       {start.measures[start.headline].mean:.3f} {start.headline}")
+            conclude(
+                f"  baseline start of the run       {start.measures[start.headline].mean:.3f} {start.headline}"
+            )
     if kept is not None:
         conclude(
             f"  best held-out {kept[0].measure}: version {kept[0].version}, {kept[0].value:.3f} (tools/export --version best)"
@@ -71,15 +81,30 @@ def write(
             f"  {invalid} of {judged} scores of the judge were invalid ({1 - invalid / judged:.3f} valid): see tools/dump {shlex.quote(str(run))}"
         )
     if counts["outgrown_trajectories"]:
-        say(f"  {counts['outgrown_trajectories']} trajectories outgrew actors.max_context and ended there as failures")
+        say(
+            f"  {counts['outgrown_trajectories']} trajectories outgrew actors.max_context and ended there as failures"
+        )
     if counts["refused_episodes"]:
-        say(f"  {counts['refused_episodes']} episodes have no outcome: their agents ended when a request was refused")
+        say(
+            f"  {counts['refused_episodes']} episodes have no outcome: their agents ended when a request was refused"
+        )
     if counts["crashed_episodes"]:
-        say(f"  {counts['crashed_episodes']} training episodes crashed and score 0: {crashes.remedy(run)}")
+        say(
+            f"  {counts['crashed_episodes']} training episodes crashed and score 0: {crashes.remedy(run)}"
+        )
     if summary["quarantined"]:
         say(f"  {len(summary['quarantined'])} tasks quarantined: see {SUMMARY}")
     conclude("\n".join(phases.table(spent, training)))
-    files = ("config.json", "journal.sqlite", "metrics.jsonl", "tensorboard", "checkpoints", "weights", "best", "logs")
+    files = (
+        "config.json",
+        "journal.sqlite",
+        "metrics.jsonl",
+        "tensorboard",
+        "checkpoints",
+        "weights",
+        "best",
+        "logs",
+    )
     for name in files:
         if (run / name).exists():
             conclude(f"  {name:<15} {run / name}")

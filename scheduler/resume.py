@@ -1,4 +1,5 @@
-"""What earlier starts of a run have left: newest weights, checkpoint and journal, which must belong together and agree on what is trained."""
+"""What earlier starts of a run have left: newest weights, checkpoint and journal, which must belong
+together and agree on what is trained."""
 
 from pathlib import Path
 
@@ -22,16 +23,21 @@ def check(run: Path, resumed: bool) -> None:
 
 
 def announced(run: Path) -> tuple[Weights, dict[int, int]]:
-    """The newest weights, which the learner wrote before it registered, and the version of each group that it has trained since its checkpoint."""
+    """The newest weights, which the learner wrote before it registered, and the version of each
+    group that it has trained since its checkpoint."""
     path = run / "learner.json"
     said = path.read_bytes() if path.exists() else b"{}"
-    return msgspec.json.decode(said, type=Weights), msgspec.json.decode(said, type=Frontier).groups()
+    return msgspec.json.decode(said, type=Weights), msgspec.json.decode(
+        said, type=Frontier
+    ).groups()
 
 
 def adopt(run: Path, version: int, journal: Journal, shard: Shard) -> Frontier:
-    """Mark in the journal what the checkpoint of the learner's ``version`` has trained, and nothing else: the rest is sent again, and a learner that
-    has outlived this scheduler answers it at once. Returns the checkpoint's frontier, which is that of the version before if the learner has not
-    written one since. Raises DataFault if the checkpoint cannot be read, or if the journal is older than it is."""
+    """Mark in the journal what the checkpoint of the learner's ``version`` has trained, and nothing
+    else: the rest is sent again, and a learner that has outlived this scheduler answers it at once.
+    Returns the checkpoint's frontier, which is that of the version before if the learner has not
+    written one since. Raises DataFault if the checkpoint cannot be read, or if the journal is older
+    than it is."""
     try:
         checkpoint = read(run, version)
     except (OSError, ValueError) as error:

@@ -1,7 +1,7 @@
 """Continuations of a position by the policy, outside the tree, for Monte Carlo values.
 
-All continuations of one position are requested together, so that their prefix is prefilled once. Continuations that reach the same
-position again continue as one request.
+All continuations of one position are requested together, so that their prefix is prefilled once.
+Continuations that reach the same position again continue as one request.
 """
 
 import logging
@@ -22,8 +22,9 @@ log = logging.getLogger(__name__)
 
 
 class Position(msgspec.Struct, frozen=True):
-    """A point at which the policy acts. prefix: int32 token ids as bytes; step: the number of actions before it. ends: the prefixes that end
-    with each of these actions, where what follows may continue any of them; replies: their texts."""
+    """A point at which the policy acts. prefix: int32 token ids as bytes; step: the number of
+    actions before it. ends: the prefixes that end with each of these actions, where what follows
+    may continue any of them; replies: their texts."""
 
     prefix: bytes
     state: Any
@@ -33,15 +34,26 @@ class Position(msgspec.Struct, frozen=True):
 
 
 def position_before(ctx: Context, action: Node) -> Position:
-    """The position in which ``action`` was taken, with the prompt in non-thinking mode if each turn has its own prompt."""
+    """The position in which ``action`` was taken, with the prompt in non-thinking mode if each turn
+    has its own prompt."""
     state = ctx.state(action)
     if ctx.environment.fresh:
         return _shown(ctx, state, action.step - 1)
     parent = ctx.tree.parent(action)
     assert parent is not None, "an action has a prompt above it"
-    before = () if ctx.environment.begins_with_prompt else ctx.tree.actions(action.trajectory)[: action.step - 1]
+    before = (
+        ()
+        if ctx.environment.begins_with_prompt
+        else ctx.tree.actions(action.trajectory)[: action.step - 1]
+    )
     ends = tuple(ctx.tree.prefix(node).tobytes() for node in before)
-    return Position(ctx.tree.prefix(parent).tobytes(), state, action.step - 1, ends, tuple(n.text for n in before))
+    return Position(
+        ctx.tree.prefix(parent).tobytes(),
+        state,
+        action.step - 1,
+        ends,
+        tuple(n.text for n in before),
+    )
 
 
 async def outcomes(ctx: Context, position: Position, n: int) -> list[float]:
@@ -58,8 +70,8 @@ async def outcomes(ctx: Context, position: Position, n: int) -> list[float]:
 
 
 async def advance(ctx: Context, position: Position, sample: Sample) -> Position | float | None:
-    """The position after a sampled action, or the outcome if the episode is over: 0 if the budget is used up without an answer, None if it is
-    unknown."""
+    """The position after a sampled action, or the outcome if the episode is over: 0 if the budget
+    is used up without an answer, None if it is unknown."""
     environment, step = ctx.environment, position.step + 1
     action = environment.read(position.state, ctx.shop.text.decode(sample.tokens))
     spent, replies = (
@@ -79,7 +91,9 @@ async def advance(ctx: Context, position: Position, sample: Sample) -> Position 
     if transition.done and not environment.outcome_judge:
         return None
     if transition.done:
-        turn = environment.concluded(ctx.task, position.state, action, transition.state, step, ctx.settings.budget)
+        turn = environment.concluded(
+            ctx.task, position.state, action, transition.state, step, ctx.settings.budget
+        )
         (judgement,) = await ctx.judgements(environment.outcome_judge, [turn])
         return judgement.scores.get("outcome", 0.0)
     if environment.forced_prefix and step >= ctx.settings.budget:
@@ -88,12 +102,18 @@ async def advance(ctx: Context, position: Position, sample: Sample) -> Position 
         return _shown(ctx, transition.state, step)
     end = position.prefix + sample.tokens.astype(np.int32).tobytes()
     if environment.begins_with_prompt:
-        return Position(end + ctx.shop.text.encode(transition.observation).tobytes(), transition.state, step)
+        return Position(
+            end + ctx.shop.text.encode(transition.observation).tobytes(), transition.state, step
+        )
     ends = (*position.ends, end)
     if transition.after is None or transition.messages is None:
-        return Position(_shown(ctx, transition.state, step).prefix, transition.state, step, ends, replies)
+        return Position(
+            _shown(ctx, transition.state, step).prefix, transition.state, step, ends, replies
+        )
     end = ends[transition.after]
-    seen = ctx.shop.text.encode(ctx.shop.text.after(np.frombuffer(end, np.int32), transition.messages))
+    seen = ctx.shop.text.encode(
+        ctx.shop.text.after(np.frombuffer(end, np.int32), transition.messages)
+    )
     return Position(end + seen.tobytes(), transition.state, step, ends, replies)
 
 

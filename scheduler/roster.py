@@ -1,7 +1,8 @@
-"""Which workers are here: from their registration, through admission, draining and silence, to their departure.
+"""Which workers are here: from their registration, through admission, draining and silence, to
+their departure.
 
-States of a worker: joining (on_join runs) -> ready <-> resting (breaker) -> draining -> gone. A worker that is ready stands in the pool of each service that it
-offers.
+States of a worker: joining (on_join runs) -> ready <-> resting (breaker) -> draining -> gone. A
+worker that is ready stands in the pool of each service that it offers.
 """
 
 import asyncio
@@ -27,7 +28,8 @@ JoinHook = Callable[[Worker], Awaitable[None]]
 
 
 class Transport(Protocol):
-    """What the dispatcher needs of its socket: ``wire.sockets.Router``, or the simulated network of tests/simulation."""
+    """What the dispatcher needs of its socket: ``wire.sockets.Router``, or the simulated network of
+    tests/simulation."""
 
     endpoint: str
     keys: RunKeys | None
@@ -43,10 +45,12 @@ class Transport(Protocol):
 
 
 class Roster:
-    """The workers and the socket through which they come. ``_came`` and ``_gone`` tell the subclass, which gives them work.
+    """The workers and the socket through which they come. ``_came`` and ``_gone`` tell the
+    subclass, which gives them work.
 
-    on_join: awaited before a worker gets its first call; on_leave: told of each worker that is gone, with the reason. router, clock: the bound socket and the
-    seconds that a simulation replaces.
+    on_join: awaited before a worker gets its first call; on_leave: told of each worker that is
+    gone, with the reason. router, clock: the bound socket and the seconds that a simulation
+    replaces.
     """
 
     def __init__(
@@ -63,7 +67,8 @@ class Roster:
         self.counters: Counter[str] = Counter()
         self.on_join: JoinHook | None = None
         self.on_leave: Callable[[Worker, str], None] | None = None
-        # A worker may outlive this scheduler and answer the next one with an old number, so no two schedulers may share numbers.
+        # A worker may outlive this scheduler and answer the next one with an old number, so no two
+        # schedulers may share numbers.
         self._numbers = itertools.count(time.time_ns())
         self._arrivals = itertools.count()
         self._workers: dict[bytes, Worker] = {}
@@ -87,7 +92,8 @@ class Roster:
         return [w for w in self._workers.values() if w.ready]
 
     async def wait_for(self, service: str, count: int, timeout: float) -> None:
-        """Wait until ``count`` workers offer ``service``. Raises TimeoutError that says how many came."""
+        """Wait until ``count`` workers offer ``service``. Raises TimeoutError that says how many
+        came."""
         end = self.clock() + timeout
         while len(self._pools[service].members) < count:
             self._joined.clear()
@@ -119,7 +125,8 @@ class Roster:
         """The error that ended the receive or watch loop, if one did."""
         return self._failure
 
-    # ------------------------------------------------------------------------------------------ coming and going
+    # ------------------------------------------------------------------------------------------
+    # coming and going
 
     def _send(self, worker: Worker, header: Message) -> None:
         if not self._closed:
@@ -153,7 +160,9 @@ class Roster:
             )
         if (old := self._named.get(hello.worker)) is not None:
             self.remove(old, f"replaced by a new process of the same name {old.name}")
-        worker = Worker(identity, hello, self.clock(), f"{next(self._numbers):x}", self.router.sender)
+        worker = Worker(
+            identity, hello, self.clock(), f"{next(self._numbers):x}", self.router.sender
+        )
         worker.joined = next(self._arrivals)
         self._workers[identity] = self._named[worker.name] = worker
         self._send(worker, Registered(self.config.heartbeat_s, worker.admission))
@@ -162,7 +171,8 @@ class Roster:
         self._spawn(self._admit(worker))
 
     def _forbidden(self, hello: Register) -> str | None:
-        """Return why the sender's key may not register so, None if it may. The same key may take its name again (a restarted worker)."""
+        """Return why the sender's key may not register so, None if it may. The same key may take
+        its name again (a restarted worker)."""
         grant = self.router.grant(self.router.sender)
         if grant is None:
             return "its key was revoked: ask for a new invitation (tools/serve --invite)"
@@ -211,9 +221,13 @@ class Roster:
             await asyncio.sleep(self.config.heartbeat_s)
             now = self.clock()
             if now - before > 2 * self.config.heartbeat_s:
-                continue  # this process itself was held up, so the heartbeats that arrived meanwhile are not read yet
+                # this process itself was held up, so the heartbeats that arrived meanwhile are not
+                # read yet
+                continue
             self._send_away_revoked()
-            for worker in [w for w in self._workers.values() if now - w.heard > self.config.dead_after_s]:
+            for worker in [
+                w for w in self._workers.values() if now - w.heard > self.config.dead_after_s
+            ]:
                 self.counters["dead_workers"] += 1
                 self._leave(worker, f"silent for {now - worker.heard:.0f} s")
 

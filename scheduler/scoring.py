@@ -1,4 +1,5 @@
-"""Read a tree's actions, have them scored, keep them in the journal, and send finished groups to the learner."""
+"""Read a tree's actions, have them scored, keep them in the journal, and send finished groups to
+the learner."""
 
 import math
 import zlib
@@ -15,7 +16,8 @@ from wire.messages import JudgedTurn, Turn
 
 
 class Scoring(Services):
-    """What is known of the actions of one tree. state_type: the type of the environment's states, once the tree is planted."""
+    """What is known of the actions of one tree. state_type: the type of the environment's states,
+    once the tree is planted."""
 
     state_type: type = type(None)
     _state: tuple[Node | None, Any] = None, None
@@ -26,7 +28,11 @@ class Scoring(Services):
         known = self.tree.actions_read.get(node.id)
         if known is None:
             read = self.environment
-            known = read.parse_forced(node.text) if node.forced else read.read(self.state(node), node.text)
+            known = (
+                read.parse_forced(node.text)
+                if node.forced
+                else read.read(self.state(node), node.text)
+            )
             self.tree.actions_read[node.id] = known
         return known
 
@@ -37,21 +43,33 @@ class Scoring(Services):
     def after(self, place: Node | None) -> Any:
         """The environment state after ``place``."""
         if place is not self._state[0]:  # siblings act in one state
-            self._state = place, msgspec.convert(None if place is None else place.state, self.state_type)
+            self._state = (
+                place,
+                msgspec.convert(None if place is None else place.state, self.state_type),
+            )
         return self._state[1]
 
     def answer(self, node: Node) -> Node | None:
         """The environment's observation below an action."""
-        return next((child for child in self.tree.children(node) if child.kind == "observation"), None)
+        return next(
+            (child for child in self.tree.children(node) if child.kind == "observation"), None
+        )
 
     async def judge(self, nodes: Sequence[Node]) -> None:
-        """Have sibling actions judged, and mark them. If rewards are composed of the judge's columns, only valid actions are judged
-        (methods.md 1.4)."""
-        await self.score([node for node in nodes if self.action(node).valid or self.environment.rewarded_by_judge])
+        """Have sibling actions judged, and mark them. If rewards are composed of the judge's
+        columns, only valid actions are judged (methods.md 1.4)."""
+        await self.score(
+            [
+                node
+                for node in nodes
+                if self.action(node).valid or self.environment.rewarded_by_judge
+            ]
+        )
         self.mark(nodes)
 
     async def score(self, nodes: Sequence[Node]) -> None:
-        """Have actions judged, valid or not, and write the judge's columns to them. Does nothing in a run without a judge."""
+        """Have actions judged, valid or not, and write the judge's columns to them. Does nothing in
+        a run without a judge."""
         if not nodes or self.settings.judge == UNJUDGED:
             return
         turns = [self._judged(node, self.action(node)) for node in nodes]
@@ -67,7 +85,8 @@ class Scoring(Services):
         self.changed(nodes)
 
     def mark(self, nodes: Sequence[Node]) -> None:
-        """Write the column "valid" to actions and count them. Marked actions are skipped, so repeating the call is safe."""
+        """Write the column "valid" to actions and count them. Marked actions are skipped, so
+        repeating the call is safe."""
         new = [node for node in nodes if "valid" not in node.scores]
         for node in new:
             valid = self.action(node).valid
@@ -77,10 +96,12 @@ class Scoring(Services):
         self.changed(nodes)
 
     async def finish(self, trajectory: int = 0) -> bool:
-        """Write the outcome of a finished trajectory to its last own action, if a judge gives the outcome.
+        """Write the outcome of a finished trajectory to its last own action, if a judge gives the
+        outcome.
 
-        If the policy did not answer within its budget, the outcome is 0; the forced answer is only logged. Returns False if the judge could
-        not give the outcome. Such a trajectory is not trained, because an unknown outcome is not 0.
+        If the policy did not answer within its budget, the outcome is 0; the forced answer is only
+        logged. Returns False if the judge could not give the outcome. Such a trajectory is not
+        trained, because an unknown outcome is not 0.
         """
         actions = self.tree.actions(trajectory)
         own = [node for node in actions if not node.forced]
@@ -95,7 +116,8 @@ class Scoring(Services):
         return "outcome" not in actions[-1].invalid
 
     async def log_outcome(self, node: Node) -> list[str]:
-        """Write the outcome judge's columns, such as exact match and F1, to the last action. Returns their names."""
+        """Write the outcome judge's columns, such as exact match and F1, to the last action.
+        Returns their names."""
         judge = self.environment.outcome_judge
         (judgement,) = await self.judgements(judge, [self._concluded(node)])
         node.scores.update(judgement.scores)
@@ -107,7 +129,8 @@ class Scoring(Services):
         return list(judgement.scores)
 
     def emit(self, trajectories: Sequence[Sequence[Node]]) -> None:
-        """Send one finished group to the learner now. trajectories: each is a list of scored actions."""
+        """Send one finished group to the learner now. trajectories: each is a list of scored
+        actions."""
         turns = [
             Turn(node.id, index, node.step, _finite(node.scores) | _cut(node), self._anchor(node))
             for index, nodes in enumerate(trajectories)
@@ -121,7 +144,8 @@ class Scoring(Services):
         self.tree.changed.update((node.id, node) for node in nodes)
 
     def save(self, nodes: Sequence[Node]) -> None:
-        """Write ``nodes`` and every other changed node of the tree in one transaction. Call it once per step, after sampling."""
+        """Write ``nodes`` and every other changed node of the tree in one transaction. Call it once
+        per step, after sampling."""
         self.changed(nodes)
         self.shop.journal.save_nodes(self.tree)
 
@@ -145,11 +169,16 @@ class Scoring(Services):
         if not self.environment.fresh:
             return self._judged(node, action)
         after = None if answer is None else self.after(answer)
-        return self.environment.concluded(self.task, self.state(node), action, after, node.step, self.settings.budget)
+        return self.environment.concluded(
+            self.task, self.state(node), action, after, node.step, self.settings.budget
+        )
 
     def _extent(self, turns: Sequence[Node]) -> dict[str, float]:
-        """A trajectory's columns: turns, valid searches, whether it answered, sampled tokens, all tokens of its response (methods.md 2.4)."""
-        sampled = sum(len(turn.tokens) if turn.sampled is None else int(turn.sampled.sum()) for turn in turns)
+        """A trajectory's columns: turns, valid searches, whether it answered, sampled tokens, all
+        tokens of its response (methods.md 2.4)."""
+        sampled = sum(
+            len(turn.tokens) if turn.sampled is None else int(turn.sampled.sum()) for turn in turns
+        )
         whole = self.tree.length(turns[-1]) - len(self.tree.nodes[0].tokens)
         searches = sum(self.action(turn).kind == "search" for turn in turns)
         return {
@@ -166,7 +195,8 @@ class Scoring(Services):
 
 
 def _cut(node: Node) -> dict[str, float]:
-    """The column "truncated": whether the token limit cut the action, or the context had no room for a further one."""
+    """The column "truncated": whether the token limit cut the action, or the context had no room
+    for a further one."""
     return {"truncated": float(node.finish == "length" or "ended" in node.notes)}
 
 

@@ -1,4 +1,5 @@
-"""What one tree asks of the workers: samples of the policy, judgements, passages, moves and replies. Each is one awaited call."""
+"""What one tree asks of the workers: samples of the policy, judgements, passages, moves and
+replies. Each is one awaited call."""
 
 import asyncio
 import random
@@ -54,12 +55,14 @@ ATTEMPTS = 5
 
 
 class Shop(msgspec.Struct, frozen=True):
-    """What all contexts of a run share. most: the largest number of samples in one generate call; more samples take several calls.
-    longest: the most tokens of a prefix and its continuation; 0 sets no limit. proven, newest: return the policy version that every actor has
-    proven at least, and the newest one.
+    """What all contexts of a run share. most: the largest number of samples in one generate call;
+    more samples take several calls. longest: the most tokens of a prefix and its continuation; 0
+    sets no limit. proven, newest: return the policy version that every actor has proven at least,
+    and the newest one.
 
-    aside: bounds the calls for continuations, which wait for it before their deadlines start. fleet: places generate calls. judged:
-    the tally of the run's judge. faults: says on the terminal what failed, once in a while. crashes: the tally of its episodes.
+    aside: bounds the calls for continuations, which wait for it before their deadlines start.
+    fleet: places generate calls. judged: the tally of the run's judge. faults: says on the terminal
+    what failed, once in a while. crashes: the tally of its episodes.
     """
 
     dispatcher: Dispatcher
@@ -83,8 +86,8 @@ class Shop(msgspec.Struct, frozen=True):
 class Services(Tools):
     """The calls on behalf of one tree, with its task, its randomness and the settings of its shop.
 
-    attempt: which of the ``ATTEMPTS`` is running, or 0 if there is only one. top: actions that are sampled from now on keep the entropy of
-    the ``top`` most probable tokens at each token; 0: none.
+    attempt: which of the ``ATTEMPTS`` is running, or 0 if there is only one. top: actions that are
+    sampled from now on keep the entropy of the ``top`` most probable tokens at each token; 0: none.
     """
 
     attempt = 0
@@ -95,24 +98,38 @@ class Services(Tools):
         self.task, self.tree, self.rng = task, tree, rng
 
     async def sample(
-        self, prefix: np.ndarray, n: int, stop: list[str], beside: bool = False, kept: int = 0, limit: int = 0
+        self,
+        prefix: np.ndarray,
+        n: int,
+        stop: list[str],
+        beside: bool = False,
+        kept: int = 0,
+        limit: int = 0,
     ) -> tuple[list[Sample], int]:
-        """Sample ``n`` continuations of a prefix together. Also returns how many tokens of the prefix the engine had cached.
+        """Sample ``n`` continuations of a prefix together. Also returns how many tokens of the
+        prefix the engine had cached.
 
-        beside: these samples belong to no trained trajectory, so the calls of trained trajectories go first. kept: how many tokens at the end
-        of the prefix count towards the length of the action. limit: the most tokens of the action if fewer than the run's, 0 for the run's limit.
-        Raises DataFault if the learner could not score the samples, because the engine cuts the distribution and does not report what it left.
+        beside: these samples belong to no trained trajectory, so the calls of trained trajectories
+        go first. kept: how many tokens at the end of the prefix count towards the length of the
+        action. limit: the most tokens of the action if fewer than the run's, 0 for the run's limit.
+        Raises DataFault if the learner could not score the samples, because the engine cuts the
+        distribution and does not report what it left.
         """
         most = self.shop.most
         sizes = [min(most, n - first) for first in range(0, n, most)]
         pictures = self.shop.journal.pictures(prefix)
         trained = self.tree.split == "train" and not beside
         requests = [
-            GenerateRequest(prefix, size, self._sampling(stop, trained, kept, limit), pictures) for size in sizes
+            GenerateRequest(prefix, size, self._sampling(stop, trained, kept, limit), pictures)
+            for size in sizes
         ]
         results = await together(self._generate(request, beside) for request in requests)
         samples = [sample for result in results for sample in result.samples]
-        if trained and requests[0].sampling.cuts and any(sample.support is None for sample in samples):
+        if (
+            trained
+            and requests[0].sampling.cuts
+            and any(sample.support is None for sample in samples)
+        ):
             raise DataFault(
                 f"scheduler.top_p = {self.settings.top_p} and top_k = {self.settings.top_k} with an engine that does not report which tokens they"
                 " left: expected Sample.support (docs/engines.md); set top_p = 1 and top_k = 0, or take another actors.engine"
@@ -123,8 +140,10 @@ class Services(Tools):
     async def acted(
         self, prefix: np.ndarray, n: int, state: Any, beside: bool = False
     ) -> tuple[list[Sample], int, int]:
-        """Sample ``n`` actions of ``state``, None if unknown, whose prompt is ``prefix``. Also returns the cached tokens, and how many tokens at the
-        beginning of each action are its opening (``Environment.beginning``), which was given and not sampled. beside: as in ``sample``."""
+        """Sample ``n`` actions of ``state``, None if unknown, whose prompt is ``prefix``. Also
+        returns the cached tokens, and how many tokens at the beginning of each action are its
+        opening (``Environment.beginning``), which was given and not sampled. beside: as in
+        ``sample``."""
         environment = self.environment
         opening = self.shop.text.encode("" if state is None else environment.beginning(state))
         given, limit = len(opening), 0 if state is None else environment.most(state)
@@ -137,24 +156,37 @@ class Services(Tools):
         """The nearest passages (``actors.environments.base.Tools``)."""
         request = RetrieveRequest([query], topk)
         check = partial(answers.complete, "passages", 1)
-        result: RetrieveResult = await self._call("retrieve", request, self.settings.judge_deadline_s, check)
+        result: RetrieveResult = await self._call(
+            "retrieve", request, self.settings.judge_deadline_s, check
+        )
         self.shop.counts["retrievals"] += 1
         return result.passages[0]
 
     async def play(self, player: str, state: Any) -> tuple[int, ...]:
         """An opponent's move (``actors.environments.base.Tools``)."""
         request = PlayRequest(msgspec.to_builtins(state), self.rng.getrandbits(62))
-        result: PlayResult = await self._call(f"player.{player}", request, self.settings.judge_deadline_s)
+        result: PlayResult = await self._call(
+            f"player.{player}", request, self.settings.judge_deadline_s
+        )
         self.shop.counts["opponent_moves"] += 1
         return tuple(result.move)
 
-    async def say(self, speaker: str, messages: list[dict[str, str]], max_tokens: int, stop: list[str]) -> str:
-        """A reply in text (``actors.environments.base.Tools``). The policy's reply enters no tree, so it is never trained."""
-        messages = [message | {"content": message["content"].replace(SPLIT, "")} for message in messages]
+    async def say(
+        self, speaker: str, messages: list[dict[str, str]], max_tokens: int, stop: list[str]
+    ) -> str:
+        """A reply in text (``actors.environments.base.Tools``). The policy's reply enters no tree,
+        so it is never trained."""
+        messages = [
+            message | {"content": message["content"].replace(SPLIT, "")} for message in messages
+        ]
         self.shop.counts["spoken_replies"] += 1
         if speaker != POLICY:
-            request = SpeakRequest(messages, max_tokens, self.settings.temperature, stop, self.rng.getrandbits(62))
-            spoken: SpeakResult = await self._call(f"speaker.{speaker}", request, self.settings.judge_deadline_s)
+            request = SpeakRequest(
+                messages, max_tokens, self.settings.temperature, stop, self.rng.getrandbits(62)
+            )
+            spoken: SpeakResult = await self._call(
+                f"speaker.{speaker}", request, self.settings.judge_deadline_s
+            )
             return spoken.text
         sampling = msgspec.structs.replace(self._sampling(stop), max_tokens=max_tokens)
         prompt = self.shop.text.encode(self.shop.text.prompt(messages, self.settings.thinking))
@@ -165,46 +197,72 @@ class Services(Tools):
 
     def count(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[dict[str, Any]]) -> int:
         """The tokens of a prompt (``actors.environments.base.Tools``)."""
-        return len(self.shop.text.encode(self.shop.text.prompt(messages, self.settings.thinking, tools)))
+        return len(
+            self.shop.text.encode(self.shop.text.prompt(messages, self.settings.thinking, tools))
+        )
 
     async def judgements(self, judge: str, turns: list[JudgedTurn]) -> list[Judgement]:
         """The judge's answer to each turn; empty ones from the judge "none"."""
         if judge == UNJUDGED:
             return [Judgement({}) for _ in turns]
         request, check = JudgeRequest(turns), partial(answers.judged, len(turns))
-        result: JudgeResult = await self._call(f"judge.{judge}", request, self.settings.judge_deadline_s, check)
+        result: JudgeResult = await self._call(
+            f"judge.{judge}", request, self.settings.judge_deadline_s, check
+        )
         return result.judgements
 
     async def _call(self, service: str, request: msgspec.Struct, deadline: float, check: Check | None = None, place: Place | None = None) -> Any:  # fmt: skip
         """Call a service through the dispatcher, with this tree named as the caller."""
-        caller = f"tree {self.tree.id}" + (f", attempt {self.attempt} of {ATTEMPTS}" if self.attempt else "")
+        caller = f"tree {self.tree.id}" + (
+            f", attempt {self.attempt} of {ATTEMPTS}" if self.attempt else ""
+        )
         call = self.shop.dispatcher.call
-        return await call(service, request, deadline=deadline, place=place, caller=caller, check=check)
+        return await call(
+            service, request, deadline=deadline, place=place, caller=caller, check=check
+        )
 
     async def _generate(self, request: GenerateRequest, beside: bool) -> GenerateResult:
         shop, place = self.shop, self.shop.fleet.call(self.tree.id, request, beside)
         check = partial(answers.sampled, request, shop.text.vocabulary, shop.proven(), shop.newest)
-        return await self._call("generate", request, self.settings.generate_deadline_s, check, place)
+        return await self._call(
+            "generate", request, self.settings.generate_deadline_s, check, place
+        )
 
-    def _sampling(self, stop: list[str], trained: bool = False, kept: int = 0, limit: int = 0) -> Sampling:
+    def _sampling(
+        self, stop: list[str], trained: bool = False, kept: int = 0, limit: int = 0
+    ) -> Sampling:
         s, seed = self.settings, self.rng.getrandbits(62)
         tokens = min(s.max_action_tokens, limit or s.max_action_tokens) - kept
         return Sampling(
-            max(tokens, 1), s.temperature, s.top_p, s.top_k, stop, seed, top_logprobs=self.top, support=trained
+            max(tokens, 1),
+            s.temperature,
+            s.top_p,
+            s.top_k,
+            stop,
+            seed,
+            top_logprobs=self.top,
+            support=trained,
         )
 
 
 class Taken(Tools):
-    """The tools of one step: the tree's services, and what is known of the action that is taken (``Tools.spent``, ``Tools.replies``)."""
+    """The tools of one step: the tree's services, and what is known of the action that is taken
+    (``Tools.spent``, ``Tools.replies``)."""
 
     def __init__(self, asked: Services, spent: Spent, replies: tuple[str, ...]):
-        self.rng, self.retrieve, self.play, self.say = asked.rng, asked.retrieve, asked.play, asked.say
+        self.rng, self.retrieve, self.play, self.say = (
+            asked.rng,
+            asked.retrieve,
+            asked.play,
+            asked.say,
+        )
         self.check, self.count = asked.check, asked.count
         self.spent, self.replies = lambda: spent, lambda: replies
 
 
 def _opened(sample: Sample, opening: np.ndarray) -> Sample:
-    """Return a sample with the tokens before it, which have the log-probability 0 and the version of its first token."""
+    """Return a sample with the tokens before it, which have the log-probability 0 and the version
+    of its first token."""
     given = len(opening)
     return msgspec.structs.replace(
         sample,

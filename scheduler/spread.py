@@ -1,4 +1,5 @@
-"""Give every actor the newest weights, after an update and when it joins, and prove that all actors hold the same weights."""
+"""Give every actor the newest weights, after an update and when it joins, and prove that all actors
+hold the same weights."""
 
 import asyncio
 from collections import Counter
@@ -13,11 +14,13 @@ from wire.faults import Fault, InfrastructureFault
 from wire.messages import LoadRequest, LoadResult
 
 LOAD_S = 1200.0
-"""Longer than an engine's own timeouts for loading (actors.sglang.update_timeout_s per step), so that its own error arrives first."""
+"""Longer than an engine's own timeouts for loading (actors.sglang.update_timeout_s per step), so
+that its own error arrives first."""
 
 
 class Weights(msgspec.Struct, frozen=True):
-    """One version as the learner published it. RUN/learner.json holds the newest. Version 0 is the model with which actors start."""
+    """One version as the learner published it. RUN/learner.json holds the newest. Version 0 is the
+    model with which actors start."""
 
     version: int = 0
     path: str = ""
@@ -30,7 +33,8 @@ def most_common(proofs: Sequence[str]) -> str:
 
 
 class Spread:
-    """Gives weights and compares proofs. An actor that cannot prove the newest weights is sent away; its process restarts and joins again.
+    """Gives weights and compares proofs. An actor that cannot prove the newest weights is sent
+    away; its process restarts and joins again.
 
     counts: receives the count "failed_loads".
     """
@@ -43,11 +47,13 @@ class Spread:
         self._common = ""
         """The most common proof of the newest weights."""
         self._settled = asyncio.Event()
-        """Set while that proof is known, cleared while new weights are being given to all actors."""
+        """Set while that proof is known, cleared while new weights are being given to all actors.
+        """
         self._settled.set()
 
     async def everywhere(self, weights: Weights) -> None:
-        """Give ``weights`` to all ready actors, and drop those that do not prove them. An actor that joins later gets them then."""
+        """Give ``weights`` to all ready actors, and drop those that do not prove them. An actor
+        that joins later gets them then."""
         self.weights = weights
         if not weights.version:
             return
@@ -63,10 +69,13 @@ class Spread:
                 self._drop(actor, _differs(proof, common))
         self.proven = weights.version
         if not self.dispatcher.workers("generate"):
-            terminal.say(f"no actor holds policy version {weights.version}: waiting for one to join")
+            terminal.say(
+                f"no actor holds policy version {weights.version}: waiting for one to join"
+            )
 
     async def to(self, actor: Worker) -> None:
-        """Give the newest weights to an actor that joins. Raises Fault if it does not take them, or if its proof differs from most."""
+        """Give the newest weights to an actor that joins. Raises Fault if it does not take them, or
+        if its proof differs from most."""
         held, proof = 0, ""
         while held != self.weights.version:  # a newer version may come while one is being loaded
             weights = self.weights
@@ -77,7 +86,8 @@ class Spread:
         self._common = self._common or proof
 
     async def _proven(self, actor: Worker) -> str:
-        """Give an actor the newest weights. Returns its engine's proof, or "" if the engine has none or the actor was dropped."""
+        """Give an actor the newest weights. Returns its engine's proof, or "" if the engine has
+        none or the actor was dropped."""
         try:
             return await self._give(actor, self.weights)
         except Fault as fault:
@@ -86,7 +96,9 @@ class Spread:
 
     async def _give(self, actor: Worker, weights: Weights) -> str:
         request = LoadRequest(weights.version, weights.path, weights.digest)
-        loaded: LoadResult = await self.dispatcher.call("load", request, deadline=LOAD_S, worker=actor.name)
+        loaded: LoadResult = await self.dispatcher.call(
+            "load", request, deadline=LOAD_S, worker=actor.name
+        )
         if (loaded.version, loaded.digest) != (weights.version, weights.digest):
             raise InfrastructureFault(
                 f"answered version {loaded.version}, digest {loaded.digest[:16]}, expected version {weights.version},"
@@ -97,7 +109,9 @@ class Spread:
 
     def _drop(self, actor: Worker, reason: str) -> None:
         version = self.weights.version
-        terminal.say(f"actor {actor.name} did not take policy version {version} and is dropped: {reason}")
+        terminal.say(
+            f"actor {actor.name} did not take policy version {version} and is dropped: {reason}"
+        )
         self.counts["failed_loads"] += 1
         self.dispatcher.remove(actor, f"weights of version {version} were not proven")
 

@@ -1,9 +1,11 @@
-"""Send finished groups to the learner and receive its new versions. A group is journaled, then sent, and sent again until it is trained.
+"""Send finished groups to the learner and receive its new versions. A group is journaled, then
+sent, and sent again until it is trained.
 
-The learner is told that a tree is closed when the tree is on the disk, and trains no tree before. So no checkpoint can hold a group that the
-journal lost in a power cut.
+The learner is told that a tree is closed when the tree is on the disk, and trains no tree before.
+So no checkpoint can hold a group that the journal lost in a power cut.
 
-Each node travels once to a learner. After the learner reconnects, or after a send has failed, the whole path is sent.
+Each node travels once to a learner. After the learner reconnects, or after a send has failed, the
+whole path is sent.
 """
 
 import asyncio
@@ -20,15 +22,17 @@ from wire.shards import Shard
 log = logging.getLogger("scheduler.stream")
 
 FOREVER_S = 7 * 24 * 3600.0
-"""The deadline of a train call: it is answered when its update is done, however long the batch takes to fill."""
+"""The deadline of a train call: it is answered when its update is done, however long the batch
+takes to fill."""
 _RESEND_WAIT_S = 1.0
 
 
 class Stream:
-    """Owns the open ``train`` and ``close`` calls until ``stop``. ``on_trained`` is awaited once for each version that is not in ``told``, one
-    after the other; ``version`` is the newest.
+    """Owns the open ``train`` and ``close`` calls until ``stop``. ``on_trained`` is awaited once
+    for each version that is not in ``told``, one after the other; ``version`` is the newest.
 
-    replaced: trees that dynamic sampling replaced and whose groups no update has taken yet. shard: whose ids the groups get.
+    replaced: trees that dynamic sampling replaced and whose groups no update has taken yet. shard:
+    whose ids the groups get.
     """
 
     def __init__(
@@ -49,8 +53,9 @@ class Stream:
         self._closings = self._synced = 0
 
     def learner_joined(self, worker: Worker) -> None:
-        """Forget which nodes were sent if ``worker`` is a learner, because a learner that has just connected has none. A second process cannot take a
-        learner's place: the first was told of closed trees that the second does not know. It ends the run, which a resume continues."""
+        """Forget which nodes were sent if ``worker`` is a learner, because a learner that has just
+        connected has none. A second process cannot take a learner's place: the first was told of
+        closed trees that the second does not know. It ends the run, which a resume continues."""
         if "train" not in worker.hello.services:
             return
         process = worker.hello.host, worker.hello.pid
@@ -74,7 +79,8 @@ class Stream:
         self._spawn(self._send(tree, group, self.journal.turns(group)))
 
     def close(self, tree: Tree, replaced: bool = False) -> None:
-        """Tell the learner that the tree will emit no more groups, and whether another question takes its place."""
+        """Tell the learner that the tree will emit no more groups, and whether another question
+        takes its place."""
         if replaced:
             self.replaced.add(tree.id)
         self._spawn(self._close(TreeClosed(tree.id, list(tree.groups), replaced)))
@@ -84,7 +90,8 @@ class Stream:
         return self._failure
 
     async def settle(self, timeout: float) -> None:
-        """Wait at most ``timeout`` seconds until every group is marked and the learner knows of every closed tree."""
+        """Wait at most ``timeout`` seconds until every group is marked and the learner knows of
+        every closed tree."""
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=timeout)
 
@@ -121,7 +128,8 @@ class Stream:
                 whole = True
                 await asyncio.sleep(_RESEND_WAIT_S)
         self.replaced.discard(tree.id)
-        self._sent.pop(tree.id, None)  # again, if the group was sent again after the tree's end was told
+        # again, if the group was sent again after the tree's end was told
+        self._sent.pop(tree.id, None)
         async with self._order:
             self.journal.mark_trained(group, trained.version)
             if trained.version not in self.told:
@@ -142,7 +150,8 @@ class Stream:
 
     async def _close(self, closed: TreeClosed) -> None:
         number = self._closings = self._closings + 1
-        async with self._syncing:  # in order: a replaced tree reaches the learner before the tree that takes its place
+        # in order: a replaced tree reaches the learner before the tree that takes its place
+        async with self._syncing:
             if self._synced < number:  # one sync serves all trees that have closed before it begins
                 number = self._closings
                 await self.journal.written()

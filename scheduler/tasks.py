@@ -1,4 +1,5 @@
-"""Tasks in epoch order. Each epoch is a new shuffle by the seed, and a position names one draw, so a resumed run skips no task."""
+"""Tasks in epoch order. Each epoch is a new shuffle by the seed, and a position names one draw, so
+a resumed run skips no task."""
 
 import contextlib
 import random
@@ -13,7 +14,8 @@ from wire.faults import DataFault
 
 
 class Tasks:
-    """The training tasks of one source or several (``load_tasks``). rejected: the rows that cannot work, with the reasons; they are quarantined."""
+    """The training tasks of one source or several (``load_tasks``). rejected: the rows that cannot
+    work, with the reasons; they are quarantined."""
 
     def __init__(self, source: str | list[str], seed: int, verbatim: bool = False):
         self.tasks: list[Task]
@@ -38,16 +40,22 @@ class Tasks:
         return self.tasks[self._order[place]]
 
 
-def held_out(source: str | list[str], count: int, verbatim: bool = False) -> tuple[list[Task], list[str]]:
-    """The fixed held-out subset, the same ``count`` tasks for every seed (all when there are fewer), and what the user should know of it."""
+def held_out(
+    source: str | list[str], count: int, verbatim: bool = False
+) -> tuple[list[Task], list[str]]:
+    """The fixed held-out subset, the same ``count`` tasks for every seed (all when there are
+    fewer), and what the user should know of it."""
     tasks, rejected = load_tasks(source, verbatim)
-    notes = unusable("held-out set", rejected, len(tasks)) + too_few("held-out set", len(tasks), count)
+    notes = unusable("held-out set", rejected, len(tasks)) + too_few(
+        "held-out set", len(tasks), count
+    )
     random.Random(0).shuffle(tasks)
     return tasks[:count], notes
 
 
 class GeneratedTasks:
-    """Tasks that an environment makes from seeds. Training draws seeds below 2^30, so it never draws a held-out seed.
+    """Tasks that an environment makes from seeds. Training draws seeds below 2^30, so it never
+    draws a held-out seed.
 
     Different seeds may make the same task if a game has few tasks (an empty board is the only one).
     """
@@ -69,7 +77,8 @@ class GeneratedTasks:
         return self.make(random.Random(f"{self.seed}/{position}").getrandbits(30))
 
     def held_out(self, count: int) -> list[Task]:
-        """The same ``count`` tasks for every seed of the run. Raises DataFault if one cannot be made."""
+        """The same ``count`` tasks for every seed of the run. Raises DataFault if one cannot be
+        made."""
         return [self._held_out(seed) for seed in HELD_OUT_SEEDS[:count]]
 
     def _held_out(self, seed: int) -> Task:
@@ -82,7 +91,9 @@ class GeneratedTasks:
             ) from error
 
 
-def load(process: SchedulerProcess, environment: Environment) -> tuple[Tasks | GeneratedTasks, list[Task], list[str]]:
+def load(
+    process: SchedulerProcess, environment: Environment
+) -> tuple[Tasks | GeneratedTasks, list[Task], list[str]]:
     """A run's training tasks, its held-out tasks, and what the user should know of those."""
     count = process.scheduler.evaluation.questions
     if registry.makes_tasks(environment):

@@ -1,5 +1,5 @@
-"""Lines on the terminal beside the live table: faults of services, missing workers, warnings. Each line comes as soon as it matters, and
-none comes so often that it hides the table.
+"""Lines on the terminal beside the live table: faults of services, missing workers, warnings. Each
+line comes as soon as it matters, and none comes so often that it hides the table.
 
 The module is pure but for ``say`` and the injected clock.
 """
@@ -21,8 +21,9 @@ _LONGEST = 300
 _NUMBER = re.compile(r"[-+]?\d[\d.]*(e[-+]?\d+)?")
 
 WARNING, NOTICE = "<4>", "<5>"
-"""How a line of stdout begins that is a fault or a warning, and one of the end (the levels of sd-daemon). Other lines have no such beginning, and
-a record is a line of JSON. The launcher (tools/launching/screen.py) takes the beginnings away, and chooses what it shows."""
+"""How a line of stdout begins that is a fault or a warning, and one of the end (the levels of
+sd-daemon). Other lines have no such beginning, and a record is a line of JSON. The launcher
+(tools/launching/screen.py) takes the beginnings away, and chooses what it shows."""
 
 
 def say(line: str) -> None:
@@ -36,10 +37,15 @@ def conclude(text: str) -> None:
 
 
 class Faults:
-    """Reports failures per service: the first at once, later ones at most every ``EVERY_S`` seconds, with their number. name: the scheduler's,
-    which its log has."""
+    """Reports failures per service: the first at once, later ones at most every ``EVERY_S``
+    seconds, with their number. name: the scheduler's, which its log has."""
 
-    def __init__(self, name: str, say: Callable[[str], None] = say, clock: Callable[[], float] = time.monotonic):
+    def __init__(
+        self,
+        name: str,
+        say: Callable[[str], None] = say,
+        clock: Callable[[], float] = time.monotonic,
+    ):
         self.name, self._say, self._clock = name, say, clock
         self._said_at: dict[str, float] = {}
         self._untold: Counter[str] = Counter()
@@ -53,14 +59,18 @@ class Faults:
         self._said_at[service] = now
         count = self._untold.pop(service)
         often = f", {count} times in the last {now - before:.0f} s" if before > -math.inf else ""
-        text = textwrap.shorten(str(fault).removeprefix(f"{service} "), _LONGEST, placeholder=" ...")
+        text = textwrap.shorten(
+            str(fault).removeprefix(f"{service} "), _LONGEST, placeholder=" ..."
+        )
         self._say(f"{service} fails{often}: {text} ({caller}; more in logs/{self.name}.log)")
 
 
 class Attendance:
-    """Reports when the last worker of a needed service leaves, and when the service has a worker again.
+    """Reports when the last worker of a needed service leaves, and when the service has a worker
+    again.
 
-    needed: the needed services; empty until the run waits for its workers, and again once it has dismissed them.
+    needed: the needed services; empty until the run waits for its workers, and again once it has
+    dismissed them.
     """
 
     def __init__(self, run: Path, say: Callable[[str], None] = say):
@@ -73,7 +83,9 @@ class Attendance:
         for service in services:
             if service in self.needed and service not in offered and service not in self._missing:
                 self._missing.add(service)
-                self._say(f"{service}: its last worker left ({reason}); waiting for one{self._remedy(service)}")
+                self._say(
+                    f"{service}: its last worker left ({reason}); waiting for one{self._remedy(service)}"
+                )
 
     def joined(self, worker: str, services: Sequence[str]) -> None:
         """A worker of ``services`` is ready."""
@@ -82,11 +94,16 @@ class Attendance:
             self._say(f"{service}: {worker} is here, going on")
 
     def _remedy(self, service: str) -> str:
-        return f": tools/serve ... --run {self.run}" if service.startswith(("judge.", "player.", "speaker.")) else ""
+        return (
+            f": tools/serve ... --run {self.run}"
+            if service.startswith(("judge.", "player.", "speaker."))
+            else ""
+        )
 
 
 class Reminders:
-    """Chooses which warnings of updates to print: a new or returning one at once, a persisting one every ``EVERY_UPDATES`` updates.
+    """Chooses which warnings of updates to print: a new or returning one at once, a persisting one
+    every ``EVERY_UPDATES`` updates.
 
     Two warnings are of the same kind if they differ only in their numbers.
     """
@@ -98,6 +115,10 @@ class Reminders:
         """The warnings of update ``version`` that must be printed now."""
         kinds = {_NUMBER.sub("#", warning): warning for warning in warnings}
         self._said = {kind: said for kind, said in self._said.items() if kind in kinds}
-        due = [kind for kind in kinds if version - self._said.get(kind, -EVERY_UPDATES) >= EVERY_UPDATES]
+        due = [
+            kind
+            for kind in kinds
+            if version - self._said.get(kind, -EVERY_UPDATES) >= EVERY_UPDATES
+        ]
         self._said |= dict.fromkeys(due, version)
         return [kinds[kind] for kind in due]

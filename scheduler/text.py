@@ -1,4 +1,5 @@
-"""Text becomes tokens once, when it enters the tree; sampled ids are never tokenized again. This module never imports torch."""
+"""Text becomes tokens once, when it enters the tree; sampled ids are never tokenized again. This
+module never imports torch."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -15,14 +16,16 @@ from wire.dialogue import Renderer
 
 
 class Shown(msgspec.Struct, frozen=True):
-    """A part of a prompt: its text, in which the model's placeholder stands for each picture, and the pictures in order as PNG bytes."""
+    """A part of a prompt: its text, in which the model's placeholder stands for each picture, and
+    the pictures in order as PNG bytes."""
 
     text: str
     pictures: tuple[bytes, ...] = ()
 
 
 def _embedded(folder: Path) -> int:
-    """The rows of the model's embedding, which may be more than its tokenizer has tokens; 0 if config.json does not say."""
+    """The rows of the model's embedding, which may be more than its tokenizer has tokens; 0 if
+    config.json does not say."""
     try:
         settings = msgspec.json.decode((folder / "config.json").read_bytes())
     except (OSError, msgspec.DecodeError):
@@ -31,25 +34,34 @@ def _embedded(folder: Path) -> int:
 
 
 class Text:
-    """The tokenizer and the chat template of a Hugging Face folder. vocabulary: the rows of the model's embedding, 0 if unknown.
-    marks: special tokens that decoding keeps."""
+    """The tokenizer and the chat template of a Hugging Face folder. vocabulary: the rows of the
+    model's embedding, 0 if unknown. marks: special tokens that decoding keeps."""
 
     def __init__(self, folder: str, marks: Sequence[str] = ()):
         self.folder = path = Path(folder)
         if not (path / "tokenizer.json").is_file():
-            raise FileNotFoundError(f"{path} has no tokenizer.json: expected a Hugging Face model folder")
+            raise FileNotFoundError(
+                f"{path} has no tokenizer.json: expected a Hugging Face model folder"
+            )
         self.tokenizer = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
         self._template = ChatTemplate(path)
         self._renderer = Renderer(self._template)
         added = self.tokenizer.get_added_tokens_decoder()
         self._special = {token.content for token in added.values() if token.special}
-        self._unsaid = {number for number, token in added.items() if token.special and token.content not in marks}
+        self._unsaid = {
+            number
+            for number, token in added.items()
+            if token.special and token.content not in marks
+        }
         self.vocabulary = _embedded(path)
         self.vision = vision.Vision.of(folder)
 
     def encode(self, text: str, pictures: Sequence[tuple[int, bytes]] = ()) -> np.ndarray:
-        """int32 [tokens], without added special tokens. pictures: number and PNG bytes for each placeholder, in order (``wire.vision``)."""
-        tokens = np.array(self.tokenizer.encode(text, add_special_tokens=False).ids if text else [], np.int32)
+        """int32 [tokens], without added special tokens. pictures: number and PNG bytes for each
+        placeholder, in order (``wire.vision``)."""
+        tokens = np.array(
+            self.tokenizer.encode(text, add_special_tokens=False).ids if text else [], np.int32
+        )
         if not pictures or self.vision is None:
             return tokens
         at = np.flatnonzero(tokens == self.vision.token)
@@ -60,7 +72,9 @@ class Text:
             )
         pieces = np.split(tokens, np.sort(np.concatenate([at, at + 1])))
         sizes = [math.prod(self.vision.grid(png)) for _, png in pictures]
-        pieces[1::2] = [vision.ids(number, size) for (number, _), size in zip(pictures, sizes, strict=True)]
+        pieces[1::2] = [
+            vision.ids(number, size) for (number, _), size in zip(pictures, sizes, strict=True)
+        ]
         return np.concatenate(pieces)
 
     def decode(self, tokens: np.ndarray) -> str:
@@ -77,8 +91,9 @@ class Text:
             )
 
     def after(self, reply: np.ndarray, messages: Sequence[Mapping[str, Any]]) -> str:
-        """What follows a sampled reply, int32 [tokens], where ``messages`` come next, up to where the model's next turn begins. What ends a reply is
-        left out if the model has sampled it. Raises ValueError if the template does not render these messages by themselves."""
+        """What follows a sampled reply, int32 [tokens], where ``messages`` come next, up to where
+        the model's next turn begins. What ends a reply is left out if the model has sampled it.
+        Raises ValueError if the template does not render these messages by themselves."""
         if not self._template.available:
             return "\n" + self.prompt(messages)
         text = self._renderer.after([dict(message) for message in messages])
@@ -86,22 +101,34 @@ class Text:
         return text.removeprefix(end) if end is not None and end in self._special else text
 
     def prompt(
-        self, messages: Sequence[Mapping[str, Any]], thinking: bool = True, tools: Sequence[dict[str, Any]] = ()
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        thinking: bool = True,
+        tools: Sequence[dict[str, Any]] = (),
     ) -> str:
-        """The messages in the model's chat format, up to where the model's turn begins; plain text if the model has no template.
+        """The messages in the model's chat format, up to where the model's turn begins; plain text
+        if the model has no template.
 
-        tools: the functions that may be called. A content may be a text or a list of parts (``wire.vision.shown``). thinking: False asks a template that knows ``enable_thinking``
-        (Qwen3's) for an answer without a thinking block. Raises ValueError for pictures that the model cannot read.
+        tools: the functions that may be called. A content may be a text or a list of parts
+        (``wire.vision.shown``). thinking: False asks a template that knows ``enable_thinking``
+        (Qwen3's) for an answer without a thinking block. Raises ValueError for pictures that the
+        model cannot read.
         """
         parts = [list(vision.shown([message])) for message in messages]
         if not all(isinstance(part, str) for message in parts for part in message):
             self.check_sight()
             messages = [dict(message) for message in messages]
         else:
-            messages = [{**m, "content": "".join(texts)} for m, texts in zip(messages, parts, strict=True)]  # pyright: ignore
-        if tools or any(message.get("tool_calls") or message.get("role") == "tool" for message in messages):
+            messages = [
+                {**m, "content": "".join(texts)} for m, texts in zip(messages, parts, strict=True)
+            ]  # pyright: ignore
+        if tools or any(
+            message.get("tool_calls") or message.get("role") == "tool" for message in messages
+        ):
             return self._renderer.whole([dict(message) for message in messages], tools)
         if not self._template.available:
             return "\n".join(message["content"] for message in messages) + "\n"
-        switches = {"enable_thinking": thinking} if "enable_thinking" in self._template.variables else {}
+        switches = (
+            {"enable_thinking": thinking} if "enable_thinking" in self._template.variables else {}
+        )
         return self._template.render(messages, switches)

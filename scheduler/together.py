@@ -1,4 +1,5 @@
-"""Concurrent work that succeeds or fails as a whole: the first fault is raised unchanged and cancels the rest."""
+"""Concurrent work that succeeds or fails as a whole: the first fault is raised unchanged and
+cancels the rest."""
 
 import asyncio
 from collections.abc import Coroutine, Iterable
@@ -16,8 +17,9 @@ async def together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 class Beside:
-    """``async with Beside() as beside: beside.start(work())``. Leaving the block waits for all started work and raises its first fault,
-    which cancels the rest. An error of the block cancels all started work."""
+    """``async with Beside() as beside: beside.start(work())``. Leaving the block waits for all
+    started work and raises its first fault, which cancels the rest. An error of the block cancels
+    all started work."""
 
     def __init__(self) -> None:
         self._tasks: list[asyncio.Task[Any]] = []
@@ -32,7 +34,10 @@ class Beside:
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         try:
             if error is None:

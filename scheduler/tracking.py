@@ -1,7 +1,9 @@
-"""Trackers follow RUN/metrics.jsonl, each in a process of its own: ``python -m scheduler.tracking NAME RUN`` follows it until its stdin ends.
+"""Trackers follow RUN/metrics.jsonl, each in a process of its own: ``python -m scheduler.tracking
+NAME RUN`` follows it until its stdin ends.
 
-The run never waits for a tracker: the file is the source of truth, and a tracker that hangs or dies takes only its own process along. Invariant:
-each record is given to a tracker at most once, and only when a checkpoint holds its update, because a crash takes later updates back. Of several
+The run never waits for a tracker: the file is the source of truth, and a tracker that hangs or dies
+takes only its own process along. Invariant: each record is given to a tracker at most once, and
+only when a checkpoint holds its update, because a crash takes later updates back. Of several
 schedulers an update's record is that of all of them, and given when all have recorded it.
 """
 
@@ -29,7 +31,8 @@ PROJECT = "coppice"
 LOOK_S = 1.0
 """Seconds between two looks for new records."""
 FINISH_S, STOP_S = 25.0, 10.0
-"""The longest that a finished and a stopped run wait for trackers, in seconds; less than the launcher waits for a scheduler that it asked to stop."""
+"""The longest that a finished and a stopped run wait for trackers, in seconds; less than the
+launcher waits for a scheduler that it asked to stop."""
 
 
 Tracked = Any
@@ -55,11 +58,17 @@ def _wandb(run: Path, identity: str, config: dict[str, Any]) -> Tracked:
 def _trackio(run: Path, identity: str, config: dict[str, Any]) -> Tracked:
     import trackio
 
-    project, name = os.environ.get("TRACKIO_PROJECT", PROJECT), f"{run.name}-{identity}"  # Trackio resumes by name
-    return trackio.init(project, name, config=config, resume="allow", auto_log_gpu=False, auto_log_cpu=False)
+    # Trackio resumes by name
+    project, name = os.environ.get("TRACKIO_PROJECT", PROJECT), f"{run.name}-{identity}"
+    return trackio.init(
+        project, name, config=config, resume="allow", auto_log_gpu=False, auto_log_cpu=False
+    )
 
 
-TRACKERS: Mapping[str, Callable[[Path, str, dict[str, Any]], Tracked]] = {"wandb": _wandb, "trackio": _trackio}
+TRACKERS: Mapping[str, Callable[[Path, str, dict[str, Any]], Tracked]] = {
+    "wandb": _wandb,
+    "trackio": _trackio,
+}
 KEYS = frozenset({"WANDB_API_KEY", "TRACKIO_WRITE_TOKEN"})
 """Environment variables with the trackers' keys, which no other process of a run sees."""
 
@@ -74,7 +83,8 @@ def check_installed(names: list[str]) -> None:
 
 
 class Place(msgspec.Struct, frozen=True):
-    """How far a tracker has come: its run's identity, and the number of records of metrics.jsonl that it was given."""
+    """How far a tracker has come: its run's identity, and the number of records of metrics.jsonl
+    that it was given."""
 
     identity: str
     records: int = 0
@@ -86,14 +96,21 @@ def durable(run: Path) -> int:
 
 
 def follow(name: str, run: Path, ended: Callable[[float], bool]) -> None:
-    """Give the records to the tracker ``name`` until ``ended``, which is asked with the seconds that it may wait. Raises what the tracker raises."""
+    """Give the records to the tracker ``name`` until ``ended``, which is asked with the seconds
+    that it may wait. Raises what the tracker raises."""
     state = run / "tracking" / f"{name}.json"
     state.parent.mkdir(exist_ok=True)
     with state.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # one of an earlier start may still be finishing
-        place = msgspec.json.decode(state.read_bytes(), type=Place) if state.exists() else Place(secrets.token_hex(4))
+        place = (
+            msgspec.json.decode(state.read_bytes(), type=Place)
+            if state.exists()
+            else Place(secrets.token_hex(4))
+        )
         write_whole(state, msgspec.json.encode(place))
-        tracked = TRACKERS[name](run, place.identity, msgspec.json.decode((run / "config.json").read_bytes()))
+        tracked = TRACKERS[name](
+            run, place.identity, msgspec.json.decode((run / "config.json").read_bytes())
+        )
         reader = Reader(run)
         with (run / "metrics.jsonl").open("rb") as file:
             for _ in range(place.records):
@@ -101,32 +118,46 @@ def follow(name: str, run: Path, ended: Callable[[float], bool]) -> None:
             last = False
             while not last:
                 last = ended(LOOK_S)
-                newest, wholes = durable(run), {int(record["version"]): record for record in reader.read()}
+                newest, wholes = (
+                    durable(run),
+                    {int(record["version"]): record for record in reader.read()},
+                )
                 place = _pass_on(file, place, tracked, newest, wholes, state)
         tracked.finish()
 
 
 def _pass_on(
-    file: Any, place: Place, tracked: Tracked, newest: int, wholes: Mapping[int, Record], state: Path
+    file: Any,
+    place: Place,
+    tracked: Tracked,
+    newest: int,
+    wholes: Mapping[int, Record],
+    state: Path,
 ) -> Place:
-    """Give the records of versions up to ``newest`` to the tracker, and return its new place. The file then stands at the next record. wholes: the
-    updates' records, by version."""
+    """Give the records of versions up to ``newest`` to the tracker, and return its new place. The
+    file then stands at the next record. wholes: the updates' records, by version."""
     while True:
         start, line = file.tell(), file.readline()
-        record = msgspec.json.decode(line, type=dict[str, float | None]) if line.endswith(b"\n") else {}
+        record = (
+            msgspec.json.decode(line, type=dict[str, float | None]) if line.endswith(b"\n") else {}
+        )
         version = record.get("version")
         whole = wholes.get(int(version or 0)) if UPDATE in record else record
         if version is None or version > newest or whole is None:
             file.seek(start)
             return place
         place = Place(place.identity, place.records + 1)
-        write_whole(state, msgspec.json.encode(place))  # before it is given, so that no crash lets it be given twice
-        values = {key: value for key, value in whole.items() if value is not None and key != "version"}
+        # before it is given, so that no crash lets it be given twice
+        write_whole(state, msgspec.json.encode(place))
+        values = {
+            key: value for key, value in whole.items() if value is not None and key != "version"
+        }
         tracked.log(values, step=int(version))
 
 
 class Trackers:
-    """The processes of a run's trackers, from ``start`` to ``close``. ``check`` tells once of each that died."""
+    """The processes of a run's trackers, from ``start`` to ``close``. ``check`` tells once of each
+    that died."""
 
     def __init__(self, run: Path, names: list[str], say: Callable[[str], None] = terminal.say):
         self.run, self.names, self._say = run, names, say
@@ -138,7 +169,11 @@ class Trackers:
             command = [sys.executable, "-m", "scheduler.tracking", name, str(self.run)]
             with (self.run / "logs" / f"{name}.log").open("ab") as log:
                 self._processes[name] = subprocess.Popen(
-                    command, stdin=subprocess.PIPE, stdout=log, stderr=log, preexec_fn=partial(die_with, os.getpid())
+                    command,
+                    stdin=subprocess.PIPE,
+                    stdout=log,
+                    stderr=log,
+                    preexec_fn=partial(die_with, os.getpid()),
                 )
 
     def check(self) -> None:
@@ -178,7 +213,9 @@ class Trackers:
 
 def _stdin_ended(seconds: float) -> bool:
     """Wait at most ``seconds`` for the end of stdin."""
-    return bool(select.select([sys.stdin], [], [], seconds)[0]) and not os.read(sys.stdin.fileno(), 4096)
+    return bool(select.select([sys.stdin], [], [], seconds)[0]) and not os.read(
+        sys.stdin.fileno(), 4096
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Agents written with the clients that people use. Each is called with a task in a process of its own and returns a reward: whether it answers right.
+"""Agents written with the clients that people use. Each is called with a task in a process of its
+own and returns a reward: whether it answers right.
 
 A function imports what it needs, so that one client can be missing and the others be there.
 """
@@ -16,7 +17,12 @@ PARAMETERS = {
     "required": ["a", "b"],
     "additionalProperties": False,
 }
-ADD: Any = {"name": "add", "description": "Add two numbers.", "parameters": PARAMETERS, "strict": True}
+ADD: Any = {
+    "name": "add",
+    "description": "Add two numbers.",
+    "parameters": PARAMETERS,
+    "strict": True,
+}
 
 
 def right(task: dict[str, Any], answer: Any) -> float:
@@ -31,30 +37,45 @@ def chat(task: dict[str, Any]) -> float:
     """openai's chat completions; history as the SDK's own objects."""
     import openai
 
-    client, messages = openai.OpenAI(), list[Any]([{"role": "user", "content": ASKED + task["question"]}])
+    client, messages = (
+        openai.OpenAI(),
+        list[Any]([{"role": "user", "content": ASKED + task["question"]}]),
+    )
     while True:
         reply = client.chat.completions.create(
             model="gpt-any", messages=messages, tools=[{"type": "function", "function": ADD}]
         )
         message: Any = reply.choices[0].message
         assert reply.choices[0].finish_reason == ("tool_calls" if message.tool_calls else "stop")
-        assert reply.usage is not None and reply.usage.total_tokens > reply.usage.completion_tokens > 0
+        assert (
+            reply.usage is not None and reply.usage.total_tokens > reply.usage.completion_tokens > 0
+        )
         if not message.tool_calls:
             return right(task, message.content)
         messages.append(message)
         messages += [
-            {"role": "tool", "tool_call_id": c.id, "content": total(c.function.arguments)} for c in message.tool_calls
+            {"role": "tool", "tool_call_id": c.id, "content": total(c.function.arguments)}
+            for c in message.tool_calls
         ]
 
 
 def chat_streamed(task: dict[str, Any]) -> float:
-    """openai's streamed chat completions, put together by the SDK; history written anew, with other ids and null for no text."""
+    """openai's streamed chat completions, put together by the SDK; history written anew, with other
+    ids and null for no text."""
     import openai
 
-    client, messages = openai.OpenAI(), list[Any]([{"role": "user", "content": ASKED + task["question"]}])
+    client, messages = (
+        openai.OpenAI(),
+        list[Any]([{"role": "user", "content": ASKED + task["question"]}]),
+    )
     while True:
-        options: Any = {"stream_options": {"include_usage": True}, "tools": [{"type": "function", "function": ADD}]}
-        with client.chat.completions.stream(model="gpt-any", messages=messages, **options) as stream:
+        options: Any = {
+            "stream_options": {"include_usage": True},
+            "tools": [{"type": "function", "function": ADD}],
+        }
+        with client.chat.completions.stream(
+            model="gpt-any", messages=messages, **options
+        ) as stream:
             kinds = [event.type for event in stream]
             reply = stream.get_final_completion()
         message = reply.choices[0].message
@@ -69,7 +90,8 @@ def chat_streamed(task: dict[str, Any]) -> float:
         ]  # fmt: skip
         messages.append({"role": "assistant", "content": None, "tool_calls": calls})
         messages += [
-            {"role": "tool", "tool_call_id": c["id"], "content": total(c["function"]["arguments"])} for c in calls
+            {"role": "tool", "tool_call_id": c["id"], "content": total(c["function"]["arguments"])}
+            for c in calls
         ]
 
 
@@ -77,22 +99,37 @@ def responses(task: dict[str, Any]) -> float:
     """openai's responses."""
     import openai
 
-    client, items = openai.OpenAI(), list[Any]([{"role": "user", "content": ASKED + task["question"]}])
+    client, items = (
+        openai.OpenAI(),
+        list[Any]([{"role": "user", "content": ASKED + task["question"]}]),
+    )
     tools: Any = [{"type": "function", **ADD}]
     while True:
-        reply = client.responses.create(model="gpt-any", instructions="You add.", input=items, tools=tools)
-        assert reply.status == "completed" and reply.usage is not None and reply.usage.output_tokens > 0
+        reply = client.responses.create(
+            model="gpt-any", instructions="You add.", input=items, tools=tools
+        )
+        assert (
+            reply.status == "completed"
+            and reply.usage is not None
+            and reply.usage.output_tokens > 0
+        )
         if not (calls := [item for item in reply.output if item.type == "function_call"]):
             return right(task, reply.output_text)
         items += reply.output
-        items += [{"type": "function_call_output", "call_id": c.call_id, "output": total(c.arguments)} for c in calls]
+        items += [
+            {"type": "function_call_output", "call_id": c.call_id, "output": total(c.arguments)}
+            for c in calls
+        ]
 
 
 def responses_streamed(task: dict[str, Any]) -> float:
     """openai's streamed responses, put together by the SDK."""
     import openai
 
-    client, items = openai.OpenAI(), list[Any]([{"role": "user", "content": ASKED + task["question"]}])
+    client, items = (
+        openai.OpenAI(),
+        list[Any]([{"role": "user", "content": ASKED + task["question"]}]),
+    )
     while True:
         tools: Any = [{"type": "function", **ADD}]
         with client.responses.stream(model="gpt-any", input=items, tools=tools) as stream:
@@ -103,9 +140,18 @@ def responses_streamed(task: dict[str, Any]) -> float:
             assert "response.output_text.delta" in kinds
             return right(task, reply.output_text)
         items += [
-            {"type": "function_call", "call_id": c.call_id, "name": c.name, "arguments": c.arguments} for c in calls
+            {
+                "type": "function_call",
+                "call_id": c.call_id,
+                "name": c.name,
+                "arguments": c.arguments,
+            }
+            for c in calls
         ]
-        items += [{"type": "function_call_output", "call_id": c.call_id, "output": total(c.arguments)} for c in calls]
+        items += [
+            {"type": "function_call_output", "call_id": c.call_id, "output": total(c.arguments)}
+            for c in calls
+        ]
 
 
 def retried(task: dict[str, Any]) -> float:
@@ -113,20 +159,27 @@ def retried(task: dict[str, Any]) -> float:
     import openai
 
     client = openai.OpenAI(timeout=1.0, max_retries=100)
-    first = client.chat.completions.create(model="any", messages=[{"role": "user", "content": "one"}])
+    first = client.chat.completions.create(
+        model="any", messages=[{"role": "user", "content": "one"}]
+    )
     second = client.responses.create(model="any", input="two")
     return float((first.choices[0].message.content, second.output_text) == ("reply 1", "reply 2"))
 
 
 def cut(task: dict[str, Any]) -> float:
-    """What openai's SDK is told of replies that its own limit cuts, on both endpoints, whole and streamed."""
+    """What openai's SDK is told of replies that its own limit cuts, on both endpoints, whole and
+    streamed."""
     import openai
 
     client, messages = openai.OpenAI(), list[Any]([{"role": "user", "content": "long"}])
     told = client.chat.completions.create(model="any", messages=messages, max_tokens=5)
     assert told.usage is not None
     assert (told.choices[0].finish_reason, told.usage.completion_tokens) == ("length", 5)
-    chunks = list(client.chat.completions.create(model="any", messages=messages, max_completion_tokens=6, stream=True))
+    chunks = list(
+        client.chat.completions.create(
+            model="any", messages=messages, max_completion_tokens=6, stream=True
+        )
+    )
     assert chunks[-1].choices[0].finish_reason == "length"
     response = client.responses.create(model="any", input="long", max_output_tokens=7)
     assert response.incomplete_details is not None and response.usage is not None
@@ -137,7 +190,10 @@ def cut(task: dict[str, Any]) -> float:
     )
     *_, last = client.responses.create(model="any", input="long", max_output_tokens=8, stream=True)
     assert last.type == "response.incomplete"
-    assert client.chat.completions.create(model="any", messages=messages).choices[0].finish_reason == "stop"
+    assert (
+        client.chat.completions.create(model="any", messages=messages).choices[0].finish_reason
+        == "stop"
+    )
     return 1.0
 
 
@@ -146,13 +202,19 @@ def required(task: dict[str, Any]) -> float:
     import openai
 
     client, messages = openai.OpenAI(), list[Any]([{"role": "user", "content": "call"}])
-    tools: Any = [{"type": "function", "function": {**ADD, "name": name}} for name in ("add", "other")]
+    tools: Any = [
+        {"type": "function", "function": {**ADD, "name": name}} for name in ("add", "other")
+    ]
     named: Any = {"type": "function", "function": {"name": "other"}}
-    first = client.chat.completions.create(model="any", messages=messages, tools=tools, tool_choice="required")
+    first = client.chat.completions.create(
+        model="any", messages=messages, tools=tools, tool_choice="required"
+    )
     second = client.chat.completions.create(
         model="any", messages=[*messages, *messages], tools=tools, tool_choice=named
     )
-    return float(bool(first.choices[0].message.tool_calls)) + 2 * float(bool(second.choices[0].message.tool_calls))
+    return float(bool(first.choices[0].message.tool_calls)) + 2 * float(
+        bool(second.choices[0].message.tool_calls)
+    )
 
 
 def _openai_agent(model: Any) -> Any:
@@ -172,7 +234,9 @@ def agents_responses(task: dict[str, Any]) -> float:
     """openai-agents at its default endpoint."""
     import agents
 
-    return right(task, agents.Runner.run_sync(_openai_agent("any"), ASKED + task["question"]).final_output)
+    return right(
+        task, agents.Runner.run_sync(_openai_agent("any"), ASKED + task["question"]).final_output
+    )
 
 
 async def agents_streamed(task: dict[str, Any]) -> float:
@@ -200,7 +264,10 @@ def agents_chat(task: dict[str, Any]) -> float:
     """openai-agents with chat completions."""
     import agents
 
-    return right(task, agents.Runner.run_sync(_openai_agent(_chat_model()), ASKED + task["question"]).final_output)
+    return right(
+        task,
+        agents.Runner.run_sync(_openai_agent(_chat_model()), ASKED + task["question"]).final_output,
+    )
 
 
 async def agents_chat_streamed(task: dict[str, Any]) -> float:
@@ -239,7 +306,9 @@ def pydantic_structured(task: dict[str, Any]) -> float:
     class Sum(pydantic.BaseModel):
         total: int
 
-    return right(task, _pydantic_agent(output_type=Sum).run_sync(ASKED + task["question"]).output.total)
+    return right(
+        task, _pydantic_agent(output_type=Sum).run_sync(ASKED + task["question"]).output.total
+    )
 
 
 def langgraph(task: dict[str, Any]) -> float:
@@ -252,7 +321,10 @@ def langgraph(task: dict[str, Any]) -> float:
         return a + b
 
     agent = create_react_agent(ChatOpenAI(model="any"), [add])
-    return right(task, agent.invoke({"messages": [("user", ASKED + task["question"])]})["messages"][-1].content)
+    return right(
+        task,
+        agent.invoke({"messages": [("user", ASKED + task["question"])]})["messages"][-1].content,
+    )
 
 
 def _smol(kind: str) -> Any:
@@ -268,7 +340,9 @@ def _smol(kind: str) -> Any:
         """
         return a + b
 
-    model = smolagents.OpenAIModel("any", api_base=os.environ["OPENAI_BASE_URL"], api_key=os.environ["OPENAI_API_KEY"])  # pyright: ignore
+    model = smolagents.OpenAIModel(
+        "any", api_base=os.environ["OPENAI_BASE_URL"], api_key=os.environ["OPENAI_API_KEY"]
+    )  # pyright: ignore
     return getattr(smolagents, kind)(tools=[add], model=model, verbosity_level=0)
 
 
@@ -290,16 +364,28 @@ def post(url: str, body: dict[str, Any], **headers: str) -> Any:
 
 
 def messages(task: dict[str, Any], stream: bool = False) -> float:
-    """Anthropic's dialect as Claude Code speaks it: a system prompt of which a line differs in every call, and results in blocks."""
-    url, key = os.environ["ANTHROPIC_BASE_URL"] + "/v1/messages", {"x-api-key": os.environ["ANTHROPIC_API_KEY"]}
+    """Anthropic's dialect as Claude Code speaks it: a system prompt of which a line differs in
+    every call, and results in blocks."""
+    url, key = (
+        os.environ["ANTHROPIC_BASE_URL"] + "/v1/messages",
+        {"x-api-key": os.environ["ANTHROPIC_API_KEY"]},
+    )
     tool = {"name": "add", "description": ADD["description"], "input_schema": PARAMETERS}
-    history = list[Any]([{"role": "user", "content": [{"type": "text", "text": ASKED + task["question"]}]}])
+    history = list[Any](
+        [{"role": "user", "content": [{"type": "text", "text": ASKED + task["question"]}]}]
+    )
     while True:
         system = [
             {"type": "text", "text": f"x-anthropic-billing-header: cch={len(history)};"},
             {"type": "text", "text": "You add."},
         ]
-        body = {"model": "claude-any", "max_tokens": 200, "system": system, "messages": history, "tools": [tool]}
+        body = {
+            "model": "claude-any",
+            "max_tokens": 200,
+            "system": system,
+            "messages": history,
+            "tools": [tool],
+        }
         (counted,) = post(url + "/count_tokens", body, **key)
         assert json.loads(counted)["input_tokens"] > 0
         lines = post(url, {**body, "stream": stream}, **key)
@@ -312,7 +398,10 @@ def messages(task: dict[str, Any], stream: bool = False) -> float:
             {"type": "tool_result", "tool_use_id": call["id"], "content": [{"type": "text", "text": str(sum(call["input"].values()))}]}
             for call in calls
         ]  # fmt: skip
-        history += [{"role": "assistant", "content": message["content"]}, {"role": "user", "content": results}]
+        history += [
+            {"role": "assistant", "content": message["content"]},
+            {"role": "user", "content": results},
+        ]
 
 
 def messages_streamed(task: dict[str, Any]) -> float:
@@ -337,20 +426,38 @@ def streamed_message(lines: list[str]) -> dict[str, Any]:
 
 
 def references(task: dict[str, Any], previous: bool = False) -> float:
-    """The responses dialect of a client that sends the ids of what it was answered, as the AI SDK does."""
-    url, key = os.environ["OPENAI_BASE_URL"] + "/responses", f"Bearer {os.environ['OPENAI_API_KEY']}"
-    items, more = list[Any]([{"role": "user", "content": ASKED + task["question"]}]), dict[str, str]()
+    """The responses dialect of a client that sends the ids of what it was answered, as the AI SDK
+    does."""
+    url, key = (
+        os.environ["OPENAI_BASE_URL"] + "/responses",
+        f"Bearer {os.environ['OPENAI_API_KEY']}",
+    )
+    items, more = (
+        list[Any]([{"role": "user", "content": ASKED + task["question"]}]),
+        dict[str, str](),
+    )
     while True:
-        body = {"input": items, "instructions": "You add.", "tools": [{"type": "function", **ADD}], **more}
+        body = {
+            "input": items,
+            "instructions": "You add.",
+            "tools": [{"type": "function", **ADD}],
+            **more,
+        }
         reply = json.loads(post(url, body, Authorization=key)[0])
         calls = [item for item in reply["output"] if item["type"] == "function_call"]
         if not calls:
             return right(task, reply["output"][0]["content"][0]["text"])
         outputs = [
-            {"type": "function_call_output", "call_id": call["call_id"], "output": total(call["arguments"])}
+            {
+                "type": "function_call_output",
+                "call_id": call["call_id"],
+                "output": total(call["arguments"]),
+            }
             for call in calls
         ]
-        items += [{"type": "item_reference", "id": item["id"]} for item in reply["output"]] + outputs
+        items += [
+            {"type": "item_reference", "id": item["id"]} for item in reply["output"]
+        ] + outputs
         if previous:
             items, more = outputs, {"previous_response_id": reply["id"]}
 

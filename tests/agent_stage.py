@@ -1,4 +1,5 @@
-"""Agents in processes of their own before a scripted policy, with a real tokenizer, a real tree and a real journal."""
+"""Agents in processes of their own before a scripted policy, with a real tokenizer, a real tree and
+a real journal."""
 
 import random
 import shutil
@@ -17,7 +18,15 @@ from scheduler.journal import Journal
 from scheduler.services import Shop
 from scheduler.text import Text
 from scheduler.tree import Node, Tree
-from wire.messages import GenerateRequest, GenerateResult, Judgement, JudgeRequest, JudgeResult, Sample, Turn
+from wire.messages import (
+    GenerateRequest,
+    GenerateResult,
+    Judgement,
+    JudgeRequest,
+    JudgeResult,
+    Sample,
+    Turn,
+)
 
 TEMPLATE = """{%- for m in messages %}<|im_start|>{{ m.role }}
 {{ m.content }}<|im_end|>
@@ -35,14 +44,17 @@ THINKING = """{%- if tools %}<|im_start|>system
 </tool_call>{% endfor %}{% endif %}<|im_end|>
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
-"""Knows tools, and leaves the thoughts of earlier replies out, as the templates of thinking models do."""
+"""Knows tools, and leaves the thoughts of earlier replies out, as the templates of thinking models
+do."""
 
 
 class Policy:
-    """An actor and a judge: ``reply`` gives the reply to a prompt, for each candidate. The first token of sample number i has the log-probability -(i + 1),
-    so that a node tells which sample it is.
+    """An actor and a judge: ``reply`` gives the reply to a prompt, for each candidate. The first
+    token of sample number i has the log-probability -(i + 1), so that a node tells which sample it
+    is.
 
-    prompts: what was asked, as text; samples, with the prompt of each in ``asked``; before: is awaited at every call.
+    prompts: what was asked, as text; samples, with the prompt of each in ``asked``; before: is
+    awaited at every call.
     """
 
     def __init__(self, text: Text, reply: Callable[[str, int], str]):
@@ -55,7 +67,9 @@ class Policy:
 
     async def call(self, service: str, request: Any, **_: Any) -> Any:
         if isinstance(request, JudgeRequest):
-            return JudgeResult([Judgement({"reward": float(len(turn.response))}) for turn in request.turns])
+            return JudgeResult(
+                [Judgement({"reward": float(len(turn.response))}) for turn in request.turns]
+            )
         assert isinstance(request, GenerateRequest)
         if self.before is not None:
             await self.before()
@@ -80,7 +94,8 @@ class Policy:
 
 
 class Stage:
-    """A context over an agent. name: of the agent in the module ``agents_of_a_test``, or "module:function"."""
+    """A context over an agent. name: of the agent in the module ``agents_of_a_test``, or
+    "module:function"."""
 
     def __init__(
         self,
@@ -103,7 +118,15 @@ class Stage:
         self.settings = SchedulerConfig(judge="any", max_action_tokens=400)
         self.journal = Journal(folder / f"journal-{name.rpartition(':')[2]}")
         dispatcher: Any = self.policy
-        self.shop = Shop(dispatcher, self.journal, self.text, self.environment, self.settings, self.counts, self._emit)
+        self.shop = Shop(
+            dispatcher,
+            self.journal,
+            self.text,
+            self.environment,
+            self.settings,
+            self.counts,
+            self._emit,
+        )
         self.task = Task("t", "1 + 2 + 4", ["7"])
         self.tree = Tree(0, self.task.id)
         self.journal.start_tree(self.tree, 0, 0)
@@ -119,7 +142,8 @@ class Stage:
         return tree
 
     def check(self, tree: Tree) -> None:
-        """Every sample is one node, with the tokens and log-probabilities that were sampled, below exactly the tokens that the policy was given."""
+        """Every sample is one node, with the tokens and log-probabilities that were sampled, below
+        exactly the tokens that the policy was given."""
         actions = [node for node in tree.nodes.values() if node.kind == "action"]
         assert sorted(map(self.policy.drew, actions)) == list(range(len(self.policy.samples))), (
             "a sample is lost or twice there"
@@ -132,7 +156,9 @@ class Stage:
             np.testing.assert_array_equal(action.tokens, sample.tokens)
             np.testing.assert_array_equal(action.logprobs, sample.logprobs)
             assert action.sampled.all() and len(action.sampled) == len(sample.tokens)
-        assert not any(node.sampled is not None for node in tree.nodes.values() if node.kind != "action")
+        assert not any(
+            node.sampled is not None for node in tree.nodes.values() if node.kind != "action"
+        )
 
 
 def adds(prompt: str, i: int) -> str:

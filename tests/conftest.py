@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import hypothesis  # at the top, because its pytest plugin imports it at the end of a session, where 3.11 may fail to
+# at the top, because its pytest plugin imports it at the end of a session, where 3.11 may fail to
+import hypothesis
 import pytest
 import torch
 
@@ -29,11 +30,13 @@ COMPUTING = (
     "tests/tools/research/test_costs.py",
     "tests/tools/research/test_theory",
 )
-"""Where slow tests compute and do not depend on what else the machine does, so that several may run at once."""
+"""Where slow tests compute and do not depend on what else the machine does, so that several may run
+at once."""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark what tools/test --quick leaves out (other slow tests are marked where they stand), and what must run alone."""
+    """Mark what tools/test --quick leaves out (other slow tests are marked where they stand), and
+    what must run alone."""
     for item in items:
         sglang = "sglang_server" in getattr(item, "fixturenames", ()) or "[sglang" in item.name
         if item.path.parent.name in SLOW or sglang:

@@ -1,4 +1,5 @@
-"""Conversations for whole runs with an untrained policy, named "tests.conversations:AnyWords" in data.environment."""
+"""Conversations for whole runs with an untrained policy, named "tests.conversations:AnyWords" in
+data.environment."""
 
 import zlib
 
@@ -13,7 +14,8 @@ WORDS = (
 
 
 class AnyWords(Sotopia):
-    """SOTOPIA in which every text is speech, the one its checksum picks: an untrained policy writes no JSON."""
+    """SOTOPIA in which every text is speech, the one its checksum picks: an untrained policy writes
+    no JSON."""
 
     def read(self, state: State, text: str) -> Action:
         """Always valid."""

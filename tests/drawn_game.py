@@ -1,4 +1,5 @@
-"""A game as a library has them, for another Python: it needs the standard library alone. Its object changes, and it draws from the process's random state."""
+"""A game as a library has them, for another Python: it needs the standard library alone. Its object
+changes, and it draws from the process's random state."""
 
 import os
 import random
@@ -29,7 +30,11 @@ class Drawn:
             time.sleep(1)
         self.numbers.append(self.numbers[-1] * random.random() + len(action))
         seen = f"{os.getpid() if action == 'process' else ''}{self.numbers}"
-        return (seen, random.random(), True, 1.0) if action == "end" else (seen, random.random(), False)
+        return (
+            (seen, random.random(), True, 1.0)
+            if action == "end"
+            else (seen, random.random(), False)
+        )
 
 
 class Uncopied(Drawn):

@@ -1,4 +1,5 @@
-"""An FTP server of this process on the loopback: a storage that fsspec reaches over a network, with a user and a password."""
+"""An FTP server of this process on the loopback: a storage that fsspec reaches over a network, with
+a user and a password."""
 
 import contextlib
 import threading
@@ -19,7 +20,9 @@ def serving(folder: Path) -> Iterator[str]:
     authorizer.add_user(USER, PASSWORD, str(folder), perm="elradfmw")
     handler = type("Handler", (FTPHandler,), {"authorizer": authorizer})
     server = FTPServer(("127.0.0.1", 0), handler)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"timeout": 0.1, "handle_exit": False}, daemon=True)
+    thread = threading.Thread(
+        target=server.serve_forever, kwargs={"timeout": 0.1, "handle_exit": False}, daemon=True
+    )
     thread.start()
     try:
         yield f"ftp://127.0.0.1:{server.address[1]}"

@@ -7,7 +7,8 @@ from actors.environments.tictactoe import State, TicTacToe
 
 
 class AnyText(TicTacToe):
-    """Tic-Tac-Toe in which every text is a legal move, the one its checksum picks: an untrained policy writes no real one."""
+    """Tic-Tac-Toe in which every text is a legal move, the one its checksum picks: an untrained
+    policy writes no real one."""
 
     def read(self, state: State, text: str) -> Action:
         """Always valid."""

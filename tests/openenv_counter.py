@@ -1,6 +1,8 @@
-"""A server for tests of OpenEnv's protocol: ``python openenv_counter.py KIND PORT CAPACITY``, where KIND is openenv (the library's own server) or stand-in.
+"""A server for tests of OpenEnv's protocol: ``python openenv_counter.py KIND PORT CAPACITY``, where
+KIND is openenv (the library's own server) or stand-in.
 
-The stand-in answers as OpenEnv 0.10 does, so that the protocol is tested without it; the same tests run over both.
+The stand-in answers as OpenEnv 0.10 does, so that the protocol is tested without it; the same tests
+run over both.
 """
 
 import random
@@ -28,7 +30,8 @@ class Counter:
 
 
 def classes(environment: Any, action: Any, observation: Any) -> tuple[Any, Any, Any]:
-    """The counter as an environment of OpenEnv, with its action and observation. Their bases are OpenEnv's own, or have their shape."""
+    """The counter as an environment of OpenEnv, with its action and observation. Their bases are
+    OpenEnv's own, or have their shape."""
 
     class Add(action):
         number: int
@@ -77,19 +80,27 @@ def stand_in(port: int, capacity: int) -> None:
     def answer(counter: Counter, message: dict[str, Any]) -> dict[str, Any]:
         reset, given = message["type"] == "reset", message["data"]
         if not reset and (set(given) != {"number"} or not isinstance(given["number"], int)):
-            return {"type": "error", "data": {"message": "Invalid message", "code": "VALIDATION_ERROR"}}
+            return {
+                "type": "error",
+                "data": {"message": "Invalid message", "code": "VALIDATION_ERROR"},
+            }
         try:
             seen = counter.reset(given["seed"]) if reset else counter.step(given["number"])
         except RuntimeError as error:
             return {"type": "error", "data": {"message": str(error), "code": "EXECUTION_ERROR"}}
         reward, done = (0.0, False) if reset else (given["number"] / 10, given["number"] == 9)
-        return {"type": "observation", "data": {"observation": seen, "reward": reward, "done": done}}
+        return {
+            "type": "observation",
+            "data": {"observation": seen, "reward": reward, "done": done},
+        }
 
     async def session(request: web.Request) -> web.WebSocketResponse:
         socket = web.WebSocketResponse()
         await socket.prepare(request)
         if free[0] == 0:
-            await socket.send_json({"type": "error", "data": {"message": "no room", "code": "CAPACITY_REACHED"}})
+            await socket.send_json(
+                {"type": "error", "data": {"message": "no room", "code": "CAPACITY_REACHED"}}
+            )
             await socket.close()
             return socket
         free[0] -= 1

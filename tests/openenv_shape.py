@@ -1,4 +1,5 @@
-"""Environments of OpenEnv for its adapter in this process. Their bases have OpenEnv's published shape, or are its own where COPPICE_OPENENV_REAL is set."""
+"""Environments of OpenEnv for its adapter in this process. Their bases have OpenEnv's published
+shape, or are its own where COPPICE_OPENENV_REAL is set."""
 
 import os
 import random
@@ -19,7 +20,9 @@ else:
             self.transform, self.rubric = transform, rubric
 
         @abc.abstractmethod
-        def reset(self, seed: int | None = None, episode_id: str | None = None, **kwargs: Any) -> Any: ...
+        def reset(
+            self, seed: int | None = None, episode_id: str | None = None, **kwargs: Any
+        ) -> Any: ...
 
         @abc.abstractmethod
         def step(self, action: Any, timeout_s: float | None = None, **kwargs: Any) -> Any: ...
@@ -29,7 +32,9 @@ else:
         def state(self) -> Any: ...
 
     class _Strict(pydantic.BaseModel):
-        model_config = pydantic.ConfigDict(extra="forbid", validate_assignment=True, arbitrary_types_allowed=True)
+        model_config = pydantic.ConfigDict(
+            extra="forbid", validate_assignment=True, arbitrary_types_allowed=True
+        )
         metadata: dict[str, Any] = {}
 
     class Action(_Strict):
@@ -46,7 +51,8 @@ Counting, Add, Seen = classes(Environment, Action, Observation)
 
 
 class Unseeded(Counting):
-    """Its reset takes no seed, as that of some published environments: it draws from the random state of the process. It gives no reward."""
+    """Its reset takes no seed, as that of some published environments: it draws from the random
+    state of the process. It gives no reward."""
 
     def reset(self) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         return super().reset(seed=random.randrange(20, 1000))

@@ -19,7 +19,9 @@ def png(pixels: np.ndarray) -> bytes:
         (b"IDAT", zlib.compress(rows)),
         (b"IEND", b""),
     ]
-    body = b"".join(struct.pack(">I", len(d)) + k + d + struct.pack(">I", zlib.crc32(k + d)) for k, d in chunks)
+    body = b"".join(
+        struct.pack(">I", len(d)) + k + d + struct.pack(">I", zlib.crc32(k + d)) for k, d in chunks
+    )
     return b"\x89PNG\r\n\x1a\n" + body
 
 
@@ -37,7 +39,8 @@ class State(msgspec.Struct, frozen=True):
 
 
 class Colours(Environment):
-    """Every text is a move. Its length picks the next colours; an even sum of the lengths' remainders wins."""
+    """Every text is a move. Its length picks the next colours; an even sum of the lengths'
+    remainders wins."""
 
     name = "colours"
     pictures = True

@@ -32,10 +32,11 @@ def make(
     ended: bool = True,
     shard: Shard = Shard(),
 ) -> Path:
-    """Write a run with an update and a tree of two candidates per reward, in which generation took one second and the learner a quarter of one.
+    """Write a run with an update and a tree of two candidates per reward, in which generation took
+    one second and the learner a quarter of one.
 
-    exact: the held-out exact match by version. text: of the candidates. scores: whether the candidates have any. ended: with a summary. shard: whose
-    ids the trees get.
+    exact: the held-out exact match by version. text: of the candidates. scores: whether the
+    candidates have any. ended: with a summary. shard: whose ids the trees get.
     """
     folder.mkdir(parents=True)
     (folder / "config.json").write_bytes(saved(load(DEFAULT_CONFIG, list(changes))))
@@ -71,7 +72,13 @@ def make(
         }
         tokens = {"watch/staleness_0/tokens": 30.0, "watch/staleness_1/tokens": 10.0} if i else {}
         metrics.record(
-            i + 1, {**values, **tokens, "learner/entropy": 0.5, **({"score/reward": reward} if scores else {})}
+            i + 1,
+            {
+                **values,
+                **tokens,
+                "learner/entropy": 0.5,
+                **({"score/reward": reward} if scores else {}),
+            },
         )
     for version, mean in exact.items():
         name = "start" if version == 0 else f"v{version}"
@@ -79,21 +86,40 @@ def make(
         journal.save_evaluation(version, name, msgspec.to_builtins(held))
     if ended:
         training = Training(
-            (0), len(rewards), False, 3.0, {"updates": 1.0, "waiting for trees": 2.0}, {"actors": 0.5}, 0.5, 0.25
+            (0),
+            len(rewards),
+            False,
+            3.0,
+            {"updates": 1.0, "waiting for trees": 2.0},
+            {"actors": 0.5},
+            0.5,
+            0.25,
         )
         report.write(
-            folder, journal, {"random_answer": 0.125}, Counter(), Counter(), {"set-up": 1.0, "updates": 3.0}, training
+            folder,
+            journal,
+            {"random_answer": 0.125},
+            Counter(),
+            Counter(),
+            {"set-up": 1.0, "updates": 3.0},
+            training,
         )
     journal.close()
     metrics.close()
     return folder
 
 
-def _grow(journal: Journal, number: int, version: int, reward: float, text: str, scores: bool) -> None:
+def _grow(
+    journal: Journal, number: int, version: int, reward: float, text: str, scores: bool
+) -> None:
     tree = Tree(number, f"task{number}")
-    root = tree.add(None, "prompt", np.array([1, 2], np.int32), f"What is the capital of country {number}?")
+    root = tree.add(
+        None, "prompt", np.array([1, 2], np.int32), f"What is the capital of country {number}?"
+    )
     for sign in (1, -1):
-        known = {"reward": sign * reward, "outcome": float(sign > 0), "valid": 1.0} if scores else {}
+        known = (
+            {"reward": sign * reward, "outcome": float(sign > 0), "valid": 1.0} if scores else {}
+        )
         node = tree.add(
             root,
             "action",

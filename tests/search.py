@@ -1,4 +1,5 @@
-"""Searches for whole runs with an untrained policy, named "tests.search:AnySearch" or ":CoinSearch" in data.environment, and a judge of theirs."""
+"""Searches for whole runs with an untrained policy, named "tests.search:AnySearch" or ":CoinSearch"
+in data.environment, and a judge of theirs."""
 
 import zlib
 
@@ -11,7 +12,8 @@ SEARCHES = 2
 
 
 class AnySearch(SearchQA):
-    """Every text asks the question itself of the retriever, and from the third turn on is an answer: a random policy writes neither."""
+    """Every text asks the question itself of the retriever, and from the third turn on is an
+    answer: a random policy writes neither."""
 
     def read(self, state: State, text: str) -> Action:
         """Always valid."""
@@ -21,13 +23,15 @@ class AnySearch(SearchQA):
 
 
 class CoinSearch(AnySearch):
-    """As AnySearch, judged by Coin, so that trees have right and wrong answers and every method something to learn."""
+    """As AnySearch, judged by Coin, so that trees have right and wrong answers and every method
+    something to learn."""
 
     outcome_judge = "coin"
 
 
 class Coin(RuleJudge):
-    """Right are the answers whose checksum is even: about half of a random policy's. Columns: outcome and f1."""
+    """Right are the answers whose checksum is even: about half of a random policy's. Columns:
+    outcome and f1."""
 
     name = "coin"
     columns = ("outcome", "f1")

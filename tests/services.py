@@ -67,7 +67,9 @@ class Bench:
     async def work(self, name: str, handlers: dict[str, Handler], capacity: int = 4) -> Service:
         """Start a worker and wait until it is ready."""
         service = Service(name, handlers, capacity)
-        self.tasks[name] = asyncio.create_task(service.run(self.dispatcher.endpoint, self.keys, signals=False))
+        self.tasks[name] = asyncio.create_task(
+            service.run(self.dispatcher.endpoint, self.keys, signals=False)
+        )
         async with asyncio.timeout(10):
             while name not in {w.name for w in self.dispatcher.workers()}:
                 await asyncio.sleep(0.001)

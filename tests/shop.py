@@ -7,7 +7,8 @@ from actors.environments.webshop.environment import State, WebShop
 
 
 class AnyText(WebShop):
-    """A shop in which every text is an action: its checksum picks one of the page's, and most often one towards the goal's own product."""
+    """A shop in which every text is an action: its checksum picks one of the page's, and most often
+    one towards the goal's own product."""
 
     def read(self, state: State, text: str) -> Action:
         """Always valid."""
@@ -15,7 +16,9 @@ class AnyText(WebShop):
         names = list(self.shop.clickables(state.place))
         if state.place.page == "search":
             return Action("search", text, query=goal.product.name.lower())
-        towards = [name for name in names if name in (goal.product.asin.lower(), *goal.values, "buy now")]
+        towards = [
+            name for name in names if name in (goal.product.asin.lower(), *goal.values, "buy now")
+        ]
         pick = (towards if towards and checksum % 4 else names)[
             checksum // 4 % len(towards if towards and checksum % 4 else names)
         ]

@@ -1,4 +1,5 @@
-"""A terminal for tests: a command runs on a pseudo-terminal of a real size, and what a user sees is worked out from the codes that it wrote."""
+"""A terminal for tests: a command runs on a pseudo-terminal of a real size, and what a user sees is
+worked out from the codes that it wrote."""
 
 import fcntl
 import os
@@ -16,9 +17,17 @@ def output(command: Sequence[str], lines: int, columns: int, **environment: str)
     """Run ``command`` on a terminal of this size and return all that it wrote there."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
-    inherited = {key: value for key, value in os.environ.items() if key not in ("COLUMNS", "LINES", "NO_COLOR")}
+    inherited = {
+        key: value
+        for key, value in os.environ.items()
+        if key not in ("COLUMNS", "LINES", "NO_COLOR")
+    }
     process = subprocess.Popen(
-        command, stdin=theirs, stdout=theirs, stderr=theirs, env=inherited | {"TERM": "xterm"} | environment
+        command,
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        env=inherited | {"TERM": "xterm"} | environment,
     )
     os.close(theirs)
     written = b""
@@ -36,7 +45,8 @@ def output(command: Sequence[str], lines: int, columns: int, **environment: str)
 
 
 def seen(written: str, lines: int, columns: int) -> list[str]:
-    """What the terminal and its scroll-back hold, from the codes for up, down, clear to the end of the line, and colours."""
+    """What the terminal and its scroll-back hold, from the codes for up, down, clear to the end of
+    the line, and colours."""
     rows, row, column = [""], 0, 0
     for token in _TOKEN.findall(written):
         if token == "\r":

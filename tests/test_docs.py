@@ -1,4 +1,5 @@
-"""What documents and code point at exists: sections of docs/methods.md, and files that a document links to."""
+"""What documents and code point at exists: sections of docs/methods.md, and files that a document
+links to."""
 
 import re
 from pathlib import Path
@@ -11,18 +12,31 @@ SECTIONS = set(re.findall(r"^##+ (\d(?:\.\d)?)\.? ", METHODS, re.MULTILINE))
 ROWS = set(re.findall(r"^\| (\d+) \|", METHODS.split("## 6. ")[1], re.MULTILINE))
 SOURCES = sorted(
     path
-    for folder in ("wire", "scheduler", "learner", "actors", "judges", "tools", "configs", "tests", "docs")
+    for folder in (
+        "wire",
+        "scheduler",
+        "learner",
+        "actors",
+        "judges",
+        "tools",
+        "configs",
+        "tests",
+        "docs",
+    )
     for path in (ROOT / folder).rglob("*")
     if path.suffix in (".py", ".toml", ".md", "") and path.is_file() and "corpus" not in path.parts
 )
 DOCUMENTS = [*ROOT.glob("*.md"), *(path for path in SOURCES if path.suffix == ".md")]
 
 _SECTION = r"(\d(?:\.\d+)?)(?![\d.]*\d)"
-_CITED = re.compile(rf"methods\.md[`)]? {_SECTION}((?:(?:, | and | to |; ){_SECTION})*)(?:, row (\d+))?")
+_CITED = re.compile(
+    rf"methods\.md[`)]? {_SECTION}((?:(?:, | and | to |; ){_SECTION})*)(?:, row (\d+))?"
+)
 
 
 def citations(text: str) -> list[tuple[str, str]]:
-    """Pairs of a cited section and a cited row ("" for none): "methods.md 1.1, 1.3" are two, "methods.md 6, row 3" is one."""
+    """Pairs of a cited section and a cited row ("" for none): "methods.md 1.1, 1.3" are two,
+    "methods.md 6, row 3" is one."""
     pairs = []
     for first, more, _, row in _CITED.findall(text):
         pairs += [(first, row), *((section, "") for section in re.findall(_SECTION, more))]
@@ -45,7 +59,10 @@ def test_citations_are_read_as_they_are_written(text: str, expected: list[tuple[
 
 def test_every_cited_section_and_row_of_methods_md_exists() -> None:
     cited = {
-        (path.relative_to(ROOT), *c) for path in SOURCES if path != Path(__file__) for c in citations(path.read_text())
+        (path.relative_to(ROOT), *c)
+        for path in SOURCES
+        if path != Path(__file__)
+        for c in citations(path.read_text())
     }
     assert len(cited) > 100, "the citations were not found"
     assert {"0", "1.8", "2.5", "3.6", "4.6", "7"} <= SECTIONS

@@ -19,8 +19,18 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 
 
-FLOORS = ("defaults", "launching", "evaluating", "finetuning", "inspecting", "planning", "research", "documentation")
-"""The folders of tools/, from the ground up: a folder imports only those before it, at any depth of its functions."""
+FLOORS = (
+    "defaults",
+    "launching",
+    "evaluating",
+    "finetuning",
+    "inspecting",
+    "planning",
+    "research",
+    "documentation",
+)
+"""The folders of tools/, from the ground up: a folder imports only those before it, at any depth of
+its functions."""
 
 
 def modules(room: str) -> list[Path]:
@@ -42,7 +52,9 @@ def test_a_room_imports_only_what_stands_below_it(room: str) -> None:
     for path in modules(room):
         for name in imports(path):
             if name.split(".")[0] in ROOMS - {room}:
-                assert any(f"{name}.".startswith(f"{allowed}.") for allowed in MAY_IMPORT[room]), f"{path}: {name}"
+                assert any(f"{name}.".startswith(f"{allowed}.") for allowed in MAY_IMPORT[room]), (
+                    f"{path}: {name}"
+                )
 
 
 def test_no_arrow_between_folders_of_tools_runs_back_up() -> None:
@@ -51,13 +63,22 @@ def test_no_arrow_between_folders_of_tools_runs_back_up() -> None:
     for place, folder in enumerate(FLOORS):
         for path in modules(f"tools/{folder}"):
             above = {name for name in imports(path) if name.split(".")[:1] == ["tools"]}
-            assert not {name.split(".")[1] for name in above} & set(FLOORS[place + 1 :]), f"{path}: {sorted(above)}"
+            assert not {name.split(".")[1] for name in above} & set(FLOORS[place + 1 :]), (
+                f"{path}: {sorted(above)}"
+            )
 
 
 def test_no_files_import_each_other_in_a_circle() -> None:
-    paths = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for room in ROOMS for path in modules(room)}
+    paths = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts): path
+        for room in ROOMS
+        for path in modules(room)
+    }
     paths = {name.removesuffix(".__init__"): path for name, path in paths.items()}
-    arrows = {name: {target for target in imported(path, paths) if target != name} for name, path in paths.items()}
+    arrows = {
+        name: {target for target in imported(path, paths) if target != name}
+        for name, path in paths.items()
+    }
     while leaves := {name for name, targets in arrows.items() if not targets & set(arrows)}:
         for name in leaves:
             del arrows[name]
@@ -65,7 +86,8 @@ def test_no_files_import_each_other_in_a_circle() -> None:
 
 
 def imported(path: Path, paths: dict[str, Path]) -> set[str]:
-    """The files of the project that ``path`` imports; "from package import name" means package.name where that is a file."""
+    """The files of the project that ``path`` imports; "from package import name" means package.name
+    where that is a file."""
     found = {name if name in paths else name.rpartition(".")[0] for name in imports(path)}
     return found & set(paths)
 
@@ -75,7 +97,9 @@ def test_reading_a_config_imports_nothing_that_computes() -> None:
         "import sys; from tools.launching.config import DEFAULT_CONFIG, load; load(DEFAULT_CONFIG, []);"
         " sys.exit(str(sorted({'torch', 'faiss', 'peft', 'transformers'} & set(sys.modules))))"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, check=False, capture_output=True, text=True
+    )
     assert done.stderr.strip() == "[]"
 
 
@@ -95,11 +119,18 @@ def test_nothing_is_pickled_and_no_model_text_is_evaluated() -> None:
             assert not {name.split(".")[0] for name in imports(path)} & banned, path
             for node in ast.walk(ast.parse(path.read_text())):
                 if isinstance(node, ast.Call):
-                    name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+                    name = (
+                        node.func.attr
+                        if isinstance(node.func, ast.Attribute)
+                        else getattr(node.func, "id", "")
+                    )
                     owner = getattr(getattr(node.func, "value", None), "id", "")
-                    plain_eval = name == "eval" and isinstance(node.func, ast.Attribute)  # torch.nn.Module.eval()
+                    # torch.nn.Module.eval()
+                    plain_eval = name == "eval" and isinstance(node.func, ast.Attribute)
                     assert name not in calls or plain_eval, f"{path}:{node.lineno} {name}"
-                    assert (owner, name) not in {("torch", "load"), ("torch", "save")}, f"{path}:{node.lineno}"
+                    assert (owner, name) not in {("torch", "load"), ("torch", "save")}, (
+                        f"{path}:{node.lineno}"
+                    )
 
 
 def test_the_scheduler_never_imports_torch() -> None:

@@ -1,4 +1,5 @@
-"""A secret stays where it belongs: in the environment of the process that needs it, and a path in a message inside the run."""
+"""A secret stays where it belongs: in the environment of the process that needs it, and a path in a
+message inside the run."""
 
 import asyncio
 import subprocess
@@ -27,18 +28,27 @@ JUDGED = [
 
 
 def plan(run: Path) -> list[Process]:
-    return processes.make(config.load(config.DEFAULT_CONFIG, JUDGED), Assets("MODEL", "TRAIN", "HELDOUT", "INDEX"), run)
+    return processes.make(
+        config.load(config.DEFAULT_CONFIG, JUDGED),
+        Assets("MODEL", "TRAIN", "HELDOUT", "INDEX"),
+        run,
+    )
 
 
 def holding(folder: Path) -> list[Path]:
-    return [path for path in folder.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()]
+    return [
+        path
+        for path in folder.rglob("*")
+        if path.is_file() and SECRET.encode() in path.read_bytes()
+    ]
 
 
 @pytest.mark.slow
 def test_no_file_of_a_run_and_no_command_line_holds_a_secret_and_only_the_judges_get_its_variable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The plan and the process files of a real config; each process of the plan is started with its real environment, to tell it."""
+    """The plan and the process files of a real config; each process of the plan is started with its
+    real environment, to tell it."""
     monkeypatch.setenv("PLANTED_KEY", SECRET)
     (tmp_path / "logs").mkdir()
     made = plan(tmp_path)
@@ -48,7 +58,10 @@ def test_no_file_of_a_run_and_no_command_line_holds_a_secret_and_only_the_judges
     for spec in made:
         child = Child(spec, tmp_path)
         process = psutil.Process(child.process.pid)
-        seen[spec.name] = (SECRET in process.environ().values(), any(SECRET in word for word in process.cmdline()))
+        seen[spec.name] = (
+            SECRET in process.environ().values(),
+            any(SECRET in word for word in process.cmdline()),
+        )
         child.process.kill()
         child.process.wait()
     assert [name for name, (in_environment, _) in seen.items() if in_environment] == ["judges"]
@@ -57,10 +70,13 @@ def test_no_file_of_a_run_and_no_command_line_holds_a_secret_and_only_the_judges
 
 
 class _Waiting(subprocess.Popen):  # pyright: ignore[reportMissingTypeArgument]
-    """The same command line and environment, but the interpreter waits for its input instead of loading a model."""
+    """The same command line and environment, but the interpreter waits for its input instead of
+    loading a model."""
 
     def __init__(self, command: list[str], **given: object):
-        super().__init__([command[0], "-c", "input()", *command[1:]], stdin=subprocess.PIPE, **given)  # pyright: ignore
+        super().__init__(
+            [command[0], "-c", "input()", *command[1:]], stdin=subprocess.PIPE, **given
+        )  # pyright: ignore
 
 
 def test_a_plain_key_is_no_setting_anywhere() -> None:
@@ -73,7 +89,9 @@ def test_a_plain_key_is_no_setting_anywhere() -> None:
 
 
 def test_the_variables_that_hold_keys_are_found_at_any_depth() -> None:
-    read = tomllib.loads('a = [{ api_key_env = "X" }]\n[b.c]\napi_key_env = "Y"\n[d]\napi_key_env = ""')
+    read = tomllib.loads(
+        'a = [{ api_key_env = "X" }]\n[b.c]\napi_key_env = "Y"\n[d]\napi_key_env = ""'
+    )
     assert key_variables(read) == {"X", "Y"}
 
 
@@ -81,13 +99,21 @@ async def test_no_error_of_a_client_holds_its_key(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("PLANTED_KEY", SECRET)
 
     async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        sent = await reader.readuntil(b"\r\n\r\n")  # the server gives back all that it was sent, the key included
-        writer.write(b"HTTP/1.1 401 no\r\nContent-Length: %d\r\nConnection: close\r\n\r\n%s" % (len(sent), sent))
+        # the server gives back all that it was sent, the key included
+        sent = await reader.readuntil(b"\r\n\r\n")
+        writer.write(
+            b"HTTP/1.1 401 no\r\nContent-Length: %d\r\nConnection: close\r\n\r\n%s"
+            % (len(sent), sent)
+        )
         await writer.drain()
         writer.close()
 
     server = await asyncio.start_server(echo, "127.0.0.1", 0)
-    client = JsonClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", api_key_env="PLANTED_KEY", attempts=1)
+    client = JsonClient(
+        f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}",
+        api_key_env="PLANTED_KEY",
+        attempts=1,
+    )
     await client.start()
     try:
         with pytest.raises(InfrastructureFault) as error:
@@ -115,7 +141,9 @@ def test_a_path_in_a_message_cannot_leave_the_run_folder(tmp_path: Path) -> None
             inside(run, path)
 
 
-def test_the_keys_of_trackers_are_withheld_from_all_but_the_scheduler_which_starts_them(tmp_path: Path) -> None:
+def test_the_keys_of_trackers_are_withheld_from_all_but_the_scheduler_which_starts_them(
+    tmp_path: Path,
+) -> None:
     for spec in plan(tmp_path):
         assert ("WANDB_API_KEY" in spec.withheld) == (spec.name != "scheduler")
 

@@ -1,4 +1,5 @@
-"""What could run a stranger's code or open a port stands nowhere in the product, except where a reason is given here."""
+"""What could run a stranger's code or open a port stands nowhere in the product, except where a
+reason is given here."""
 
 import ast
 from collections.abc import Iterator
@@ -15,7 +16,17 @@ ALLOWED = {
     ("actors/engines/sglang_inside.py", "multiprocessing"): "the children that SGLang starts are ended by their handles",
     ("wire/apart.py", "multiprocessing"): "a pipe between a process and its own child",
 }  # fmt: skip
-MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve", "multiprocessing", "telnetlib"}
+MODULES = {
+    "pickle",
+    "cPickle",
+    "dill",
+    "cloudpickle",
+    "joblib",
+    "marshal",
+    "shelve",
+    "multiprocessing",
+    "telnetlib",
+}
 NAMES = {
     *("eval", "exec", "compile", "__import__", "ForkingPickler", "TCPStore", "broadcast_object_list", "all_gather_object"),
     *("gather_object", "scatter_object_list", "send_object_list", "init_rpc", "os.system", "os.popen", "torch.load", "yaml.load"),
@@ -30,7 +41,8 @@ def dotted(node: ast.AST) -> str:
 
 
 def dangers(tree: ast.AST) -> Iterator[str]:
-    """What a file uses of the above: an import, a name, or an argument that is not plainly False (True for weights_only)."""
+    """What a file uses of the above: an import, a name, or an argument that is not plainly False
+    (True for weights_only)."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from {alias.name.split(".")[0] for alias in node.names} & MODULES
@@ -39,9 +51,10 @@ def dangers(tree: ast.AST) -> Iterator[str]:
             yield from {alias.name for alias in node.names} & NAMES
         elif isinstance(node, ast.Call):
             name = dotted(node.func)
-            yield from {name, name.rpartition(".")[2] if name not in ("re.compile", "torch.compile") else ""} & (
-                NAMES - {"eval", "exec", "compile"} | ({name} & NAMES)
-            )
+            yield from {
+                name,
+                name.rpartition(".")[2] if name not in ("re.compile", "torch.compile") else "",
+            } & (NAMES - {"eval", "exec", "compile"} | ({name} & NAMES))
             for keyword in node.keywords:
                 safe = keyword.arg == "weights_only"
                 if keyword.arg in KEYWORDS and not (
@@ -54,7 +67,11 @@ def used() -> set[tuple[str, str]]:
     files = [path for room in ("actors", "judges", "learner", "scheduler", "tools", "wire") for path in (ROOT / room).rglob("*")
              if path.is_file() and (path.suffix == ".py" or (not path.suffix and path.read_bytes()[:2] == b"#!"))]  # fmt: skip
     assert len(files) > 200
-    return {(str(path.relative_to(ROOT)), danger) for path in files for danger in dangers(ast.parse(path.read_text()))}
+    return {
+        (str(path.relative_to(ROOT)), danger)
+        for path in files
+        for danger in dangers(ast.parse(path.read_text()))
+    }
 
 
 @pytest.mark.slow

@@ -1,4 +1,5 @@
-"""Every strategy runs in every environment, and every scheme trains on what they emit together: real rules and oracles, random actions."""
+"""Every strategy runs in every environment, and every scheme trains on what they emit together:
+real rules and oracles, random actions."""
 
 import inspect
 import random
@@ -78,11 +79,20 @@ def _cells(rng: random.Random, *ranges: int) -> str:
 
 
 def worlds() -> dict[str, World]:
-    def game(name: str, judge: Judge, act: Callable[[random.Random, str], str], **options: Any) -> World:
+    def game(
+        name: str, judge: Judge, act: Callable[[random.Random, str], str], **options: Any
+    ) -> World:
         return World(registry.load(name, options), {"judge.own": judge}, act)
 
     def searching(rng: random.Random, prompt: str) -> str:
-        act = rng.choice(["<search> capital </search>", "<answer> Sofia </answer>", "<answer> Rome </answer>", "?"])
+        act = rng.choice(
+            [
+                "<search> capital </search>",
+                "<answer> Sofia </answer>",
+                "<answer> Rome </answer>",
+                "?",
+            ]
+        )
         return f"<think> t </think> {act}"
 
     def shopping(rng: random.Random, prompt: str) -> str:
@@ -90,12 +100,18 @@ def worlds() -> dict[str, World]:
         return f"<action>{rng.choice(actions).replace('<your query>', 'shirt')}</action>"
 
     def talking(rng: random.Random, prompt: str) -> str:
-        return rng.choice(["?", *(f'{{"action_type": "speak", "argument": "{n} percent"}}' for n in (8, 9))])
+        return rng.choice(
+            ["?", *(f'{{"action_type": "speak", "argument": "{n} percent"}}' for n in (8, 9))]
+        )
 
-    question = Task("q", "What is the capital of Bulgaria?", ["Sofia"], ["Bulgaria\nCapital: Sofia"])
+    question = Task(
+        "q", "What is the capital of Bulgaria?", ["Sofia"], ["Bulgaria\nCapital: Sofia"]
+    )
     judges: dict[str, Judge] = {"judge.own": SlateRules(), "judge.exact_match": ExactMatch()}
     return {
-        "search_qa": World(registry.load("search_qa", {"prompt": "short", "topk": 1}), judges, searching, question),
+        "search_qa": World(
+            registry.load("search_qa", {"prompt": "short", "topk": 1}), judges, searching, question
+        ),
         "tictactoe": game(
             "tictactoe",
             TicTacToeOracle(kind="minimax"),
@@ -103,12 +119,18 @@ def worlds() -> dict[str, World]:
             opponents={"random": 1.0},
         ),
         "sudoku": game(
-            "sudoku", SudokuOracle(), lambda rng, _: f"<action>{_cells(rng, 4, 4, 4)}</action>", size=4, blanks=4
+            "sudoku",
+            SudokuOracle(),
+            lambda rng, _: f"<action>{_cells(rng, 4, 4, 4)}</action>",
+            size=4,
+            blanks=4,
         ),
         "sokoban": game(
             "sokoban",
             SokobanOracle(),
-            lambda rng, _: f"<action>{rng.choice(['up', 'down', 'left', 'right', 'jump'])}</action>",
+            lambda rng, _: (
+                f"<action>{rng.choice(['up', 'down', 'left', 'right', 'jump'])}</action>"
+            ),
             horizon=4,
         ),
         "webshop": game("webshop", WebShopOracle(), shopping, think="optional", horizon=4),
@@ -118,7 +140,9 @@ def worlds() -> dict[str, World]:
             talking,
         ),
         "minesweeper": game(
-            "minesweeper", MinesweeperOracle(), lambda rng, _: f"<action>reveal {_cells(rng, 5, 5)}</action>"
+            "minesweeper",
+            MinesweeperOracle(),
+            lambda rng, _: f"<action>reveal {_cells(rng, 5, 5)}</action>",
         ),
     }
 
@@ -127,7 +151,8 @@ WORLDS = worlds()
 
 
 class Services:
-    """A dispatcher with the world's real judges, one passage for every query, and an engine that acts at random."""
+    """A dispatcher with the world's real judges, one passage for every query, and an engine that
+    acts at random."""
 
     def __init__(self, text: Text, world: World):
         self.text, self.world, self.rng = text, world, random.Random(1)
@@ -143,13 +168,21 @@ class Services:
     def _generate(self, request: GenerateRequest) -> GenerateResult:
         prompt = self.text.decode(request.tokens)
         tokens = [self.text.encode(self.world.act(self.rng, prompt)) for _ in range(request.n)]
-        samples = [Sample(t, np.full(len(t), -1, np.float32), np.zeros(len(t), np.int32), "stop") for t in tokens]
+        samples = [
+            Sample(t, np.full(len(t), -1, np.float32), np.zeros(len(t), np.int32), "stop")
+            for t in tokens
+        ]
         return GenerateResult(samples, len(request.tokens), 0)
 
 
 def trainable(turns: table.TurnTable) -> list[str]:
-    """The schemes that find their columns and groups in ``turns``, each with random values of the learner's models."""
-    return [name for name in schemes.names() if schemes.load(name, {}).needs.columns <= set(turns.scores)]
+    """The schemes that find their columns and groups in ``turns``, each with random values of the
+    learner's models."""
+    return [
+        name
+        for name in schemes.names()
+        if schemes.load(name, {}).needs.columns <= set(turns.scores)
+    ]
 
 
 @pytest.mark.slow
@@ -164,7 +197,9 @@ async def test_every_strategy_in_every_world_gives_groups_that_schemes_train_on(
     if loaded.gives.needs_outcome_judge and not world.environment.outcome_judge:
         pytest.skip("the strategy asks the judge of the outcome")
     groups = await grown(tmp_path, llama, world, strategies.load(strategy, options), trees=2)
-    turns, _ = table.build(groups, {(group.tree, node.id): node for group in groups for node in group.nodes})
+    turns, _ = table.build(
+        groups, {(group.tree, node.id): node for group in groups for node in group.nodes}
+    )
     trained = trainable(turns)
     gives = strategies.load(strategy, options).gives
     fitting = [one for one in trained if not mismatch(schemes.load(one, {}).needs, gives)]
@@ -177,19 +212,26 @@ async def test_every_strategy_in_every_world_gives_groups_that_schemes_train_on(
         assert len(estimate.advantages) == turns.tokens.sum(), one
 
 
-async def grown(tmp_path: Path, llama: Path, world: World, strategy: Any, trees: int) -> list[TrainGroup]:
+async def grown(
+    tmp_path: Path, llama: Path, world: World, strategy: Any, trees: int
+) -> list[TrainGroup]:
     """Grow several trees to their ends. Every tree is read from the journal, as after a restart."""
     text, journal, groups = Text(str(llama)), Journal(tmp_path / "journal"), list[TrainGroup]()
     judge = "pprm" if strategy.name == "ppr" else "own"
     settings = SchedulerConfig(judge=judge, budget=BUDGET, max_action_tokens=40)
-    services: Any = Services(text, msgspec.structs.replace(world, judges=world.judges | {"judge.pprm": PprmRules()}))
+    services: Any = Services(
+        text, msgspec.structs.replace(world, judges=world.judges | {"judge.pprm": PprmRules()})
+    )
 
     def emit(tree: Tree, turns: list[Turn]) -> None:
         journal.save_group(tree, len(groups), turns)
         nodes = journal.tree(next(row for row in journal.trees() if row.id == tree.id)).nodes
         groups.append(
             TrainGroup(
-                len(groups), tree.id, [node.travels(journal.pictures(node.tokens)) for node in nodes.values()], turns
+                len(groups),
+                tree.id,
+                [node.travels(journal.pictures(node.tokens)) for node in nodes.values()],
+                turns,
             )
         )
 

@@ -47,7 +47,11 @@ def config(kind: str, **shape: Any) -> Any:
     if kind == "gemma3":
         types = ["sliding_attention", "full_attention"]
         return Gemma3TextConfig(
-            **(_SHAPE | shape), head_dim=16, sliding_window=6, layer_types=types, query_pre_attn_scalar=16
+            **(_SHAPE | shape),
+            head_dim=16,
+            sliding_window=6,
+            layer_types=types,
+            query_pre_attn_scalar=16,
         )
     made = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}[kind]
     extra = {"head_dim": 8} if kind == "qwen3" else {}
@@ -57,29 +61,47 @@ def config(kind: str, **shape: Any) -> Any:
 def save(folder: Path, kind: str = "llama", seed: int = 0, **shape: Any) -> Path:
     """A model folder with weights, tokenizer and chat template."""
     torch.manual_seed(seed)
-    AutoModelForCausalLM.from_config(config(kind, **shape), dtype=torch.float32).save_pretrained(folder)
+    AutoModelForCausalLM.from_config(config(kind, **shape), dtype=torch.float32).save_pretrained(
+        folder
+    )
     _save_words(folder, [], TEMPLATE)
     return folder
 
 
 def save_vision(folder: Path, kind: str = "qwen2_5_vl", seed: int = 0) -> Path:
-    """A folder of a tiny model that reads pictures: a picture of 28 x 28 pixels is a token, a picture has 4 to 16 of them."""
+    """A folder of a tiny model that reads pictures: a picture of 28 x 28 pixels is a token, a
+    picture has 4 to 16 of them."""
     torch.manual_seed(seed)
     text = {**_SHAPE, "vocab_size": 264, "hidden_size": 64}
-    text["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+    text["rope_parameters"] = {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "mrope_section": [2, 3, 3],
+    }
     eyes: dict[str, Any] = {"depth": 2, "num_heads": 4, "initializer_range": 0.2}
     if kind == "qwen2_5_vl":
-        eyes |= {"hidden_size": 32, "intermediate_size": 48, "out_hidden_size": 64, "fullatt_block_indexes": [1]}
+        eyes |= {
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "out_hidden_size": 64,
+            "fullatt_block_indexes": [1],
+        }
     else:
         eyes |= {"embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2}
-    special = dict(zip(("vision_start", "vision_end", "image", "video"), range(260, 264), strict=True))
+    special = dict(
+        zip(("vision_start", "vision_end", "image", "video"), range(260, 264), strict=True)
+    )
     ids = {f"{name}_token_id": token for name, token in special.items()}
     makers = {"qwen2_vl": Qwen2VLConfig, "qwen2_5_vl": Qwen2_5_VLConfig}
     settings = makers[kind](text_config=text, vision_config=eyes, tie_word_embeddings=True, **ids)
     model = AutoModelForImageTextToText.from_config(settings, dtype=torch.float32)
     model.save_pretrained(folder)
-    Qwen2VLImageProcessorPil(size={"shortest_edge": 56 * 56, "longest_edge": 112 * 112}).save_pretrained(folder)
-    _save_words(folder, ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"], PICTURES)
+    Qwen2VLImageProcessorPil(
+        size={"shortest_edge": 56 * 56, "longest_edge": 112 * 112}
+    ).save_pretrained(folder)
+    _save_words(
+        folder, ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"], PICTURES
+    )
     return folder
 
 
@@ -90,6 +112,8 @@ def _save_words(folder: Path, more: list[str], template: str) -> None:
     core.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore
     core.decoder = tokenizers.decoders.ByteLevel()  # pyright: ignore
     core.add_special_tokens(["<s>", "</s>", "<pad>", "<unk>", *more])
-    made = PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=core, bos_token="<s>", eos_token="</s>", pad_token="<pad>"
+    )
     made.chat_template = template
     made.save_pretrained(folder)

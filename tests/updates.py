@@ -13,7 +13,9 @@ from learner.trainer import Batch, Trainer
 from wire.messages import TrainGroup, TreeNode, Turn
 
 
-def groups(seed: int, trees: int = 3, k: int = 3) -> tuple[list[TrainGroup], list[tuple[int, TreeNode]]]:
+def groups(
+    seed: int, trees: int = 3, k: int = 3
+) -> tuple[list[TrainGroup], list[tuple[int, TreeNode]]]:
     """Random SLATE groups: one step a tree."""
     rng = np.random.default_rng(seed)
     made, nodes = [], []
@@ -24,7 +26,11 @@ def groups(seed: int, trees: int = 3, k: int = 3) -> tuple[list[TrainGroup], lis
             n = int(rng.integers(2, 6))
             tokens = rng.integers(0, 256, n).astype(np.int32)
             logprobs = np.full(n, -5.5, np.float32)
-            own.append(TreeNode(i + 1, 0, "action", tokens, logprobs, np.zeros(n, np.int32), np.ones(n, bool)))
+            own.append(
+                TreeNode(
+                    i + 1, 0, "action", tokens, logprobs, np.zeros(n, np.int32), np.ones(n, bool)
+                )
+            )
         turns = [Turn(i + 1, i, 1, {"reward": float(rng.integers(-2, 3))}) for i in range(k)]
         made.append(TrainGroup(seed * 100 + tree, seed * 10 + tree, own, turns))
         nodes += [(seed * 10 + tree, node) for node in own]
@@ -38,20 +44,32 @@ def batch(seed: int, version: int) -> Batch:
 
 
 def few(*sampled: list[bool]) -> Batch:
-    """One question whose candidates have these tokens: True where the policy sampled one, False where it was forced."""
+    """One question whose candidates have these tokens: True where the policy sampled one, False
+    where it was forced."""
     own = [TreeNode(0, -1, "prompt", np.arange(6, dtype=np.int32))]
     for i, mask in enumerate(sampled):
         n = len(mask)
-        tokens, logprobs = np.arange(20 + 9 * i, 20 + 9 * i + n, dtype=np.int32), np.full(n, -5.5, np.float32)
-        own.append(TreeNode(i + 1, 0, "action", tokens, logprobs, np.zeros(n, np.int32), np.array(mask, bool)))
+        tokens, logprobs = (
+            np.arange(20 + 9 * i, 20 + 9 * i + n, dtype=np.int32),
+            np.full(n, -5.5, np.float32),
+        )
+        own.append(
+            TreeNode(
+                i + 1, 0, "action", tokens, logprobs, np.zeros(n, np.int32), np.array(mask, bool)
+            )
+        )
     turns = [Turn(i + 1, i, 1, {"reward": float(i + 1)}) for i in range(len(sampled))]
     return Batch(0, 1, [TrainGroup(1, 1, own, turns)], [(1, node) for node in own])
 
 
-def episodes(seed: int, version: int, trees: int = 3, k: int = 3, turns: int = 2, fresh: bool = False) -> Batch:
-    """Whole trajectories with an outcome at the end, step rewards, judge scores and Monte Carlo values; uneven lengths.
+def episodes(
+    seed: int, version: int, trees: int = 3, k: int = 3, turns: int = 2, fresh: bool = False
+) -> Batch:
+    """Whole trajectories with an outcome at the end, step rewards, judge scores and Monte Carlo
+    values; uneven lengths.
 
-    Observations are appended to one growing text; or, fresh, each turn has a prompt of its own below the root, as in the games.
+    Observations are appended to one growing text; or, fresh, each turn has a prompt of its own
+    below the root, as in the games.
     """
     rng = np.random.default_rng(seed)
     made, nodes = [], []
@@ -61,17 +79,47 @@ def episodes(seed: int, version: int, trees: int = 3, k: int = 3, turns: int = 2
             parent, length = 0, int(rng.integers(1, turns + 1))
             for turn in range(1, length + 1):
                 if fresh:
-                    own.append(TreeNode(len(own), 0, "prompt", np.array([7, tree % 7, turn, trajectory % 2], np.int32)))
+                    own.append(
+                        TreeNode(
+                            len(own),
+                            0,
+                            "prompt",
+                            np.array([7, tree % 7, turn, trajectory % 2], np.int32),
+                        )
+                    )
                     parent = len(own) - 1
                 n, last = int(rng.integers(2, 6)), turn == length
-                tokens, logprobs = rng.integers(0, 256, n).astype(np.int32), rng.normal(-5.5, 0.3, n).astype(np.float32)
-                node = TreeNode(len(own), parent, "action", tokens, logprobs, np.zeros(n, np.int32), np.ones(n, bool))
-                scores = {"reward": float(rng.integers(-2, 3)), "mc_value": float(rng.random()), "valid": 1.0}
-                scores |= {"outcome": float((trajectory + tree) % 2)} if last else {"process": float(rng.random())}
+                tokens, logprobs = (
+                    rng.integers(0, 256, n).astype(np.int32),
+                    rng.normal(-5.5, 0.3, n).astype(np.float32),
+                )
+                node = TreeNode(
+                    len(own),
+                    parent,
+                    "action",
+                    tokens,
+                    logprobs,
+                    np.zeros(n, np.int32),
+                    np.ones(n, bool),
+                )
+                scores = {
+                    "reward": float(rng.integers(-2, 3)),
+                    "mc_value": float(rng.random()),
+                    "valid": 1.0,
+                }
+                scores |= (
+                    {"outcome": float((trajectory + tree) % 2)}
+                    if last
+                    else {"process": float(rng.random())}
+                )
                 own.append(node)
                 trained.append(Turn(node.id, trajectory, turn, scores))
                 if not last and not fresh:
-                    own.append(TreeNode(len(own), node.id, "observation", np.array([7, tree % 7], np.int32)))
+                    own.append(
+                        TreeNode(
+                            len(own), node.id, "observation", np.array([7, tree % 7], np.int32)
+                        )
+                    )
                     parent = len(own) - 1
         made.append(TrainGroup(tree, tree, own, trained))
         nodes += [(tree, node) for node in own]
@@ -80,7 +128,13 @@ def episodes(seed: int, version: int, trees: int = 3, k: int = 3, turns: int = 2
 
 def process(model: Path, run: Path, rank: int = 4, **settings: object) -> LearnerProcess:
     """A learner that moves visibly in one step; ``rank`` 0 trains every weight."""
-    given = {"lr": 1e-2, "kl_coef": 0.01, "dtype": "float32", "lora": LoraConfig(rank, 8.0), **settings}
+    given = {
+        "lr": 1e-2,
+        "kl_coef": 0.01,
+        "dtype": "float32",
+        "lora": LoraConfig(rank, 8.0),
+        **settings,
+    }
     config = msgspec.convert(given, LearnerConfig, from_attributes=True)
     return LearnerProcess("learner", str(run), 0, str(model), 3, 1.0, config)
 
@@ -91,8 +145,9 @@ def trainer(model: Path, run: Path, rank: int = 4, **settings: object) -> Traine
 
 
 def steady(made: Trainer) -> Trainer:
-    """The trainer with an epsilon of Adam far above rounding: by default Adam divides a gradient that is rounding alone by its own
-    size, and so moves a weight by up to the learning rate in a direction that depends on the processor."""
+    """The trainer with an epsilon of Adam far above rounding: by default Adam divides a gradient
+    that is rounding alone by its own size, and so moves a weight by up to the learning rate in a
+    direction that depends on the processor."""
     for _, stepper in made.parts().values():
         stepper.adamw.param_groups[0]["eps"] = 1e-3
     return made
@@ -106,7 +161,11 @@ def state(made: Trainer) -> dict[str, torch.Tensor]:
 def everything(made: Trainer) -> dict[str, torch.Tensor]:
     """A copy of what trains in policy, critic and reward model. A collective when sharded."""
     parts = made.parts().items()
-    return {f"{part}/{name}": p.clone() for part, (model, _) in parts for name, p in model.gathered().items()}
+    return {
+        f"{part}/{name}": p.clone()
+        for part, (model, _) in parts
+        for name, p in model.gathered().items()
+    }
 
 
 def gradient(made: Trainer, some: Batch, monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
@@ -114,7 +173,11 @@ def gradient(made: Trainer, some: Batch, monkeypatch: pytest.MonkeyPatch) -> tor
     found: list[torch.Tensor] = []
 
     def keep() -> None:
-        found.append(torch.cat([p.grad.reshape(-1) for p in made.policy.trained().values() if p.grad is not None]))
+        found.append(
+            torch.cat(
+                [p.grad.reshape(-1) for p in made.policy.trained().values() if p.grad is not None]
+            )
+        )
 
     with monkeypatch.context() as patch:
         patch.setattr(made.stepper.adamw, "step", keep)

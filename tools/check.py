@@ -1,11 +1,14 @@
-"""The command tools/test: ruff, pyright, the documentation as a site, pytest. All of them run; the exit status is 1 if any failed.
+"""The command tools/test: ruff, pyright, the documentation as a site, pytest. All of them run; the
+exit status is 1 if any failed.
 
-Tests that start processes of the project (the marker alone, see tests/conftest.py) run one after the other; the others run in several
-processes, with pyright beside them. With --quick the slow tests, the site and the second numerical run are left out. Named tests run one after the other, so that pytest's
-options (--pdb) work for them.
+Tests that start processes of the project (the marker alone, see tests/conftest.py) run one after
+the other; the others run in several processes, with pyright beside them. With --quick the slow
+tests, the site and the second numerical run are left out. Named tests run one after the other, so
+that pytest's options (--pdb) work for them.
 
-The numerical tests run twice: with the kernels that torch chooses for this processor, and with those for any processor, which sum in
-another order and emulate bfloat16. So a bound that holds on one kind of machine only fails on every machine.
+The numerical tests run twice: with the kernels that torch chooses for this processor, and with
+those for any processor, which sum in another order and emulate bfloat16. So a bound that holds on
+one kind of machine only fails on every machine.
 """
 
 import argparse
@@ -29,20 +32,33 @@ PLAIN_KERNELS = {
     "ONEDNN_MAX_CPU_ISA": "SSE41",
 }
 """Of torch itself and of the two libraries that multiply matrices for it."""
-NUMERICAL = ("tests/learner", "tests/actors/test_local_engine.py", "tests/actors/test_engine_contract.py")
+NUMERICAL = (
+    "tests/learner",
+    "tests/actors/test_local_engine.py",
+    "tests/actors/test_engine_contract.py",
+)
 
 
 def numerical(arguments: Sequence[str]) -> list[str]:
-    """pytest's arguments for the numerical tests among those that ``arguments`` name (all of them by default); [] when there are none."""
+    """pytest's arguments for the numerical tests among those that ``arguments`` name (all of them
+    by default); [] when there are none."""
     named = [a for a in arguments if Path(ROOT, a.partition("::")[0]).exists()]
     options = [a for a in arguments if a not in named]
     chosen = [a for a in named if any(_inside(a, place) for place in NUMERICAL)]
-    chosen += [place for place in NUMERICAL if not named or any(_inside(place, a) and place != a for a in named)]
+    chosen += [
+        place
+        for place in NUMERICAL
+        if not named or any(_inside(place, a) and place != a for a in named)
+    ]
     return ["-k", "not sglang", *options, *chosen] if chosen else []
 
 
 def _inside(path: str, folder: str) -> bool:
-    return Path(ROOT, path.partition("::")[0]).resolve().is_relative_to(Path(ROOT, folder.partition("::")[0]).resolve())
+    return (
+        Path(ROOT, path.partition("::")[0])
+        .resolve()
+        .is_relative_to(Path(ROOT, folder.partition("::")[0]).resolve())
+    )
 
 
 QUICK = "--quick"
@@ -52,7 +68,8 @@ _SIDE_BY_SIDE = ["-n", str(PROCESSES), "--dist", "worksteal"]
 
 
 def steps(arguments: Sequence[str]) -> dict[str, list[str]]:
-    """Name -> Python module and its arguments, for each check; ``arguments`` are pytest's, and QUICK."""
+    """Name -> Python module and its arguments, for each check; ``arguments`` are pytest's, and
+    QUICK."""
     given = [argument for argument in arguments if argument != QUICK]
     checks = {
         "ruff check": ["ruff", "check", "."],
@@ -61,7 +78,8 @@ def steps(arguments: Sequence[str]) -> dict[str, list[str]]:
     }
     if QUICK in arguments:
         return checks | {"pytest": ["pytest", "-m", "not slow", *_SIDE_BY_SIDE, *given]}
-    checks["documentation"] = ["mkdocs", "build", "--strict"]  # --quiet would keep warnings from failing it
+    # --quiet would keep warnings from failing it
+    checks["documentation"] = ["mkdocs", "build", "--strict"]
     if given:
         checks["pytest"] = ["pytest", "--durations=30", *given]
     else:
@@ -73,11 +91,18 @@ def steps(arguments: Sequence[str]) -> dict[str, list[str]]:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of tools/test, for its help and for completion; pytest reads all arguments but --quick."""
+    """Return the parser of tools/test, for its help and for completion; pytest reads all arguments
+    but --quick."""
     parser = command_parser("tools/test", "Lint, type-check and test the project.", EXAMPLES)
-    parser.add_argument(QUICK, action="store_true", help="leave out slow tests, the site, the second numerical run")
-    parser.add_argument("-k", metavar="WORDS", help="only the tests whose names match, as all options of pytest")
-    parser.add_argument("tests", nargs="*", metavar="TESTS", help="folders, files or single tests (default: tests)")
+    parser.add_argument(
+        QUICK, action="store_true", help="leave out slow tests, the site, the second numerical run"
+    )
+    parser.add_argument(
+        "-k", metavar="WORDS", help="only the tests whose names match, as all options of pytest"
+    )
+    parser.add_argument(
+        "tests", nargs="*", metavar="TESTS", help="folders, files or single tests (default: tests)"
+    )
     return parser
 
 
@@ -99,8 +124,11 @@ def main() -> int:
 
 def start(name: str, command: list[str], output: int | None = None) -> subprocess.Popen[str]:
     """Start a check of ``steps``."""
-    more = (PLAIN_KERNELS if "plain" in name else {}) | {"NO_MKDOCS_2_WARNING": "1"}  # an advertisement, on every build
-    return subprocess.Popen([sys.executable, "-m", *command], cwd=ROOT, env=os.environ | more, stdout=output, text=True)
+    # an advertisement, on every build
+    more = (PLAIN_KERNELS if "plain" in name else {}) | {"NO_MKDOCS_2_WARNING": "1"}
+    return subprocess.Popen(
+        [sys.executable, "-m", *command], cwd=ROOT, env=os.environ | more, stdout=output, text=True
+    )
 
 
 def finish(name: str, check: subprocess.Popen[str]) -> list[str]:

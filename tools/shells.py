@@ -1,4 +1,5 @@
-"""The command tools/completion: print a script with which a shell completes the commands of tools/. shtab writes it from their parsers."""
+"""The command tools/completion: print a script with which a shell completes the commands of tools/.
+shtab writes it from their parsers."""
 
 import argparse
 import importlib
@@ -16,7 +17,8 @@ EXAMPLES = """\
   tools/completion bash > FILE     then, in ~/.bashrc: source FILE
   tools/completion zsh > FILE      then, in ~/.zshrc: eval "$(<FILE)"
   tools/completion fish > FILE     then, in config.fish: source FILE"""
-# Below, runs of the folder runs/ and configs of configs/ are offered first, and a path that is typed is completed as a path.
+# Below, runs of the folder runs/ and configs of configs/ are offered first, and a path that is
+# typed is completed as a path.
 RUNS = {
     "bash": "_coppice_run_dirs",
     "zsh": "_coppice_runs",
@@ -40,12 +42,15 @@ _coppice_config_files() { [[ $1 == */* ]] && compgen -f -- "$1" || compgen -G "c
 def parsers() -> Iterator[argparse.ArgumentParser]:
     """Yield the parser of every executable of tools/, from the module that the executable starts."""
     for path in sorted((ROOT / "tools").iterdir()):
-        if path.is_file() and (module := re.search(r'^    start\("([\w.]+):', path.read_text(), re.MULTILINE)):
+        if path.is_file() and (
+            module := re.search(r'^    start\("([\w.]+):', path.read_text(), re.MULTILINE)
+        ):
             yield importlib.import_module(module[1]).parser()
 
 
 def mark(parser: argparse.ArgumentParser) -> None:
-    """Say how the values of the arguments are completed: those of choices are known, the others follow from their names and types."""
+    """Say how the values of the arguments are completed: those of choices are known, the others
+    follow from their names and types."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for command in action.choices.values():
@@ -59,7 +64,8 @@ def mark(parser: argparse.ArgumentParser) -> None:
 
 
 def script(shell: str) -> str:
-    """Return the script for a shell. A command is known by its path: from the project's folder, and whole."""
+    """Return the script for a shell. A command is known by its path: from the project's folder, and
+    whole."""
     parts = [PREAMBLE[shell]]
     for parser in parsers():
         mark(parser)
@@ -69,7 +75,8 @@ def script(shell: str) -> str:
             text += f"\ncomplete -o bashdefault -F {function} ./{parser.prog} '{whole}'"
         elif shell == "zsh":
             text += (
-                f"\ncompdef {function} '{ROOT}/./{parser.prog}' '{whole}'"  # zsh takes ./ for a path below the folder
+                # zsh takes ./ for a path below the folder
+                f"\ncompdef {function} '{ROOT}/./{parser.prog}' '{whole}'"
             )
         else:  # fish finds a command with a slash by its whole path only
             text = text.replace(f"complete -c {parser.prog}", f"complete -p '{whole}'")
@@ -79,8 +86,12 @@ def script(shell: str) -> str:
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of tools/completion."""
-    parser = command_parser("tools/completion", "Print a script that completes these commands in a shell.", EXAMPLES)
-    parser.add_argument("shell", choices=sorted(PREAMBLE), metavar="SHELL", help="bash, zsh or fish")
+    parser = command_parser(
+        "tools/completion", "Print a script that completes these commands in a shell.", EXAMPLES
+    )
+    parser.add_argument(
+        "shell", choices=sorted(PREAMBLE), metavar="SHELL", help="bash, zsh or fish"
+    )
     return parser
 
 

@@ -1,4 +1,5 @@
-"""Run a function in a process of its own, so that its memory (gigabytes that an allocator would keep) is freed when the function returns."""
+"""Run a function in a process of its own, so that its memory (gigabytes that an allocator would
+keep) is freed when the function returns."""
 
 import contextlib
 import multiprocessing
@@ -17,9 +18,11 @@ class Killed(Exception):
 
 
 def apart(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Return what ``function`` returns. The function, its arguments and its result are pickled, but only between our own processes.
+    """Return what ``function`` returns. The function, its arguments and its result are pickled, but
+    only between our own processes.
 
-    Raises what the function raises, and Killed. An interruption also ends the other process, after that process has cleaned up.
+    Raises what the function raises, and Killed. An interruption also ends the other process, after
+    that process has cleaned up.
     """
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
@@ -42,13 +45,15 @@ def apart(function: Callable[..., Any], *arguments: Any) -> Any:
     return result
 
 
-def _answer(parent: int, channel: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+def _answer(
+    parent: int, channel: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]
+) -> None:
     die_with(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller passes an interruption on, once
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         answer = function(*arguments), None
-    except Exception as error:  # noqa: BLE001 (the caller's process raises it again)
+    except Exception as error:  # noqa: BLE001
         answer = None, error
     except KeyboardInterrupt:
         sys.exit(130)  # the caller reports the interruption

@@ -1,7 +1,9 @@
-"""Turn messages into ZeroMQ frames and back. Numpy arrays travel as raw frames, and only those below ``SMALL`` bytes are copied.
+"""Turn messages into ZeroMQ frames and back. Numpy arrays travel as raw frames, and only those
+below ``SMALL`` bytes are copied.
 
-Layout: ``[header, body, array 0, array 1, ...]``. Inside the body, an array is represented by ``[dtype, shape, frame]``. Received arrays
-are read-only. Everything is checked before it is decoded, and a violation raises ``WireError``.
+Layout: ``[header, body, array 0, array 1, ...]``. Inside the body, an array is represented by
+``[dtype, shape, frame]``. Received arrays are read-only. Everything is checked before it is
+decoded, and a violation raises ``WireError``.
 """
 
 import functools
@@ -18,18 +20,23 @@ from wire.messages import Message
 Frame = bytes | memoryview
 Body = TypeVar("Body")
 
-DTYPES = frozenset({"bool", "int8", "uint8", "int16", "int32", "int64", "float16", "float32", "float64"})
-"""Only plain buffers are allowed, because object arrays and structured arrays could smuggle code or pointers."""
+DTYPES = frozenset(
+    {"bool", "int8", "uint8", "int16", "int32", "int64", "float16", "float32", "float64"}
+)
+"""Only plain buffers are allowed, because object arrays and structured arrays could smuggle code or
+pointers."""
 NAMES = {np.dtype(name): name for name in DTYPES}
 """By dtype, in native byte order. ``dtype.name`` is put together anew at each use."""
 
 
 SMALL = 4096
-"""Arrays of fewer bytes are copied: a view is an object more for the garbage collector, and keeps a larger buffer alive than the copy is."""
+"""Arrays of fewer bytes are copied: a view is an object more for the garbage collector, and keeps a
+larger buffer alive than the copy is."""
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """The limits of one message from a peer. A tree of 100k tokens needs about 2 MiB in a few hundred frames."""
+    """The limits of one message from a peer. A tree of 100k tokens needs about 2 MiB in a few
+    hundred frames."""
 
     max_frames: int = 4096
     max_frame_bytes: int = 256 * 2**20
@@ -38,12 +45,14 @@ class Limits(msgspec.Struct, frozen=True):
 
 _header_encoder = msgspec.msgpack.Encoder()
 _header_decoder = msgspec.msgpack.Decoder(Message)
-# The decoder raises RecursionError when the nesting is too deep, and TypeError when a value cannot be a key of a map.
+# The decoder raises RecursionError when the nesting is too deep, and TypeError when a value cannot
+# be a key of a map.
 _MALFORMED = (msgspec.DecodeError, ValueError, RecursionError, TypeError)
 
 
 def encode(header: Message, body: msgspec.Struct | None = None) -> list[Frame]:
-    """Return the frames of one message. Arrays must have a dtype in DTYPES; arrays that are not contiguous are copied into contiguous ones."""
+    """Return the frames of one message. Arrays must have a dtype in DTYPES; arrays that are not
+    contiguous are copied into contiguous ones."""
     if body is None:
         return [_header_encoder.encode(header)]
     return [_header_encoder.encode(header), *encode_body(body)]
@@ -55,34 +64,45 @@ def encode_header(header: Message) -> bytes:
 
 
 def encode_body(body: msgspec.Struct) -> list[Frame]:
-    """Return the frames after the header. They may be sent more than once as long as the arrays stay unchanged."""
+    """Return the frames after the header. They may be sent more than once as long as the arrays
+    stay unchanged."""
     arrays: list[Frame] = []
 
     def place(value: Any) -> list[Any]:
         if not isinstance(value, np.ndarray):
-            raise WireError(f"cannot send a {type(value).__name__}: messages hold plain values and numpy arrays only")
+            raise WireError(
+                f"cannot send a {type(value).__name__}: messages hold plain values and numpy arrays only"
+            )
         if (name := NAMES.get(value.dtype)) is None:
             raise WireError(
                 f"cannot send an array of dtype {value.dtype!r}: expected one of {sorted(DTYPES)} in native byte order"
             )
         small = value.nbytes < SMALL
-        arrays.append(value.tobytes() if small else np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
+        arrays.append(
+            value.tobytes()
+            if small
+            else np.ascontiguousarray(value).reshape(-1).view(np.uint8).data
+        )
         return [name, list(value.shape), len(arrays) - 1]
 
     return [msgspec.msgpack.encode(body, enc_hook=place), *arrays]
 
 
 def check(frames: Sequence[Any], limits: Limits) -> None:
-    """Raise WireError when a list of frames is empty or exceeds a limit. This is called before anything is decoded."""
+    """Raise WireError when a list of frames is empty or exceeds a limit. This is called before
+    anything is decoded."""
     if not frames or len(frames) > limits.max_frames:
         raise WireError(f"a message of {len(frames)} frames: expected 1 to {limits.max_frames}")
     sizes = [len(frame) for frame in frames]
     if max(sizes) > limits.max_frame_bytes or sum(sizes) > limits.max_total_bytes:
-        raise WireError(f"a message of {sum(sizes)} bytes, largest frame {max(sizes)}: limits are {limits}")
+        raise WireError(
+            f"a message of {sum(sizes)} bytes, largest frame {max(sizes)}: limits are {limits}"
+        )
 
 
 def decode_header(frames: Sequence[Frame], limits: Limits = Limits()) -> Message:
-    """Return the header of a message. Raises WireError when the message exceeds ``limits`` or its header is not one of Coppice."""
+    """Return the header of a message. Raises WireError when the message exceeds ``limits`` or its
+    header is not one of Coppice."""
     check(frames, limits)
     try:
         return _header_decoder.decode(frames[0])
@@ -91,7 +111,8 @@ def decode_header(frames: Sequence[Frame], limits: Limits = Limits()) -> Message
 
 
 def decode_body(frames: Sequence[Frame], kind: type[Body]) -> Body:
-    """Return the body of a message as a ``kind``. Raises WireError when the body is absent, malformed or of another type."""
+    """Return the body of a message as a ``kind``. Raises WireError when the body is absent,
+    malformed or of another type."""
     if len(frames) < 2:
         raise WireError(f"a message without body: expected {kind.__name__}")
 
@@ -110,7 +131,8 @@ def decode_body(frames: Sequence[Frame], kind: type[Body]) -> Body:
 
 @functools.cache
 def _plain_decoder(kind: type[Body]) -> msgspec.msgpack.Decoder[Body]:
-    """A decoder for bodies without array frames, kept because most messages have none and building a decoder costs more than using it."""
+    """A decoder for bodies without array frames, kept because most messages have none and building
+    a decoder costs more than using it."""
 
     def refuse(expected: type, value: Any) -> NoReturn:
         raise WireError(f"array header {value!r} in a message without array frames")
@@ -125,12 +147,20 @@ def _array(value: Any, frames: Sequence[Frame]) -> np.ndarray:
         ):
             pass
         case _:
-            raise WireError(f"array header {value!r}: expected [dtype, shape, frame] with dtype in {sorted(DTYPES)}")
+            raise WireError(
+                f"array header {value!r}: expected [dtype, shape, frame] with dtype in {sorted(DTYPES)}"
+            )
     if not 0 <= index < len(frames) - 2:
-        raise WireError(f"array frame {index}: the message has {len(frames) - 2} array frames, counted from 0")
+        raise WireError(
+            f"array frame {index}: the message has {len(frames) - 2} array frames, counted from 0"
+        )
     buffer = frames[index + 2]
     if math.prod(shape) * np.dtype(dtype).itemsize != len(buffer):
-        raise WireError(f"array {dtype}{shape}: its frame has {len(buffer)} bytes, which is not the size of that array")
-    array = np.frombuffer(bytes(buffer) if len(buffer) < SMALL else buffer, dtype=dtype).reshape(shape)
+        raise WireError(
+            f"array {dtype}{shape}: its frame has {len(buffer)} bytes, which is not the size of that array"
+        )
+    array = np.frombuffer(bytes(buffer) if len(buffer) < SMALL else buffer, dtype=dtype).reshape(
+        shape
+    )
     array.flags.writeable = False
     return array

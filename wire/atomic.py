@@ -1,7 +1,8 @@
-"""A folder or a file that appears whole or not at all: it is written as a draft beside its place, then renamed.
+"""A folder or a file that appears whole or not at all: it is written as a draft beside its place,
+then renamed.
 
-``drafted`` and ``write_whole`` are the whole of it; ``begin`` and ``finish`` are for folders that several processes write together. ``fresh`` makes
-a folder that no other command has.
+``drafted`` and ``write_whole`` are the whole of it; ``begin`` and ``finish`` are for folders that
+several processes write together. ``fresh`` makes a folder that no other command has.
 """
 
 import contextlib
@@ -18,7 +19,8 @@ DRAFT = ".draft"
 
 
 def fresh(folder: Path) -> Path:
-    """Make ``folder``, or the first of folder-2, folder-3, ... that nobody has, and return it: two commands may begin in one second. Raises OSError."""
+    """Make ``folder``, or the first of folder-2, folder-3, ... that nobody has, and return it: two
+    commands may begin in one second. Raises OSError."""
     place, number = folder, 1
     while True:
         try:
@@ -30,7 +32,8 @@ def fresh(folder: Path) -> Path:
 
 
 def draft_of(out: Path, alone: bool = False) -> Path:
-    """The draft that becomes ``out``. alone: no other process writes ``out``, so the draft that a dead one left is written over."""
+    """The draft that becomes ``out``. alone: no other process writes ``out``, so the draft that a
+    dead one left is written over."""
     return out.with_name(f"{out.name}{DRAFT}{'' if alone else os.getpid()}")
 
 
@@ -52,7 +55,8 @@ def sync(path: Path) -> None:
 def finish(draft: Path, out: Path, durable: bool = False) -> None:
     """The draft becomes ``out``, in place of what was there. Raises OSError.
 
-    durable: when this returns, files and names are on the disk, and a power cut before leaves what was there or all of it.
+    durable: when this returns, files and names are on the disk, and a power cut before leaves what
+    was there or all of it.
     """
     for path in (*draft.iterdir(), draft) if durable else ():
         sync(path)
@@ -63,20 +67,27 @@ def finish(draft: Path, out: Path, durable: bool = False) -> None:
 
 
 @contextlib.contextmanager
-def drafted(out: Path, flag: str = "", replace: bool = False, alone: bool = False) -> Iterator[Path]:
-    """A draft folder beside ``out``, made before the work so that an ``out`` that cannot be written is known then; at the end it is ``out``.
+def drafted(
+    out: Path, flag: str = "", replace: bool = False, alone: bool = False
+) -> Iterator[Path]:
+    """A draft folder beside ``out``, made before the work so that an ``out`` that cannot be written
+    is known then; at the end it is ``out``.
 
-    What ends the work early removes it. replace: a folder that is there already gives way; otherwise only an empty one does. Raises
-    OSError; flag: the option that named ``out``; alone: see ``draft_of``.
+    What ends the work early removes it. replace: a folder that is there already gives way;
+    otherwise only an empty one does. Raises OSError; flag: the option that named ``out``; alone:
+    see ``draft_of``.
     """
     draft = draft_of(out, alone)
     try:
         begin(draft)
     except OSError as error:
-        raise OSError(f"{flag} {out} cannot be written: {error.strerror}; choose another folder".lstrip()) from None
+        raise OSError(
+            f"{flag} {out} cannot be written: {error.strerror}; choose another folder".lstrip()
+        ) from None
     try:
         yield draft
-        for weights in draft.glob("*.safetensors"):  # which the library gives to their owner alone, whatever the umask
+        # which the library gives to their owner alone, whatever the umask
+        for weights in draft.glob("*.safetensors"):
             weights.chmod(draft.stat().st_mode & 0o666)
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
@@ -84,7 +95,9 @@ def drafted(out: Path, flag: str = "", replace: bool = False, alone: bool = Fals
     try:
         finish(draft, out) if replace else draft.rename(out)
     except OSError as error:
-        raise OSError(f"{flag} {out} cannot be written: {error.strerror}; all is in {draft}".lstrip()) from None
+        raise OSError(
+            f"{flag} {out} cannot be written: {error.strerror}; all is in {draft}".lstrip()
+        ) from None
 
 
 def as_json(value: Any) -> bytes:
@@ -93,7 +106,8 @@ def as_json(value: Any) -> bytes:
 
 
 def write_whole(path: Path, value: Any, alone: bool = True) -> None:
-    """``value`` as JSON, or bytes as they are; a full disk or the process's death leaves what was there before. alone: see ``draft_of``."""
+    """``value`` as JSON, or bytes as they are; a full disk or the process's death leaves what was
+    there before. alone: see ``draft_of``."""
     draft = draft_of(path, alone)
     try:
         draft.write_bytes(value if isinstance(value, bytes) else as_json(value))

@@ -11,12 +11,22 @@ import jinja2.ext
 import jinja2.meta
 import jinja2.sandbox
 
-_OURS = frozenset({"messages", "add_generation_prompt", "bos_token", "eos_token", "raise_exception", "strftime_now"})
+_OURS = frozenset(
+    {
+        "messages",
+        "add_generation_prompt",
+        "bos_token",
+        "eos_token",
+        "raise_exception",
+        "strftime_now",
+    }
+)
 """The variables and functions of a template that a caller may not replace."""
 
 
 class ChatTemplate:
-    """The chat template of one model folder. ``available``: whether the folder has one. ``source``: its text. ``variables``: the switches that it reads."""
+    """The chat template of one model folder. ``available``: whether the folder has one. ``source``:
+    its text. ``variables``: the switches that it reads."""
 
     def __init__(self, folder: Path):
         path = folder / "tokenizer_config.json"
@@ -37,7 +47,8 @@ class ChatTemplate:
         self.variables = read - _OURS
 
     def render(self, messages: Sequence[dict[str, Any]], variables: dict[str, Any]) -> str:
-        """Return the prompt. variables: the template's switches. Raises ValueError when the template refuses the messages or lacks a switch."""
+        """Return the prompt. variables: the template's switches. Raises ValueError when the
+        template refuses the messages or lacks a switch."""
         if unknown := sorted(set(variables) - self.variables):
             raise ValueError(
                 f"`chat_template_kwargs`: {unknown}: this model's template reads {sorted(self.variables) or 'none'}"

@@ -1,11 +1,13 @@
-"""Schemes and strategies declare themselves with these structs, and one check compares them when a config is read (docs/extend.md)."""
+"""Schemes and strategies declare themselves with these structs, and one check compares them when a
+config is read (docs/extend.md)."""
 
 from typing import Literal
 
 import msgspec
 
 Group = Literal["step", "task", "batch"]
-"""What is compared: "step": candidates sampled from one prefix; "task": whole trajectories of one task; "batch": all trajectories of a batch."""
+"""What is compared: "step": candidates sampled from one prefix; "task": whole trajectories of one
+task; "batch": all trajectories of a batch."""
 
 Equal = Literal["returns", "turns"]
 
@@ -13,14 +15,17 @@ Equal = Literal["returns", "turns"]
 class SchemeNeeds(msgspec.Struct, frozen=True, kw_only=True):
     """What an advantage scheme reads.
 
-    columns: score columns of the turns. group: what the scheme compares. least: the smallest group whose advantages can differ from 0.
-    models: columns that the learner's models compute, one value per token: "value" (critic), "prm" (implicit reward model), "kl"
-    (divergence from the initial policy), "log_ratio" (log-probability under the policy at the start of the update minus that under the
-    policy that sampled). prm_loss: the loss that must train the implicit reward model; "" allows any loss. reward: the one of several
-    columns that is the reward. equal: which trajectories of a group teach nothing by comparison: those with equal "returns" (sums of rewards),
-    or only those whose "turns" have equal rewards. pushes_equal: the setting that ends it, if a question whose trajectories all earn the same
-    gets an advantage other than 0 (by whitening over the batch); "" if it gets none.
-    aggregation: how the source of the method weighs the tokens of its loss (learner/objective.py).
+    columns: score columns of the turns. group: what the scheme compares. least: the smallest group
+    whose advantages can differ from 0. models: columns that the learner's models compute, one value
+    per token: "value" (critic), "prm" (implicit reward model), "kl" (divergence from the initial
+    policy), "log_ratio" (log-probability under the policy at the start of the update minus that
+    under the policy that sampled). prm_loss: the loss that must train the implicit reward model; ""
+    allows any loss. reward: the one of several columns that is the reward. equal: which
+    trajectories of a group teach nothing by comparison: those with equal "returns" (sums of
+    rewards), or only those whose "turns" have equal rewards. pushes_equal: the setting that ends
+    it, if a question whose trajectories all earn the same gets an advantage other than 0 (by
+    whitening over the batch); "" if it gets none. aggregation: how the source of the method weighs
+    the tokens of its loss (learner/objective.py).
     """
 
     columns: frozenset[str]
@@ -35,20 +40,24 @@ class SchemeNeeds(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def reward_column(self) -> str:
-        """The column that holds the reward, or "" if the scheme reads several columns and declares none of them as the reward."""
+        """The column that holds the reward, or "" if the scheme reads several columns and declares
+        none of them as the reward."""
         return self.reward or (next(iter(self.columns)) if len(self.columns) == 1 else "")
 
 
 class StrategyGives(msgspec.Struct, frozen=True, kw_only=True):
     """What a rollout strategy emits.
 
-    group: "step" (candidates of one prefix, each trained alone) or "task" (whole trajectories of one task). size: members of a group.
-    columns: score columns that the strategy writes itself. purpose: columns that are the reason to use the strategy; the scheme must read
-    one of them. judged: the turns get the judge's columns. rewarded: the turns also get a column "reward" made from the judge's columns.
-    reward_options: options of the strategy that only SLATE's composite reward reads. outcome: the last turn of each trajectory has the
-    outcome. needs_judge: the strategy works only with a judge. needs_outcome_judge: the environment's outcomes must come from a judge. needs_top: the engine
-    must report the most probable tokens (``Sampling.top_logprobs``). selects_as: the scheme by whose advantage the strategy selects; a run with this
-    scheme gives the strategy the scheme's options of the same names.
+    group: "step" (candidates of one prefix, each trained alone) or "task" (whole trajectories of
+    one task). size: members of a group. columns: score columns that the strategy writes itself.
+    purpose: columns that are the reason to use the strategy; the scheme must read one of them.
+    judged: the turns get the judge's columns. rewarded: the turns also get a column "reward" made
+    from the judge's columns. reward_options: options of the strategy that only SLATE's composite
+    reward reads. outcome: the last turn of each trajectory has the outcome. needs_judge: the
+    strategy works only with a judge. needs_outcome_judge: the environment's outcomes must come from
+    a judge. needs_top: the engine must report the most probable tokens (``Sampling.top_logprobs``).
+    selects_as: the scheme by whose advantage the strategy selects; a run with this scheme gives the
+    strategy the scheme's options of the same names.
     """
 
     group: Literal["step", "task"]

@@ -1,7 +1,9 @@
-"""Conversations of agents as they come over HTTP: which of them are the same, and what stands between two replies in the policy's tokens.
+"""Conversations of agents as they come over HTTP: which of them are the same, and what stands
+between two replies in the policy's tokens.
 
-An agent sends its whole history with every call, as messages that it has stored in its own way: arguments of calls parsed and written again, ids of
-calls of its own, "" for null. ``histories`` tells equal histories whatever way they are written, so that a reply that was sampled is known again
+An agent sends its whole history with every call, as messages that it has stored in its own way:
+arguments of calls parsed and written again, ids of calls of its own, "" for null. ``histories``
+tells equal histories whatever way they are written, so that a reply that was sampled is known again
 and its sampled tokens are taken, never a second rendering of its text.
 """
 
@@ -17,15 +19,17 @@ Message = dict[str, Any]
 REPLY = "\u2063reply\u2063"
 """Stands for a sampled reply where the text after it is rendered. No tokenizer sees it."""
 DEEPEST = 100
-"""The most lists and objects inside each other of a JSON value in a conversation. Tools need a dozen. Python
-ends at about 1,000, at a place that depends on who calls, so what one function reads another could not write."""
+"""The most lists and objects inside each other of a JSON value in a conversation. Tools need a
+dozen. Python ends at about 1,000, at a place that depends on who calls, so what one function reads
+another could not write."""
 TOO_DEEP = f"lists and objects are nested more than {DEEPEST} deep, which no tool needs"
 THOUGHT = "</think>"
 """Ends the thoughts of a reply. The chat template may have begun them."""
 
 
 def text_of(content: Any) -> str:
-    """Return a message's content as text: null is "", and the texts of parts are joined. Raises ValueError for other kinds of parts."""
+    """Return a message's content as text: null is "", and the texts of parts are joined. Raises
+    ValueError for other kinds of parts."""
     if content is None or isinstance(content, str):
         return content or ""
     if isinstance(content, list) and all(
@@ -41,10 +45,12 @@ def until(text: str, stop: Sequence[str]) -> str:
 
 
 def histories(messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> list[str]:
-    """Return a digest of every beginning of a conversation, the empty one first. Equal digests mean equal roles, texts, calls and tools.
+    """Return a digest of every beginning of a conversation, the empty one first. Equal digests mean
+    equal roles, texts, calls and tools.
 
-    The arguments of calls count as parsed JSON and ids of calls by their order. Of a reply only its text and its calls count, without its thoughts
-    and the white space around it, because clients leave these out or write them anew.
+    The arguments of calls count as parsed JSON and ids of calls by their order. Of a reply only its
+    text and its calls count, without its thoughts and the white space around it, because clients
+    leave these out or write them anew.
     """
     state = hashlib.blake2b(_written(list(tools)), digest_size=16)
     digests, ids = [state.hexdigest()], dict[str, int]()
@@ -71,8 +77,8 @@ def _canonical(message: Message, ids: dict[str, int]) -> list[Any]:
 
 
 def arguments(written: Any) -> Any:
-    """Return the arguments of a call as the JSON value that they mean, or as they are if they are no JSON. Raises ValueError if they are nested
-    too deep."""
+    """Return the arguments of a call as the JSON value that they mean, or as they are if they are
+    no JSON. Raises ValueError if they are nested too deep."""
     if not isinstance(written, str):
         return written
     try:
@@ -88,12 +94,15 @@ def arguments(written: Any) -> Any:
 
 def is_too_deep(value: Any, left: int = DEEPEST) -> bool:
     """Return whether a JSON value has more than ``left`` lists and objects inside each other."""
-    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
+    inside = (
+        value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
+    )
     return inside is not None and (not left or any(is_too_deep(one, left - 1) for one in inside))
 
 
 def _meant(written: Any) -> Any:
-    """Return the arguments of a call so that equal ones are equal for every client: 1.0 is 1, as in JavaScript, which has one kind of number."""
+    """Return the arguments of a call so that equal ones are equal for every client: 1.0 is 1, as in
+    JavaScript, which has one kind of number."""
     return json.loads(json.dumps(arguments(written)), parse_int=_number, parse_float=_number)
 
 
@@ -107,8 +116,9 @@ def _written(value: Any) -> bytes:
 
 
 class Renderer:
-    """Renders conversations with a model's chat template. Where the template knows no tools, they stand in the system message and calls in the
-    texts, in the notation of Hermes, which Qwen's templates have too: ``<tool_call>{"name": .., "arguments": ..}</tool_call>``."""
+    """Renders conversations with a model's chat template. Where the template knows no tools, they
+    stand in the system message and calls in the texts, in the notation of Hermes, which Qwen's
+    templates have too: ``<tool_call>{"name": .., "arguments": ..}</tool_call>``."""
 
     def __init__(self, template: ChatTemplate):
         self.template = template
@@ -120,13 +130,16 @@ class Renderer:
         tools: Sequence[dict[str, Any]] = (),
         switches: Mapping[str, Any] | None = None,
     ) -> str:
-        """Return the prompt of a conversation. switches: of the template. Raises ValueError when the template refuses it."""
+        """Return the prompt of a conversation. switches: of the template. Raises ValueError when
+        the template refuses it."""
         return self._rendered(self._plain(messages, tools), tools, switches)
 
     def after(self, tail: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> str:
-        """Return the text that follows a reply's own text: what ends the reply, the messages of ``tail``, and the opening of the next reply.
+        """Return the text that follows a reply's own text: what ends the reply, the messages of
+        ``tail``, and the opening of the next reply.
 
-        Raises ValueError when the template refuses these messages by themselves, or does not write a reply's text as it is.
+        Raises ValueError when the template refuses these messages by themselves, or does not write
+        a reply's text as it is.
         """
         dummy = [{"role": "user", "content": "."}, {"role": "assistant", "content": REPLY}]
         _, found, after = self._rendered([*dummy, *self._plain(tail, ())], tools).partition(REPLY)
@@ -137,7 +150,10 @@ class Renderer:
     def _plain(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[Message]:
         plain = [{**message, "content": text_of(message.get("content"))} for message in messages]
         if self.knows_tools:
-            return [{**m, "tool_calls": _parsed(m["tool_calls"])} if m.get("tool_calls") else m for m in plain]
+            return [
+                {**m, "tool_calls": _parsed(m["tool_calls"])} if m.get("tool_calls") else m
+                for m in plain
+            ]
         plain = [_as_text(message) for message in plain]
         if not tools:
             return plain
@@ -146,7 +162,10 @@ class Renderer:
         return [{"role": "system", "content": f"{system}\n\n{_described(tools)}".strip()}, *rest]
 
     def _rendered(
-        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], switches: Mapping[str, Any] | None = None
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[dict[str, Any]],
+        switches: Mapping[str, Any] | None = None,
     ) -> str:
         known = {"tools": list(tools)} if tools and self.knows_tools else {}
         return self.template.render(messages, {**(switches or {}), **known})
@@ -155,7 +174,13 @@ class Renderer:
 def _parsed(calls: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Calls with their arguments as values, as templates expect them."""
     return [
-        {**call, "function": {**call["function"], "arguments": arguments(call["function"].get("arguments"))}}
+        {
+            **call,
+            "function": {
+                **call["function"],
+                "arguments": arguments(call["function"].get("arguments")),
+            },
+        }
         for call in calls
     ]
 
@@ -163,12 +188,18 @@ def _parsed(calls: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 def _as_text(message: Message) -> Message:
     """A message without calls, which stand in its text."""
     if message.get("role") == "tool":
-        return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
+        return {
+            "role": "user",
+            "content": f"<tool_response>\n{message['content']}\n</tool_response>",
+        }
     calls = [
         f"<tool_call>\n{json.dumps({'name': call['function']['name'], 'arguments': arguments(call['function'].get('arguments'))})}\n</tool_call>"
         for call in message.get("tool_calls") or []
     ]
-    return {"role": message["role"], "content": "\n".join(filter(None, [message["content"], *calls]))}
+    return {
+        "role": message["role"],
+        "content": "\n".join(filter(None, [message["content"], *calls])),
+    }
 
 
 def _described(tools: Sequence[dict[str, Any]]) -> str:

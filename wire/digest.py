@@ -1,4 +1,5 @@
-"""The digest of a set of named tensors, which is the same on every machine and does not depend on their order; and the digests of files."""
+"""The digest of a set of named tensors, which is the same on every machine and does not depend on
+their order; and the digests of files."""
 
 import hashlib
 import os
@@ -8,7 +9,8 @@ from pathlib import Path
 import msgspec
 
 Named = tuple[str, str, tuple[int, ...], bytes | memoryview]
-"""The name of a tensor, its dtype as safetensors spells it ("BF16"), its shape and its contiguous bytes."""
+"""The name of a tensor, its dtype as safetensors spells it ("BF16"), its shape and its contiguous
+bytes."""
 
 _MOST_HEADER_BYTES = 100 * 2**20
 """The largest header that the safetensors format allows."""
@@ -26,7 +28,8 @@ def tensors(items: Iterable[Named]) -> str:
 
 
 def safetensors_file(path: Path) -> str:
-    """Return the digest (see ``tensors``) of a safetensors file. No tensor library is loaded, and memory holds one tensor at a time.
+    """Return the digest (see ``tensors``) of a safetensors file. No tensor library is loaded, and
+    memory holds one tensor at a time.
 
     Raises ValueError when the file is cut short or does not have this format.
     """
@@ -34,7 +37,8 @@ def safetensors_file(path: Path) -> str:
 
 
 def each(path: Path) -> Iterator[Named]:
-    """Yield the tensors of a safetensors file (8-byte length, JSON header, data), sorted by name. Raises ValueError for a damaged file."""
+    """Yield the tensors of a safetensors file (8-byte length, JSON header, data), sorted by name.
+    Raises ValueError for a damaged file."""
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -48,13 +52,16 @@ def each(path: Path) -> Iterator[Named]:
             entry = msgspec.json.decode(header[name], type=_Entry)
             begin, end = entry.data_offsets
             if not 0 <= begin <= end <= size - 8 - length:
-                raise ValueError(f"{path}: tensor {name} at bytes {begin} to {end} is beyond the file; write it again")
+                raise ValueError(
+                    f"{path}: tensor {name} at bytes {begin} to {end} is beyond the file; write it again"
+                )
             file.seek(8 + length + begin)
             yield name, entry.dtype, tuple(entry.shape), file.read(end - begin)
 
 
 def file(path: Path) -> str:
-    """Return the SHA-256 (hex) of a file as the disk holds it: what the page cache holds of it is dropped first, where the system can.
+    """Return the SHA-256 (hex) of a file as the disk holds it: what the page cache holds of it is
+    dropped first, where the system can.
 
     Raises OSError.
     """
@@ -65,11 +72,13 @@ def file(path: Path) -> str:
 
 
 SUMS = "SHA256SUMS"
-"""The file with the digests of a folder's other files, in the form that ``sha256sum --check`` reads."""
+"""The file with the digests of a folder's other files, in the form that ``sha256sum --check``
+reads."""
 
 
 def sums(folder: Path) -> dict[str, str]:
-    """Return the digests in a folder's SHA256SUMS by file name. Raises OSError if there is none, ValueError if a line is no digest."""
+    """Return the digests in a folder's SHA256SUMS by file name. Raises OSError if there is none,
+    ValueError if a line is no digest."""
     lines = (folder / SUMS).read_text(encoding="ascii").splitlines()
     return {name: value for value, name in (line.split("  ", 1) for line in lines)}
 

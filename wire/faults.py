@@ -3,14 +3,16 @@
 infrastructure: the same request may work later or on another worker, so it is retried and counted.
 data: this task cannot work on any worker, so it is quarantined together with the reason.
 
-A malformed action of the policy is not a fault. It is ordinary data and is scored as the method says.
+A malformed action of the policy is not a fault. It is ordinary data and is scored as the method
+says.
 """
 
 from wire.messages import FaultKind
 
 
 class Fault(Exception):
-    """A classified failure of one call. ``kind`` decides whether the call is retried or its task is quarantined."""
+    """A classified failure of one call. ``kind`` decides whether the call is retried or its task is
+    quarantined."""
 
     kind: FaultKind = "infrastructure"
 
@@ -29,4 +31,5 @@ FAULTS: dict[FaultKind, type[Fault]] = {"infrastructure": InfrastructureFault, "
 
 
 class WireError(ValueError):
-    """A list of frames is not a message: there are too many frames, they are too large, or they do not hold what the header says."""
+    """A list of frames is not a message: there are too many frames, they are too large, or they do
+    not hold what the header says."""

@@ -1,4 +1,5 @@
-"""The trained frontier of a checkpoint, as ``state.json`` holds it: which version trained each group, and the metrics of the newest updates.
+"""The trained frontier of a checkpoint, as ``state.json`` holds it: which version trained each
+group, and the metrics of the newest updates.
 
 The learner writes it and restores from it; the scheduler and ``tools/audit`` read it.
 """
@@ -11,8 +12,9 @@ FILE = "state.json"
 
 
 class Frontier(msgspec.Struct, frozen=True):
-    """version: that of the weights. trained: runs (first id, last id, version) of groups with consecutive ids that one version trained; a bare
-    id stands for a group of unknown version, as earlier releases wrote it. records: the metrics of the newest updates, by version."""
+    """version: that of the weights. trained: runs (first id, last id, version) of groups with
+    consecutive ids that one version trained; a bare id stands for a group of unknown version, as
+    earlier releases wrote it. records: the metrics of the newest updates, by version."""
 
     version: int = 0
     trained: list[int | tuple[int, int, int]] = []
@@ -20,17 +22,20 @@ class Frontier(msgspec.Struct, frozen=True):
 
     @property
     def dated(self) -> bool:
-        """Whether the version of each group is known, and not of an earlier release, whose checkpoints have no digests either."""
+        """Whether the version of each group is known, and not of an earlier release, whose
+        checkpoints have no digests either."""
         return not any(isinstance(run, int) for run in self.trained)
 
     def groups(self) -> dict[int, int]:
-        """Return the version that trained each group, by the group's id. A group of unknown version counts to the newest one."""
+        """Return the version that trained each group, by the group's id. A group of unknown version
+        counts to the newest one."""
         runs = [(run, run, self.version) if isinstance(run, int) else run for run in self.trained]
         return {group: version for first, last, version in runs for group in range(first, last + 1)}
 
 
 def runs(groups: dict[int, int]) -> list[int | tuple[int, int, int]]:
-    """Return the runs of consecutive ids with equal versions, ascending: {4: 1, 5: 1, 7: 2} is [(4, 5, 1), (7, 7, 2)]."""
+    """Return the runs of consecutive ids with equal versions, ascending: {4: 1, 5: 1, 7: 2} is [(4,
+    5, 1), (7, 7, 2)]."""
     joined: list[tuple[int, int, int]] = []
     for group, version in sorted(groups.items()):
         if joined and joined[-1][1:] == (group - 1, version):
@@ -41,6 +46,13 @@ def runs(groups: dict[int, int]) -> list[int | tuple[int, int, int]]:
 
 
 def read(run: Path, version: int) -> Frontier:
-    """Return the frontier of the newest checkpoint that is not newer than ``version``, empty if there is none. Raises ValueError or OSError."""
-    folders = [path for path in (run / "checkpoints").glob("v??????") if path.name <= f"v{version:06d}"]
-    return msgspec.json.decode((max(folders) / FILE).read_bytes(), type=Frontier) if folders else Frontier()
+    """Return the frontier of the newest checkpoint that is not newer than ``version``, empty if
+    there is none. Raises ValueError or OSError."""
+    folders = [
+        path for path in (run / "checkpoints").glob("v??????") if path.name <= f"v{version:06d}"
+    ]
+    return (
+        msgspec.json.decode((max(folders) / FILE).read_bytes(), type=Frontier)
+        if folders
+        else Frontier()
+    )

@@ -1,4 +1,5 @@
-"""Choose the number type in which this machine computes. The engine and the learner must agree, so both ask this module."""
+"""Choose the number type in which this machine computes. The engine and the learner must agree, so
+both ask this module."""
 
 import os
 import shutil
@@ -16,10 +17,12 @@ def compute_dtype(setting: str) -> str:
 
 
 def dtype_and_reason(setting: str) -> tuple[str, str]:
-    """Return the number type for ``setting``, and the reason. "auto" is bfloat16 with an NVIDIA GPU or a processor that is faster in bfloat16.
+    """Return the number type for ``setting``, and the reason. "auto" is bfloat16 with an NVIDIA GPU
+    or a processor that is faster in bfloat16.
 
-    A processor without bfloat16 instructions emulates them and is several times slower. Intel processors that have AVX-512 but no matrix
-    units (AMX) are also slower in bfloat16 than in float32 (measured in docs/engines.md).
+    A processor without bfloat16 instructions emulates them and is several times slower. Intel
+    processors that have AVX-512 but no matrix units (AMX) are also slower in bfloat16 than in
+    float32 (measured in docs/engines.md).
     """
     if setting in ("float32", "bfloat16"):
         return setting, "as the config says"
@@ -34,27 +37,34 @@ def dtype_and_reason(setting: str) -> tuple[str, str]:
 
 
 def visible_gpus() -> list[str]:
-    """Return the names of the NVIDIA GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them. No tensor library is loaded."""
+    """Return the names of the NVIDIA GPUs that this process may use, as CUDA_VISIBLE_DEVICES names
+    them. No tensor library is loaded."""
     shown = os.environ.get("CUDA_VISIBLE_DEVICES")
     if shown is not None:
         return [gpu for gpu in shown.split(",") if gpu and gpu != "-1"]
     if not shutil.which("nvidia-smi"):
         return []
-    listed = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True, timeout=60, check=False)
+    listed = subprocess.run(
+        ["nvidia-smi", "--list-gpus"], capture_output=True, text=True, timeout=60, check=False
+    )
     return [str(i) for i, line in enumerate(listed.stdout.splitlines()) if line.startswith("GPU ")]
 
 
 def free_memory() -> int:
-    """Return the bytes of main memory that this process may still take: the machine's, or what a container's or service's limit leaves if less."""
-    import psutil  # not at the top: tools/bootstrap.py imports this module before packages are installed
+    """Return the bytes of main memory that this process may still take: the machine's, or what a
+    container's or service's limit leaves if less."""
+    # not at the top: tools/bootstrap.py imports this module before packages are installed
+    import psutil
 
     return min([psutil.virtual_memory().available, *_left_in_groups()])
 
 
 def _left_in_groups() -> Iterator[int]:
-    """Yield what each control group around this process leaves (version 2 or 1). Pages of files are given back when memory is short.
+    """Yield what each control group around this process leaves (version 2 or 1). Pages of files are
+    given back when memory is short.
 
-    Inside a container the path of a process's group may be that of the machine, and its limit then stands at the root.
+    Inside a container the path of a process's group may be that of the machine, and its limit then
+    stands at the root.
     """
     for line in _OWN_GROUPS.read_text().splitlines() if _OWN_GROUPS.exists() else []:
         _, controllers, path = line.split(":", 2)

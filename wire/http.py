@@ -1,8 +1,11 @@
-"""A client of JSON over HTTP: every call ends in the decoded answer or in a classified fault that names the URL and the cause.
+"""A client of JSON over HTTP: every call ends in the decoded answer or in a classified fault that
+names the URL and the cause.
 
-A call that may work later (a broken connection, no answer in time, status 408, 409, 425, 429 or 5xx) is tried again after a growing pause,
-or after the time that ``Retry-After`` asks for. Status 400, 413 or 422 is a DataFault: every server would refuse the request. Any other
-failure is an InfrastructureFault with its remedy. Redirects are not followed: they would take the key to another host. No message has the key.
+A call that may work later (a broken connection, no answer in time, status 408, 409, 425, 429 or
+5xx) is tried again after a growing pause, or after the time that ``Retry-After`` asks for. Status
+400, 413 or 422 is a DataFault: every server would refuse the request. Any other failure is an
+InfrastructureFault with its remedy. Redirects are not followed: they would take the key to another
+host. No message has the key.
 """
 
 import asyncio
@@ -27,14 +30,16 @@ LONGEST_WAIT_S = 120.0
 _AGAIN = frozenset({408, 409, 425, 429})
 _REFUSED = frozenset({400, 413, 422})
 _IDLE_S = 2.0
-"""A connection is closed after this idle time, because servers close it too (uvicorn after 5 s) and a request sent just then is lost."""
+"""A connection is closed after this idle time, because servers close it too (uvicorn after 5 s) and
+a request sent just then is lost."""
 _SHOWN = 300
 """A message quotes this many characters of a server's error text."""
 
 
 class Reached(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How a model behind the chat protocol is reached. url: the URL up to /v1. api_key_env: the environment variable that holds the key ("" for
-    none). timeout_s: limit of one attempt. backoff_s: pause after the first failure, doubled each time, or as long as the server asks.
+    """How a model behind the chat protocol is reached. url: the URL up to /v1. api_key_env: the
+    environment variable that holds the key ("" for none). timeout_s: limit of one attempt.
+    backoff_s: pause after the first failure, doubled each time, or as long as the server asks.
     fields: additional fields of the request. The subclasses have their own defaults."""
 
     url: str
@@ -47,7 +52,8 @@ class Reached(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     fields: dict[str, Any] = {}
 
     def client(self, remedies: Mapping[int, str] = {}) -> "JsonClient":
-        """Return a client, which is not started. remedies: what to do about an HTTP status; 404 is known."""
+        """Return a client, which is not started. remedies: what to do about an HTTP status; 404 is
+        known."""
         absent = f"does the URL end where {CHAT} begins, and is {self.model!r} served there?"
         return JsonClient(
             self.url, api_key_env=self.api_key_env, timeout_s=self.timeout_s, attempts=self.attempts,
@@ -56,7 +62,8 @@ class Reached(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _Busy(Exception):
-    """The same request may work later. after_s: the seconds that the server asks to wait, 0 when it does not say."""
+    """The same request may work later. after_s: the seconds that the server asks to wait, 0 when it
+    does not say."""
 
     def __init__(self, cause: str, after_s: float = 0.0):
         super().__init__(cause)
@@ -68,12 +75,14 @@ class NoAnswer(InfrastructureFault):
 
 
 class JsonClient:
-    """Calls one server: ``start``, any number of calls, ``close``. url: the beginning of every request's URL. api_key_env: the environment
-    variable that holds the key ("" for none). key: the key itself, when this process created it.
+    """Calls one server: ``start``, any number of calls, ``close``. url: the beginning of every
+    request's URL. api_key_env: the environment variable that holds the key ("" for none). key: the
+    key itself, when this process created it.
 
-    timeout_s: limit of one attempt; it does not include the wait until fewer than ``concurrency`` requests are open. backoff_s: the pause after
-    the first failure, doubled after each further one. remedies: by status, what the user of this server should do. ``counts``: requests, retries
-    and failures so far. ``busy_s``: the time of all calls, including their pauses.
+    timeout_s: limit of one attempt; it does not include the wait until fewer than ``concurrency``
+    requests are open. backoff_s: the pause after the first failure, doubled after each further one.
+    remedies: by status, what the user of this server should do. ``counts``: requests, retries and
+    failures so far. ``busy_s``: the time of all calls, including their pauses.
     """
 
     def __init__(
@@ -89,11 +98,20 @@ class JsonClient:
         remedies: Mapping[int, str] = {},
     ):
         if attempts < 1 or concurrency < 1:
-            raise ValueError(f"attempts {attempts} and concurrency {concurrency}: expected at least 1 of each")
+            raise ValueError(
+                f"attempts {attempts} and concurrency {concurrency}: expected at least 1 of each"
+            )
         if "@" in urlsplit(url).netloc:
-            raise ValueError(f"{_without_user(url)}: expected a URL without a user or a key; name the key's variable")
+            raise ValueError(
+                f"{_without_user(url)}: expected a URL without a user or a key; name the key's variable"
+            )
         self.url = url.rstrip("/")
-        self.timeout_s, self.attempts, self.backoff_s, self.concurrency = timeout_s, attempts, backoff_s, concurrency
+        self.timeout_s, self.attempts, self.backoff_s, self.concurrency = (
+            timeout_s,
+            attempts,
+            backoff_s,
+            concurrency,
+        )
         self.counts: Counter[str] = Counter()
         self.busy_s = 0.0
         self._api_key_env, self._key = api_key_env, key
@@ -102,15 +120,19 @@ class JsonClient:
         self._session: aiohttp.ClientSession | None = None
 
     async def start(self) -> None:
-        """Open the connection pool. Raises ValueError, which names the variable, when the API key is not set."""
+        """Open the connection pool. Raises ValueError, which names the variable, when the API key
+        is not set."""
         headers = {"Content-Type": "application/json"}
         if variable := self._api_key_env:
             self._key = os.environ.get(variable, "").strip()
             if not self._key:
-                raise ValueError(f"environment variable {variable} is empty: it must hold the API key of {self.url}")
+                raise ValueError(
+                    f"environment variable {variable} is empty: it must hold the API key of {self.url}"
+                )
         if self._key:
             headers["Authorization"] = f"Bearer {self._key}"
-        # One connection for each open request, because waiting for a connection would count against the server's timeout.
+        # One connection for each open request, because waiting for a connection would count against
+        # the server's timeout.
         pool = aiohttp.TCPConnector(limit=self.concurrency, keepalive_timeout=_IDLE_S)
         self._session = aiohttp.ClientSession(headers=headers, connector=pool)
 
@@ -119,15 +141,25 @@ class JsonClient:
         if self._session is not None:
             await self._session.close()
 
-    # ------------------------------------------------------------------------------------------ calls
+    # ------------------------------------------------------------------------------------------
+    # calls
 
-    async def post(self, path: str, body: Any, *, timeout_s: float | None = None, attempts: int | None = None) -> Any:
-        """Return the decoded answer. body: anything msgspec encodes. Raises DataFault or InfrastructureFault as the module describes."""
-        return self._decoded(path, await self.send("POST", path, body, timeout_s=timeout_s, attempts=attempts))
+    async def post(
+        self, path: str, body: Any, *, timeout_s: float | None = None, attempts: int | None = None
+    ) -> Any:
+        """Return the decoded answer. body: anything msgspec encodes. Raises DataFault or
+        InfrastructureFault as the module describes."""
+        return self._decoded(
+            path, await self.send("POST", path, body, timeout_s=timeout_s, attempts=attempts)
+        )
 
-    async def get(self, path: str, *, timeout_s: float | None = None, attempts: int | None = None) -> Any:
+    async def get(
+        self, path: str, *, timeout_s: float | None = None, attempts: int | None = None
+    ) -> Any:
         """Send a GET request without a body, otherwise like ``post``."""
-        return self._decoded(path, await self.send("GET", path, timeout_s=timeout_s, attempts=attempts))
+        return self._decoded(
+            path, await self.send("GET", path, timeout_s=timeout_s, attempts=attempts)
+        )
 
     async def send(
         self,
@@ -138,7 +170,8 @@ class JsonClient:
         timeout_s: float | None = None,
         attempts: int | None = None,
     ) -> bytes:
-        """Return the answer's bytes undecoded, for answers that are not JSON; otherwise like ``post``. body: None sends no body."""
+        """Return the answer's bytes undecoded, for answers that are not JSON; otherwise like
+        ``post``. body: None sends no body."""
         url, content = f"{self.url}{path}", None if body is None else msgspec.json.encode(body)
         limit = self.timeout_s if timeout_s is None else timeout_s
         last = self.attempts if attempts is None else attempts
@@ -155,7 +188,9 @@ class JsonClient:
                             f"{url}: {busy}, {attempt} attempts; try again when the server answers, or allow more attempts"
                         ) from None
                     self.counts["retries"] += 1
-                    await asyncio.sleep(pause_s(attempt, self.backoff_s, busy.after_s, random.random()))
+                    await asyncio.sleep(
+                        pause_s(attempt, self.backoff_s, busy.after_s, random.random())
+                    )
             raise ValueError(f"attempts {last}: expected at least 1")
         except (InfrastructureFault, DataFault):
             self.counts["failures"] += 1
@@ -163,7 +198,8 @@ class JsonClient:
         finally:
             self.busy_s += time.monotonic() - start
 
-    # ------------------------------------------------------------------------------------------ inner workings
+    # ------------------------------------------------------------------------------------------
+    # inner workings
 
     async def _once(self, method: str, url: str, content: bytes | None, timeout_s: float) -> bytes:
         assert self._session is not None, "call before start"
@@ -190,7 +226,9 @@ class JsonClient:
             return msgspec.json.decode(answer)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             self.counts["failures"] += 1
-            raise InfrastructureFault(f"{self.url}{path} answered no JSON ({error}): is it the right URL?") from None
+            raise InfrastructureFault(
+                f"{self.url}{path} answered no JSON ({error}): is it the right URL?"
+            ) from None
 
     def _fail(self, url: str, response: aiohttp.ClientResponse, text: str) -> NoReturn:
         """Raise the fault that a status stands for, with its remedy."""
@@ -209,20 +247,30 @@ class JsonClient:
     def _remedy(self, status: int) -> str:
         if status in (401, 403):
             key = self._api_key_env
-            return f"is the key in {key} right?" if key else "it wants an API key: name the variable that holds it"
-        return f"does the server's URL end where {self.url} does?" if status == 404 else "expected 200 or 202"
+            return (
+                f"is the key in {key} right?"
+                if key
+                else "it wants an API key: name the variable that holds it"
+            )
+        return (
+            f"does the server's URL end where {self.url} does?"
+            if status == 404
+            else "expected 200 or 202"
+        )
 
     def _hidden(self, text: str) -> str:
         return text.replace(self._key, "(the key)") if self._key else text
 
 
 def pause_s(attempt: int, backoff_s: float, asked_s: float, chance: float) -> float:
-    """Return the seconds to wait after ``attempt`` (from 1): they double, are spread by ``chance`` in [0, 1), and are at least ``asked_s``."""
+    """Return the seconds to wait after ``attempt`` (from 1): they double, are spread by ``chance``
+    in [0, 1), and are at least ``asked_s``."""
     return min(LONGEST_WAIT_S, max(asked_s, backoff_s * 2 ** (attempt - 1) * (0.5 + chance)))
 
 
 def retry_after(header: str, now: float) -> float:
-    """Return the seconds that a Retry-After header asks to wait (a number, or a date compared with ``now``), 0 when it cannot be read."""
+    """Return the seconds that a Retry-After header asks to wait (a number, or a date compared with
+    ``now``), 0 when it cannot be read."""
     try:
         seconds = float(header)
         return max(0.0, seconds) if seconds == seconds else 0.0  # float accepts "nan"

@@ -34,8 +34,8 @@ def fault(error: Exception) -> str:
 
 
 def content(path: Path, expected: str, flag: str = "") -> bytes:
-    """Return the bytes of a UTF-8 file without its byte order mark. Raises ValueError saying what the file should hold (``expected``). flag: the
-    option that named the file."""
+    """Return the bytes of a UTF-8 file without its byte order mark. Raises ValueError saying what
+    the file should hold (``expected``). flag: the option that named the file."""
     try:
         return path.read_bytes()[beginning(path) :]
     except OSError as error:
@@ -44,7 +44,8 @@ def content(path: Path, expected: str, flag: str = "") -> bytes:
 
 
 def lines(path: Path, kind: Any, expected: str, flag: str = "") -> Iterator[tuple[int, Any]]:
-    """Yield the number and the value (a ``kind``) of each line that is not empty. Raises ValueError like ``content``, or naming the bad line."""
+    """Yield the number and the value (a ``kind``) of each line that is not empty. Raises ValueError
+    like ``content``, or naming the bad line."""
     for number, line in enumerate(content(path, f"lines of {expected}", flag).splitlines(), 1):
         if line.strip():
             try:

@@ -1,8 +1,10 @@
-"""Who may do what in one run: a CURVE key pair for each role and for each invited peer, with the services that its holder may offer.
+"""Who may do what in one run: a CURVE key pair for each role and for each invited peer, with the
+services that its holder may offer.
 
-``RUN/keys`` (0700) holds the scheduler's pair (``server_public``, ``server_secret``) and one 0600 file per peer, ``peers/NAME.json``. The
-scheduler reads that folder again when an unknown key knocks and at every heartbeat, so a key that is minted is good at once, and a
-file that is deleted takes its key away.
+``RUN/keys`` (0700) holds the scheduler's pair (``server_public``, ``server_secret``) and one 0600
+file per peer, ``peers/NAME.json``. The scheduler reads that folder again when an unknown key knocks
+and at every heartbeat, so a key that is minted is good at once, and a file that is deleted takes
+its key away.
 """
 
 import logging
@@ -24,13 +26,15 @@ ROLES: dict[str, tuple[str, ...]] = {
 }
 """The services that each role of a run's own processes may offer."""
 INVITED = ("judge", "player", "speaker")
-"""The services to which an outside peer can be invited. Actors and learners read and write the run's folder, so they are never outside."""
+"""The services to which an outside peer can be invited. Actors and learners read and write the
+run's folder, so they are never outside."""
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,99}")
 _SERVER_FILES = ("server_public", "server_secret")
 
 
 class PeerKeys(msgspec.Struct, frozen=True):
-    """What a worker needs to reach the scheduler (Z85 text): the scheduler's public key and a key pair of its own."""
+    """What a worker needs to reach the scheduler (Z85 text): the scheduler's public key and a key
+    pair of its own."""
 
     server_public: str
     public: str
@@ -38,12 +42,17 @@ class PeerKeys(msgspec.Struct, frozen=True):
 
     @classmethod
     def load(cls, folder: Path, role: str) -> "PeerKeys":
-        """Read the keys of ``role`` in ``RUN/keys``. Raises FileNotFoundError, which says what to check, when there are none."""
+        """Read the keys of ``role`` in ``RUN/keys``. Raises FileNotFoundError, which says what to
+        check, when there are none."""
         try:
-            grant = msgspec.json.decode((folder / "peers" / f"{role}.json").read_bytes(), type=Grant)
+            grant = msgspec.json.decode(
+                (folder / "peers" / f"{role}.json").read_bytes(), type=Grant
+            )
             return cls((folder / "server_public").read_text(), grant.public, grant.secret)
         except FileNotFoundError as error:
-            raise FileNotFoundError(f"no keys in {folder} ({error}): is this a run folder that was started?") from None
+            raise FileNotFoundError(
+                f"no keys in {folder} ({error}): is this a run folder that was started?"
+            ) from None
 
 
 class Invitation(PeerKeys, frozen=True, kw_only=True):
@@ -63,7 +72,8 @@ class Invitation(PeerKeys, frozen=True, kw_only=True):
 
 
 class Grant(msgspec.Struct, frozen=True):
-    """What the holder of one key may offer. A service without a dot stands for all its names: "judge" allows "judge.slate".
+    """What the holder of one key may offer. A service without a dot stands for all its names:
+    "judge" allows "judge.slate".
 
     secret: the secret half for a role of the run, "" for an invited peer, who alone has it.
     """
@@ -82,13 +92,16 @@ class RunKeys:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self.server_public, self.server_secret = ((folder / name).read_text() for name in _SERVER_FILES)
+        self.server_public, self.server_secret = (
+            (folder / name).read_text() for name in _SERVER_FILES
+        )
         self._grants: dict[str, Grant] = {}
         self.reload()
 
     @classmethod
     def create(cls, folder: Path) -> "RunKeys":
-        """Create the keys that ``folder`` lacks. A resumed run keeps its keys and invitations; one from before roles gets its roles' keys."""
+        """Create the keys that ``folder`` lacks. A resumed run keeps its keys and invitations; one
+        from before roles gets its roles' keys."""
         (folder / "peers").mkdir(mode=0o700, parents=True, exist_ok=True)
         folder.chmod(0o700)
         if not all((folder / name).exists() for name in _SERVER_FILES):
@@ -103,14 +116,18 @@ class RunKeys:
 
     @classmethod
     def load(cls, folder: Path) -> "RunKeys":
-        """Read the keys of a run. Raises FileNotFoundError, which says what to check, when there are none."""
+        """Read the keys of a run. Raises FileNotFoundError, which says what to check, when there
+        are none."""
         try:
             return cls(folder)
         except FileNotFoundError as error:
-            raise FileNotFoundError(f"no keys in {folder} ({error}): is this a run folder that was started?") from None
+            raise FileNotFoundError(
+                f"no keys in {folder} ({error}): is this a run folder that was started?"
+            ) from None
 
     def mint(self, name: str, services: tuple[str, ...], keep: bool = False) -> PeerKeys:
-        """Create a key pair that may offer ``services``. The run keeps the secret half only if ``keep``; otherwise only the caller has it."""
+        """Create a key pair that may offer ``services``. The run keeps the secret half only if
+        ``keep``; otherwise only the caller has it."""
         public, secret = (key.decode() for key in zmq.curve_keypair())
         grant = Grant(public, services, secret if keep else "")
         write_private(self._path(name), msgspec.json.encode(grant).decode())
@@ -118,7 +135,8 @@ class RunKeys:
         return PeerKeys(self.server_public, public, secret)
 
     def invite(self, service: str, endpoint: str) -> tuple[str, Invitation]:
-        """Mint a pair for an outside peer that may offer ``service`` alone. Returns the name by which it is revoked, and the invitation.
+        """Mint a pair for an outside peer that may offer ``service`` alone. Returns the name by
+        which it is revoked, and the invitation.
 
         Raises ValueError when ``service`` is none to which a peer can be invited.
         """
@@ -132,7 +150,8 @@ class RunKeys:
         return name, Invitation(pair.server_public, pair.public, pair.secret, endpoint=endpoint)
 
     def revoke(self, name: str) -> None:
-        """Take a key away. A live scheduler sends its holder away within a heartbeat. Raises ValueError when there is no such key."""
+        """Take a key away. A live scheduler sends its holder away within a heartbeat. Raises
+        ValueError when there is no such key."""
         known = sorted(path.stem for path in (self.folder / "peers").glob("*.json"))
         if name not in known:
             raise ValueError(f"no key is named {name!r}: expected one of {', '.join(known)}")
@@ -140,7 +159,8 @@ class RunKeys:
         self.reload()
 
     def grant(self, public: str) -> Grant | None:
-        """Return what the holder of this public key may do, as of the last ``reload``; None for a key that this run does not know."""
+        """Return what the holder of this public key may do, as of the last ``reload``; None for a
+        key that this run does not know."""
         return self._grants.get(public)
 
     def reload(self) -> None:
@@ -155,19 +175,23 @@ class RunKeys:
         self._grants = grants
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """Return whether a peer with this key may connect: the credentials provider of ZeroMQ's authenticator."""
+        """Return whether a peer with this key may connect: the credentials provider of ZeroMQ's
+        authenticator."""
         try:
             public = key.decode()
             if public not in self._grants:
                 self.reload()
-        except (OSError, ValueError):  # it would end the authenticator, and nobody would be admitted any more
+        # it would end the authenticator, and nobody would be admitted any more
+        except (OSError, ValueError):
             log.exception("a key could not be looked up in %s", self.folder)
             return False
         return public in self._grants
 
     def _path(self, name: str) -> Path:
         if not _NAME.fullmatch(name):
-            raise ValueError(f"{name!r} cannot name a key: expected letters, digits, '_', '-' and '.'")
+            raise ValueError(
+                f"{name!r} cannot name a key: expected letters, digits, '_', '-' and '.'"
+            )
         return self.folder / "peers" / f"{name}.json"
 
 

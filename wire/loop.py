@@ -17,7 +17,8 @@ def run(main: Coroutine[Any, Any, Value]) -> Value:
 
 
 async def or_signal(work: asyncio.Task[Any]) -> bool:
-    """Wait until ``work`` ends, or cancel it on SIGINT or SIGTERM. Return True if the work finished; False if a signal cancelled it."""
+    """Wait until ``work`` ends, or cancel it on SIGINT or SIGTERM. Return True if the work
+    finished; False if a signal cancelled it."""
     interrupted = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, interrupted.set)

@@ -1,10 +1,12 @@
 """Every message that crosses a process boundary in Coppice.
 
-A wire message is a list of ZeroMQ frames: ``[header, body, array, array, ...]``. The header is one of the tagged ``Message`` structs. The
-body is one of the request or result structs named in ``SERVICES``; some messages have no body. The arrays of the body follow as raw frames
-(see ``wire.arrays``). Nothing is pickled.
+A wire message is a list of ZeroMQ frames: ``[header, body, array, array, ...]``. The header is one
+of the tagged ``Message`` structs. The body is one of the request or result structs named in
+``SERVICES``; some messages have no body. The arrays of the body follow as raw frames (see
+``wire.arrays``). Nothing is pickled.
 
-Units: times are in seconds and lengths in tokens unless a name says otherwise. Log-probabilities are natural logarithms.
+Units: times are in seconds and lengths in tokens unless a name says otherwise. Log-probabilities
+are natural logarithms.
 """
 
 from typing import Any, Literal
@@ -12,11 +14,13 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-# ---------------------------------------------------------------------------------------------- protocol
+# ----------------------------------------------------------------------------------------------
+# protocol
 
 
 class Register(msgspec.Struct, tag="register", frozen=True):
-    """Worker -> scheduler, the first message: the services that the worker offers, and how many requests it takes at once."""
+    """Worker -> scheduler, the first message: the services that the worker offers, and how many
+    requests it takes at once."""
 
     worker: str
     services: list[str]
@@ -27,10 +31,12 @@ class Register(msgspec.Struct, tag="register", frozen=True):
 
 
 class Registered(msgspec.Struct, tag="registered", frozen=True):
-    """Scheduler -> worker: the worker is accepted and must send a heartbeat at least every ``heartbeat_s`` seconds.
+    """Scheduler -> worker: the worker is accepted and must send a heartbeat at least every
+    ``heartbeat_s`` seconds.
 
-    ``admission`` names this membership. When the name differs from the previous one, the scheduler is a new one or had given this worker
-    up. It has then moved the earlier requests to other workers, and this worker abandons them.
+    ``admission`` names this membership. When the name differs from the previous one, the scheduler
+    is a new one or had given this worker up. It has then moved the earlier requests to other
+    workers, and this worker abandons them.
     """
 
     heartbeat_s: float
@@ -38,10 +44,12 @@ class Registered(msgspec.Struct, tag="registered", frozen=True):
 
 
 class Heartbeat(msgspec.Struct, tag="heartbeat", frozen=True):
-    """Worker -> scheduler: the worker is alive. ``stats`` are monotonic counters and gauges that the worker names.
+    """Worker -> scheduler: the worker is alive. ``stats`` are monotonic counters and gauges that
+    the worker names.
 
-    The scheduler answers each heartbeat with one whose ``echo`` is newer than every request before it. The worker returns the newest echo
-    with its ``open`` requests: a request that is older than the echo and not open was lost with a connection, or its answer was.
+    The scheduler answers each heartbeat with one whose ``echo`` is newer than every request before
+    it. The worker returns the newest echo with its ``open`` requests: a request that is older than
+    the echo and not open was lost with a connection, or its answer was.
     """
 
     in_flight: int
@@ -51,7 +59,8 @@ class Heartbeat(msgspec.Struct, tag="heartbeat", frozen=True):
 
 
 class Request(msgspec.Struct, tag="request", frozen=True):
-    """Scheduler -> worker: run ``service`` on the body. ``deadline_s`` seconds are left when the request is sent."""
+    """Scheduler -> worker: run ``service`` on the body. ``deadline_s`` seconds are left when the
+    request is sent."""
 
     id: int
     service: str
@@ -68,7 +77,8 @@ FaultKind = Literal["infrastructure", "data"]
 
 
 class Error(msgspec.Struct, tag="error", frozen=True):
-    """Worker -> scheduler: request ``id`` failed. An infrastructure fault is retried on another worker, a data fault is never retried."""
+    """Worker -> scheduler: request ``id`` failed. An infrastructure fault is retried on another
+    worker, a data fault is never retried."""
 
     id: int
     kind: FaultKind
@@ -82,24 +92,28 @@ class Cancel(msgspec.Struct, tag="cancel", frozen=True):
 
 
 class Drain(msgspec.Struct, tag="drain", frozen=True):
-    """In either direction. To a worker: finish the open requests, then leave. From a worker: send no new requests."""
+    """In either direction. To a worker: finish the open requests, then leave. From a worker: send
+    no new requests."""
 
 
 class Goodbye(msgspec.Struct, tag="goodbye", frozen=True):
-    """Worker -> scheduler: the worker leaves now and has no open request. Scheduler -> worker: the worker is rejected for this reason."""
+    """Worker -> scheduler: the worker leaves now and has no open request. Scheduler -> worker: the
+    worker is rejected for this reason."""
 
     reason: str = ""
 
 
 Message = Register | Registered | Heartbeat | Request | Result | Error | Cancel | Drain | Goodbye
 
-# ---------------------------------------------------------------------------------------------- generation
+# ----------------------------------------------------------------------------------------------
+# generation
 
 
 class Constraint(msgspec.Struct, frozen=True):
     """The pattern that a continuation must match from its first to its last token.
 
-    kind "regex": ``text`` is a regular expression for the whole continuation. kind "json_schema": ``text`` is a JSON schema.
+    kind "regex": ``text`` is a regular expression for the whole continuation. kind "json_schema":
+    ``text`` is a JSON schema.
     """
 
     kind: Literal["regex", "json_schema"]
@@ -109,9 +123,10 @@ class Constraint(msgspec.Struct, frozen=True):
 class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
     """How to sample. Temperature 0 is greedy; top_p 1 and top_k 0 leave the distribution whole.
 
-    constraint: tokens that cannot lead to a match get probability zero, and log-probabilities refer to the renormalised rest.
-    top_logprobs: for every sampled token, the number of most probable tokens (0 to 20) that the sample reports with it.
-    support: whether the sample reports which tokens top-p and top-k left (at temperature 0 they cut nothing).
+    constraint: tokens that cannot lead to a match get probability zero, and log-probabilities refer
+    to the renormalised rest. top_logprobs: for every sampled token, the number of most probable
+    tokens (0 to 20) that the sample reports with it. support: whether the sample reports which
+    tokens top-p and top-k left (at temperature 0 they cut nothing).
     """
 
     max_tokens: int
@@ -126,12 +141,14 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def cuts(self) -> bool:
-        """Whether top-p or top-k cut the distribution. They never cut greedy sampling, whose argmax stays the same."""
+        """Whether top-p or top-k cut the distribution. They never cut greedy sampling, whose argmax
+        stays the same."""
         return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0)
 
 
 class GenerateRequest(msgspec.Struct, frozen=True):
-    """Service ``generate``: sample ``n`` independent continuations of one prefix. tokens: int32 [prefix].
+    """Service ``generate``: sample ``n`` independent continuations of one prefix. tokens: int32
+    [prefix].
 
     images: the PNG bytes of every picture in the prefix, by its number (``wire.vision``).
     """
@@ -145,13 +162,15 @@ class GenerateRequest(msgspec.Struct, frozen=True):
 class Sample(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """One continuation.
 
-    tokens: int32 [new], the sampled ids only. logprobs: float32 [new], under the distribution that was really sampled
-    from (after temperature and top-p/k). versions: int32 [new], the policy version that sampled each token.
-    finish: "stop" (a stop string or end-of-sequence token, which stays in tokens), "length" or "abort".
-    top: one entry per token if ``Sampling.top_logprobs`` asks for it: the most probable ids with their log-probabilities under the
-    distribution that the token was sampled from, descending. An entry is shorter when fewer tokens have any probability.
-    support: if ``Sampling.support`` asks for it, the tokens that top-p and top-k left at each place (``wire.support``), b"" if they cut
-    nothing anywhere. None says that the engine does not report it.
+    tokens: int32 [new], the sampled ids only. logprobs: float32 [new], under the distribution that
+    was really sampled from (after temperature and top-p/k). versions: int32 [new], the policy
+    version that sampled each token. finish: "stop" (a stop string or end-of-sequence token, which
+    stays in tokens), "length" or "abort". top: one entry per token if ``Sampling.top_logprobs``
+    asks for it: the most probable ids with their log-probabilities under the distribution that the
+    token was sampled from, descending. An entry is shorter when fewer tokens have any probability.
+    support: if ``Sampling.support`` asks for it, the tokens that top-p and top-k left at each place
+    (``wire.support``), b"" if they cut nothing anywhere. None says that the engine does not report
+    it.
     """
 
     tokens: np.ndarray
@@ -163,9 +182,11 @@ class Sample(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
 
 
 class GenerateResult(msgspec.Struct, frozen=True):
-    """The answer to ``generate``. Of the prompt_tokens, the prefix cache held cached_tokens; the engine prefilled the rest.
+    """The answer to ``generate``. Of the prompt_tokens, the prefix cache held cached_tokens; the
+    engine prefilled the rest.
 
-    phases: the seconds that the request spent in "queue", "prefill" and "decode", one after the other; {} if the engine cannot tell them apart.
+    phases: the seconds that the request spent in "queue", "prefill" and "decode", one after the
+    other; {} if the engine cannot tell them apart.
     """
 
     samples: list[Sample]
@@ -175,7 +196,8 @@ class GenerateResult(msgspec.Struct, frozen=True):
 
 
 class LoadRequest(msgspec.Struct, frozen=True):
-    """Service ``load``: use the weights in folder ``path`` as policy ``version``. ``digest`` proves that the right weights arrived."""
+    """Service ``load``: use the weights in folder ``path`` as policy ``version``. ``digest`` proves
+    that the right weights arrived."""
 
     version: int
     path: str
@@ -185,7 +207,8 @@ class LoadRequest(msgspec.Struct, frozen=True):
 class LoadResult(msgspec.Struct, frozen=True):
     """The answer to ``load``: the digest of the weights now in use, and how long the swap took.
 
-    proof: the engine's own checksum of the weights that it now holds, "" if it has none. Actors of one kind must report equal proofs.
+    proof: the engine's own checksum of the weights that it now holds, "" if it has none. Actors of
+    one kind must report equal proofs.
     """
 
     version: int
@@ -194,18 +217,21 @@ class LoadResult(msgspec.Struct, frozen=True):
     proof: str = ""
 
 
-# ---------------------------------------------------------------------------------------------- judging
+# ----------------------------------------------------------------------------------------------
+# judging
 
 
 class JudgedTurn(msgspec.Struct, frozen=True):
     """What a judge sees of one turn.
 
-    ``context`` is the text of the earlier turns as SLATE's judge reads it; ``transcript`` holds the same turns as the policy saw them,
-    without the prompt. ``response`` is the whole action as generated; think, query and answer are its parsed parts (None when absent).
-    ``observation`` is the environment's answer (None when the turn is judged before it). ``step`` counts from 1 to ``budget``.
-    ``evidence`` holds the passages that are known to support the gold answer, one text per hop (empty when unknown).
-    In a game, ``state`` is the environment's state before the action as plain values, and ``move`` is the parsed action (None when it
-    could not be read; it may be illegal).
+    ``context`` is the text of the earlier turns as SLATE's judge reads it; ``transcript`` holds the
+    same turns as the policy saw them, without the prompt. ``response`` is the whole action as
+    generated; think, query and answer are its parsed parts (None when absent). ``observation`` is
+    the environment's answer (None when the turn is judged before it). ``step`` counts from 1 to
+    ``budget``. ``evidence`` holds the passages that are known to support the gold answer, one text
+    per hop (empty when unknown). In a game, ``state`` is the environment's state before the action
+    as plain values, and ``move`` is the parsed action (None when it could not be read; it may be
+    illegal).
     """
 
     question: str
@@ -233,7 +259,8 @@ class JudgeRequest(msgspec.Struct, frozen=True):
 
 
 class Judgement(msgspec.Struct, frozen=True):
-    """Named scores of one turn. A column listed in ``invalid`` has no score; a missing score is never silently zero."""
+    """Named scores of one turn. A column listed in ``invalid`` has no score; a missing score is
+    never silently zero."""
 
     scores: dict[str, float]
     invalid: list[str] = []
@@ -254,7 +281,8 @@ class RetrieveRequest(msgspec.Struct, frozen=True):
 
 
 class Passage(msgspec.Struct, frozen=True):
-    """A corpus passage with its similarity to the query (inner product of unit vectors, in [-1, 1])."""
+    """A corpus passage with its similarity to the query (inner product of unit vectors, in [-1,
+    1])."""
 
     id: str
     title: str
@@ -268,11 +296,13 @@ class RetrieveResult(msgspec.Struct, frozen=True):
     passages: list[list[Passage]]
 
 
-# ---------------------------------------------------------------------------------------------- playing
+# ----------------------------------------------------------------------------------------------
+# playing
 
 
 class PlayRequest(msgspec.Struct, frozen=True):
-    """Service ``player.<name>``: choose the opponent's move. state: the environment's state as plain values. seed: decides all randomness."""
+    """Service ``player.<name>``: choose the opponent's move. state: the environment's state as
+    plain values. seed: decides all randomness."""
 
     state: Any
     seed: int
@@ -285,8 +315,8 @@ class PlayResult(msgspec.Struct, frozen=True):
 
 
 class SpeakRequest(msgspec.Struct, frozen=True):
-    """Service ``speaker.<name>``: reply to chat messages. max_tokens: of the reply. stop: strings before which the reply ends. seed: decides all
-    randomness, if the speaker can be seeded."""
+    """Service ``speaker.<name>``: reply to chat messages. max_tokens: of the reply. stop: strings
+    before which the reply ends. seed: decides all randomness, if the speaker can be seeded."""
 
     messages: list[dict[str, str]]
     max_tokens: int
@@ -301,15 +331,17 @@ class SpeakResult(msgspec.Struct, frozen=True):
     text: str
 
 
-# ---------------------------------------------------------------------------------------------- training
+# ----------------------------------------------------------------------------------------------
+# training
 
 
 class TreeNode(msgspec.Struct, frozen=True, gc=False):
     """A node of the prefix tree as it is sent. It holds only the tokens that it adds.
 
-    tokens: int32 [new]. An action also has logprobs float32 [new], versions int32 [new] and sampled bool [new]
-    (False for a forced token, which has no sampling probability). The root has parent -1. images: the PNG bytes of the pictures among the
-    tokens, by number (``wire.vision``). support: as in ``Sample``, b"" if nothing was cut.
+    tokens: int32 [new]. An action also has logprobs float32 [new], versions int32 [new] and sampled
+    bool [new] (False for a forced token, which has no sampling probability). The root has parent
+    -1. images: the PNG bytes of the pictures among the tokens, by number (``wire.vision``).
+    support: as in ``Sample``, b"" if nothing was cut.
     """
 
     id: int
@@ -324,9 +356,11 @@ class TreeNode(msgspec.Struct, frozen=True, gc=False):
 
 
 class Turn(msgspec.Struct, frozen=True, gc=False):
-    """One trained turn: the action node, its place, and its scores (a missing score is left out; NaN is never sent).
+    """One trained turn: the action node, its place, and its scores (a missing score is left out;
+    NaN is never sent).
 
-    anchor: a number that is equal for turns taken in the same situation of their tree, None where the tokens of the observation decide it.
+    anchor: a number that is equal for turns taken in the same situation of their tree, None where
+    the tokens of the observation decide it.
     """
 
     node: int
@@ -339,8 +373,9 @@ class Turn(msgspec.Struct, frozen=True, gc=False):
 class TrainGroup(msgspec.Struct, frozen=True):
     """Service ``train``: one finished group of turns of tree ``tree``.
 
-    ``id`` is unique in the run, and by it each group is trained exactly once. ``nodes`` are the nodes of the turns and those of their
-    ancestors that were not yet sent over this connection to the learner, parents first.
+    ``id`` is unique in the run, and by it each group is trained exactly once. ``nodes`` are the
+    nodes of the turns and those of their ancestors that were not yet sent over this connection to
+    the learner, parents first.
     """
 
     id: int
@@ -350,9 +385,11 @@ class TrainGroup(msgspec.Struct, frozen=True):
 
 
 class TreeClosed(msgspec.Struct, frozen=True):
-    """Service ``close``: tree ``tree`` emits no more groups. ``groups`` are the ids of all that it emitted (possibly none).
+    """Service ``close``: tree ``tree`` emits no more groups. ``groups`` are the ids of all that it
+    emitted (possibly none).
 
-    replaced: another question takes the place of this one. Its groups go into the frontier with the next update, without loss.
+    replaced: another question takes the place of this one. Its groups go into the frontier with the
+    next update, without loss.
     """
 
     tree: int
@@ -361,10 +398,11 @@ class TreeClosed(msgspec.Struct, frozen=True):
 
 
 class Trained(msgspec.Struct, frozen=True):
-    """The answer to ``train``: the group has been trained into policy ``version``, whose weights are at ``path``.
+    """The answer to ``train``: the group has been trained into policy ``version``, whose weights
+    are at ``path``.
 
-    ``metrics`` and ``warnings`` belong to the update and are the same for all its groups. A group that was trained before is answered at once,
-    with the version that trained it.
+    ``metrics`` and ``warnings`` belong to the update and are the same for all its groups. A group
+    that was trained before is answered at once, with the version that trained it.
     """
 
     version: int
@@ -388,4 +426,5 @@ SERVICES: dict[str, tuple[type, type]] = {
     "train": (TrainGroup, Trained),
     "close": (TreeClosed, Closed),
 }
-"""The request and result struct of each service. A service ``judge.<name>`` uses the row ``judge``; ``player`` and ``speaker`` work alike."""
+"""The request and result struct of each service. A service ``judge.<name>`` uses the row ``judge``;
+``player`` and ``speaker`` work alike."""

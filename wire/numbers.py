@@ -1,4 +1,5 @@
-"""Ranges of numbers as types: msgspec refuses a value outside its range when it converts a config or the options of a plug-in."""
+"""Ranges of numbers as types: msgspec refuses a value outside its range when it converts a config
+or the options of a plug-in."""
 
 from typing import Annotated
 
@@ -17,4 +18,5 @@ Count = Annotated[int, Meta(ge=1)]
 Natural = Annotated[int, Meta(ge=0)]
 """A whole number of at least 0."""
 Ddof = Annotated[int, Meta(ge=0, le=1)]
-"""Which standard deviation divides: the sample's (1: the sum of squares over n - 1) or the population's (0: over n). docs/learner.md says why."""
+"""Which standard deviation divides: the sample's (1: the sum of squares over n - 1) or the
+population's (0: over n). docs/learner.md says why."""

@@ -1,4 +1,5 @@
-"""Options of plug-ins (schemes, corrections, environments, judges): keyword arguments from the config, checked before a run starts any work."""
+"""Options of plug-ins (schemes, corrections, environments, judges): keyword arguments from the
+config, checked before a run starts any work."""
 
 import argparse
 import difflib
@@ -18,32 +19,42 @@ T = TypeVar("T")
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):
-    """Names the value of an option by its type, as short as ``N``, where the option does not name it."""
+    """Names the value of an option by its type, as short as ``N``, where the option does not name
+    it."""
 
     def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
-        return {int: "N", float: "X", Path: "PATH"}.get(action.type) or super()._get_default_metavar_for_optional(
-            action
-        )  # pyright: ignore[reportArgumentType, reportCallIssue]
+        return {int: "N", float: "X", Path: "PATH"}.get(
+            action.type
+        ) or super()._get_default_metavar_for_optional(action)  # pyright: ignore[reportArgumentType, reportCallIssue]
 
 
-def command_parser(prog: str, description: str, examples: str, usage: str | None = None) -> argparse.ArgumentParser:
+def command_parser(
+    prog: str, description: str, examples: str, usage: str | None = None
+) -> argparse.ArgumentParser:
     """Return the parser of a command, whose help ends with examples."""
-    return argparse.ArgumentParser(prog, usage, description, f"examples:\n{examples}", formatter_class=_Help)
+    return argparse.ArgumentParser(
+        prog, usage, description, f"examples:\n{examples}", formatter_class=_Help
+    )
 
 
 def known(setting: str, name: str, names: Iterable[str], otherwise: str = "") -> None:
-    """Refuse a ``name`` that is not in ``names``. The ValueError lists the nearest names, then all names.
+    """Refuse a ``name`` that is not in ``names``. The ValueError lists the nearest names, then all
+    names.
 
-    setting: how the error begins, such as "learner.scheme = 'slat'". otherwise: which other values are allowed.
+    setting: how the error begins, such as "learner.scheme = 'slat'". otherwise: which other values
+    are allowed.
     """
     names = sorted(names)
     if name not in names:
         near = " or ".join(map(repr, difflib.get_close_matches(name, names)))
-        raise ValueError(f"{setting}: {f'did you mean {near}? ' if near else ''}expected one of {names}{otherwise}")
+        raise ValueError(
+            f"{setting}: {f'did you mean {near}? ' if near else ''}expected one of {names}{otherwise}"
+        )
 
 
 def imported(setting: str, place: str) -> Any:
-    """Return the object at ``place``: "module:name", importable from the current folder, or "file.py:name".
+    """Return the object at ``place``: "module:name", importable from the current folder, or
+    "file.py:name".
 
     Raises ValueError, which begins with ``setting``.
     """
@@ -52,7 +63,7 @@ def imported(setting: str, place: str) -> Any:
     module, _, name = place.partition(":")
     try:
         return getattr(_module(module), name)
-    except Exception as error:  # noqa: BLE001 a plug-in's module may raise anything while it is imported
+    except Exception as error:  # noqa: BLE001
         raise ValueError(
             f"{setting}: {type(error).__name__}: {error}; expected module:Class, importable from {Path.cwd()},"
             " or ./file.py:Class"
@@ -60,13 +71,16 @@ def imported(setting: str, place: str) -> Any:
 
 
 def _module(place: str) -> types.ModuleType:
-    """Import a module by its name, or by the path of its file, which ends with .py. A file is run once."""
+    """Import a module by its name, or by the path of its file, which ends with .py. A file is run
+    once."""
     if not place.endswith(".py"):
         return importlib.import_module(place)
     path = Path(place).resolve()
     if str(path) not in sys.modules:
         spec = importlib.util.spec_from_file_location(str(path), path)
-        assert spec is not None and spec.loader is not None, "a path that ends with .py has a loader"
+        assert spec is not None and spec.loader is not None, (
+            "a path that ends with .py has a loader"
+        )
         module = sys.modules[str(path)] = importlib.util.module_from_spec(spec)
         try:
             spec.loader.exec_module(module)
@@ -77,7 +91,8 @@ def _module(place: str) -> types.ModuleType:
 
 
 def option(text: str) -> tuple[str, Any]:
-    """Read KEY=VALUE. The value is TOML, and a bare word is a string. Raises ValueError when there is no "="."""
+    """Read KEY=VALUE. The value is TOML, and a bare word is a string. Raises ValueError when there
+    is no "="."""
     key, equals, value = text.partition("=")
     if not (key and equals):
         raise ValueError(f"option {text!r}: expected KEY=VALUE")
@@ -91,11 +106,14 @@ def option(text: str) -> tuple[str, Any]:
 
 def modules(package: str) -> list[str]:
     """Return the names of a package's modules."""
-    return sorted(module.name for module in pkgutil.iter_modules(importlib.import_module(package).__path__))
+    return sorted(
+        module.name for module in pkgutil.iter_modules(importlib.import_module(package).__path__)
+    )
 
 
 def plugin(setting: str, name: str, package: str, function: str) -> tuple[Any, Callable[..., Any]]:
-    """Return the module and the function of a plug-in: ``function`` of module ``package.name``, or a user's own "module:function".
+    """Return the module and the function of a plug-in: ``function`` of module ``package.name``, or
+    a user's own "module:function".
 
     Raises ValueError, which begins with ``setting`` and lists the nearest names.
     """
@@ -108,15 +126,21 @@ def plugin(setting: str, name: str, package: str, function: str) -> tuple[Any, C
 
 
 def declared(setting: str, module: Any, name: str, kind: type[T], function: Callable[..., Any], options: dict[str, Any]) -> T:  # fmt: skip
-    """Return the declaration of a plug-in. It is the result of the module's function ``name``, called with every option of ``function``.
+    """Return the declaration of a plug-in. It is the result of the module's function ``name``,
+    called with every option of ``function``.
 
-    Raises ValueError, which begins with ``setting``, when the module declares nothing, when its function does not take exactly the options
-    of ``function``, or when its declaration is not a ``kind``.
+    Raises ValueError, which begins with ``setting``, when the module declares nothing, when its
+    function does not take exactly the options of ``function``, or when its declaration is not a
+    ``kind``.
     """
     expected = f"expected a function {name}(**options) that returns a wire.declared.{kind.__name__} (docs/extend.md)"
     if not hasattr(module, name):
         raise ValueError(f"{setting}: {module.__name__} does not declare itself: {expected}")
-    defaults = {p.name: p.default for p in inspect.signature(function).parameters.values() if p.default is not p.empty}
+    defaults = {
+        p.name: p.default
+        for p in inspect.signature(function).parameters.values()
+        if p.default is not p.empty
+    }
     declare, values = getattr(module, name), defaults | options
     try:
         inspect.signature(declare).bind(**values)
@@ -127,24 +151,35 @@ def declared(setting: str, module: Any, name: str, kind: type[T], function: Call
         ) from None
     declaration = declare(**values)
     if not isinstance(declaration, kind):
-        raise ValueError(f"{setting}: {module.__name__}.{name} returned {declaration!r}: {expected}")
+        raise ValueError(
+            f"{setting}: {module.__name__}.{name} returned {declaration!r}: {expected}"
+        )
     return declaration
 
 
 def checked(section: str, plug_in: str, function: Callable[..., Any], options: dict[str, Any], others: tuple[str, ...]) -> dict[str, Any]:  # fmt: skip
-    """Return ``options`` as the types that ``function`` declares. others: parameters that no option sets. Raises ValueError naming the key.
+    """Return ``options`` as the types that ``function`` declares. others: parameters that no option
+    sets. Raises ValueError naming the key.
 
-    "null", which TOML lacks, is None for an option that may be None; it takes any other option away.
+    "null", which TOML lacks, is None for an option that may be None; it takes any other option
+    away.
     """
     import msgspec  # not at the top: a Python without it prints the help of tools/test
 
     hints = typing.get_type_hints(function, include_extras=True)
-    parameters = inspect.signature(function).parameters.values()  # a class without __init__ has *args and **kwargs
-    takes = [p.name for p in parameters if p.name not in others and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    # a class without __init__ has *args and **kwargs
+    parameters = inspect.signature(function).parameters.values()
+    takes = [
+        p.name
+        for p in parameters
+        if p.name not in others and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    ]
     options = {name: value for name, value in options.items() if name in takes or value != "null"}
     unknown = set(options) - set(takes)
     if unknown:
-        raise ValueError(f"{section}: {sorted(unknown)} unknown to {plug_in}, which takes {takes or 'no options'}")
+        raise ValueError(
+            f"{section}: {sorted(unknown)} unknown to {plug_in}, which takes {takes or 'no options'}"
+        )
     converted = {}
     for name, value in options.items():
         value = None if value == "null" else value
@@ -170,12 +205,21 @@ def _shown(hint: Any) -> str:
     if typing.get_origin(hint) in (tuple, list):
         return f"a list, each member {_shown(typing.get_args(hint)[0])}"
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        return " or ".join(_shown(part) for part in typing.get_args(hint) if part is not types.NoneType)
+        return " or ".join(
+            _shown(part) for part in typing.get_args(hint) if part is not types.NoneType
+        )
     if typing.get_origin(hint) is typing.Annotated:
         plain, limits = typing.get_args(hint)[0], typing.get_args(hint)[1]
         words = {"gt": "more than", "ge": "at least", "lt": "less than", "le": "at most"}
-        bounds = [f"{word} {getattr(limits, key):g}" for key, word in words.items() if getattr(limits, key) is not None]
+        bounds = [
+            f"{word} {getattr(limits, key):g}"
+            for key, word in words.items()
+            if getattr(limits, key) is not None
+        ]
         return f"{_shown(plain)}, {' and '.join(bounds)}"
-    return {"float": "a number", "int": "a whole number", "bool": "true or false", "str": "a string"}.get(
-        getattr(hint, "__name__", ""), str(hint)
-    )
+    return {
+        "float": "a number",
+        "int": "a whole number",
+        "bool": "true or false",
+        "str": "a string",
+    }.get(getattr(hint, "__name__", ""), str(hint))

@@ -1,7 +1,9 @@
-"""The manifest of a version folder, which describes the weights in it. The learner writes the manifest and every engine reads it.
+"""The manifest of a version folder, which describes the weights in it. The learner writes the
+manifest and every engine reads it.
 
-The folder holds ``manifest.json`` and the weights, unless they are only in the learner's memory: ``model.safetensors`` (kind "full"), or
-``adapter_model.safetensors`` with ``adapter_config.json`` (kind "lora", the PEFT format).
+The folder holds ``manifest.json`` and the weights, unless they are only in the learner's memory:
+``model.safetensors`` (kind "full"), or ``adapter_model.safetensors`` with ``adapter_config.json``
+(kind "lora", the PEFT format).
 """
 
 import hashlib
@@ -20,8 +22,9 @@ NAME = "manifest.json"
 class Memory(msgspec.Struct, frozen=True):
     """Where the learner offers the same weights from its memory (``learner.giver``).
 
-    store: host:port of the learner's rendezvous store. token: the secret that seals what is said there, known only to those who may read
-    the run folder. host: the name of the learner's host. device: "cuda" or "cpu". gpu: the GPU, as CUDA_VISIBLE_DEVICES names it.
+    store: host:port of the learner's rendezvous store. token: the secret that seals what is said
+    there, known only to those who may read the run folder. host: the name of the learner's host.
+    device: "cuda" or "cpu". gpu: the GPU, as CUDA_VISIBLE_DEVICES names it.
     """
 
     store: str
@@ -32,17 +35,20 @@ class Memory(msgspec.Struct, frozen=True):
 
 
 def prefix(token: str) -> str:
-    """Return the beginning of a run's keys in the rendezvous store. It is no secret: whoever reaches the store can list its keys."""
+    """Return the beginning of a run's keys in the rendezvous store. It is no secret: whoever
+    reaches the store can list its keys."""
     return hashlib.sha256(token.encode()).hexdigest()[:32]
 
 
 def sealed(token: str, key: str, text: str) -> str:
-    """Return what is stored under ``key``: the text after the proof that its author knows the token."""
+    """Return what is stored under ``key``: the text after the proof that its author knows the
+    token."""
     return hmac.new(token.encode(), f"{key}\n{text}".encode(), hashlib.sha256).hexdigest() + text
 
 
 def opened(token: str, key: str, stored: bytes) -> str:
-    """Return the text that was stored under ``key``. Raises ValueError if somebody without the token wrote it."""
+    """Return the text that was stored under ``key``. Raises ValueError if somebody without the
+    token wrote it."""
     text = stored[64:].decode()
     if not hmac.compare_digest(sealed(token, key, text).encode(), stored):
         raise ValueError(f"{key} in the rendezvous was not written by this run")
@@ -50,19 +56,22 @@ def opened(token: str, key: str, stored: bytes) -> str:
 
 
 def inside(run: Path, path: str) -> str:
-    """Return ``path``, a version's folder that came in a message. Raises InfrastructureFault when it is not inside RUN/weights.
+    """Return ``path``, a version's folder that came in a message. Raises InfrastructureFault when
+    it is not inside RUN/weights.
 
     Links are followed first, so neither "..", an absolute path nor a link leads out.
     """
     weights = (run / "weights").resolve()
     if weights not in Path(path).resolve().parents:
-        raise InfrastructureFault(f"weights at {path!r} are refused: expected a folder inside {weights}")
+        raise InfrastructureFault(
+            f"weights at {path!r} are refused: expected a folder inside {weights}"
+        )
     return path
 
 
 class Manifest(msgspec.Struct, frozen=True):
-    """One version. file: whether the folder holds its weights. digest: ``wire.digest.tensors`` of the weights if there is a file, otherwise
-    ``learner.publish.fingerprint``."""
+    """One version. file: whether the folder holds its weights. digest: ``wire.digest.tensors`` of
+    the weights if there is a file, otherwise ``learner.publish.fingerprint``."""
 
     version: int
     kind: Literal["full", "lora"]
@@ -78,11 +87,14 @@ class Manifest(msgspec.Struct, frozen=True):
 
 
 def read(folder: Path, expected: str) -> Manifest:
-    """Return the manifest of a version folder. Raises InfrastructureFault when it is missing, malformed or has another digest."""
+    """Return the manifest of a version folder. Raises InfrastructureFault when it is missing,
+    malformed or has another digest."""
     try:
         manifest = msgspec.json.decode((folder / NAME).read_bytes(), type=Manifest)
     except (OSError, msgspec.DecodeError) as error:
-        raise InfrastructureFault(f"weights {folder} cannot be read: {type(error).__name__}: {error}") from None
+        raise InfrastructureFault(
+            f"weights {folder} cannot be read: {type(error).__name__}: {error}"
+        ) from None
     if manifest.digest != expected:
         raise InfrastructureFault(
             f"weights {folder}: digest {manifest.digest[:16]}, expected {expected[:16]}; the old weights stay in force"

@@ -1,7 +1,8 @@
 """The service of a worker process: it registers, sends heartbeats, answers requests and drains.
 
-States: connecting -> registered -> (lost -> connecting)* -> draining -> gone. Every accepted request gets exactly one Result or Error,
-unless the request was cancelled or the scheduler has moved it to another worker.
+States: connecting -> registered -> (lost -> connecting)* -> draining -> gone. Every accepted
+request gets exactly one Result or Error, unless the request was cancelled or the scheduler has
+moved it to another worker.
 """
 
 import asyncio
@@ -37,12 +38,15 @@ from wire.sockets import Dealer
 log = logging.getLogger("wire.service")
 
 REGISTER_AGAIN = "register"
-"""A scheduler's Goodbye with this reason tells a peer that it does not know (any more) to register again. Any other reason is final."""
+"""A scheduler's Goodbye with this reason tells a peer that it does not know (any more) to register
+again. Any other reason is final."""
 PINNED_ROOM = 8
-"""Requests for one certain worker (new weights) do not wait until it is free, so a worker accepts this many above its capacity."""
+"""Requests for one certain worker (new weights) do not wait until it is free, so a worker accepts
+this many above its capacity."""
 UNBOUNDED = 2**20
-"""The learner's capacity. The scheduler's admission bounds the groups in flight. If a capacity did too, the groups of trees that still grow could
-fill it, and the words that would close those trees would wait for ever."""
+"""The learner's capacity. The scheduler's admission bounds the groups in flight. If a capacity did
+too, the groups of trees that still grow could fill it, and the words that would close those trees
+would wait for ever."""
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.2, 5.0
 
 
@@ -52,7 +56,8 @@ class Rejected(ConnectionError):
 
 @functools.cache
 def service_types(service: str) -> tuple[type, type]:
-    """Return the request and result struct of a service. Every ``judge.<name>`` uses the row ``judge``, and so on."""
+    """Return the request and result struct of a service. Every ``judge.<name>`` uses the row
+    ``judge``, and so on."""
     row = SERVICES.get(service.split(".", 1)[0])
     if row is None:
         raise WireError(f"unknown service {service!r}: expected one of {sorted(SERVICES)}")
@@ -60,10 +65,11 @@ def service_types(service: str) -> tuple[type, type]:
 
 
 class Call:
-    """An open request, as its handler sees it: created when the request is accepted, over when its Result or Error is queued.
+    """An open request, as its handler sees it: created when the request is accepted, over when its
+    Result or Error is queued.
 
-    deadline: a time on the clock of ``time.monotonic``. cancelled: set when nobody wants the answer any more; the handler's task
-    is cancelled at the same moment.
+    deadline: a time on the clock of ``time.monotonic``. cancelled: set when nobody wants the answer
+    any more; the handler's task is cancelled at the same moment.
     """
 
     def __init__(self, header: Request):
@@ -91,14 +97,18 @@ Handler = Callable[[Any, Call], Awaitable[msgspec.Struct]]
 
 
 class Service:
-    """Offers ``handlers`` and answers at most ``capacity`` requests at once; see the module for its states.
+    """Offers ``handlers`` and answers at most ``capacity`` requests at once; see the module for its
+    states.
 
-        async def judge(request: JudgeRequest, call: Call) -> JudgeResult: ...
-        await Service("judge-0", {"judge.mine": judge}, capacity=8).run(endpoint, keys)  # returns when the worker was drained
+        async def judge(request: JudgeRequest, call: Call) -> JudgeResult: ... await
+        Service("judge-0", {"judge.mine": judge}, capacity=8).run(endpoint, keys)  # returns when
+        the worker was drained
 
-    ``stats`` is called at every heartbeat and returns counters and gauges by name. A handler may raise DataFault or InfrastructureFault; any
-    other exception is logged with its traceback and reported as infrastructure. The scheduler echoes every heartbeat: after ``silence_s``
-    seconds without an echo the worker registers again, and after ``give_up_s`` more seconds without an answer it gives up.
+    ``stats`` is called at every heartbeat and returns counters and gauges by name. A handler may
+    raise DataFault or InfrastructureFault; any other exception is logged with its traceback and
+    reported as infrastructure. The scheduler echoes every heartbeat: after ``silence_s`` seconds
+    without an echo the worker registers again, and after ``give_up_s`` more seconds without an
+    answer it gives up.
     """
 
     def __init__(
@@ -125,17 +135,21 @@ class Service:
         self._echo = 0
 
     def send(self, header: Message, body: msgspec.Struct | None = None) -> None:
-        """Queue a message. The body must not be changed afterwards, because large arrays are not copied."""
+        """Queue a message. The body must not be changed afterwards, because large arrays are not
+        copied."""
         assert self._dealer is not None, "send before run"
         self._dealer.send(encode(header, body))
 
     def drain(self) -> None:
-        """Take no new requests, finish the open ones, then leave. May be called from a signal handler."""
+        """Take no new requests, finish the open ones, then leave. May be called from a signal
+        handler."""
         self.draining.set()
 
     async def run(self, endpoint: str, keys: PeerKeys | None, signals: bool = True) -> None:
-        """Serve until drained. Raises Rejected when the scheduler refuses this worker or does not answer for ``give_up_s`` seconds."""
-        # Nobody can take over a worker's connection (wire/sockets.py lets its own new one do so), because nobody can guess its identity.
+        """Serve until drained. Raises Rejected when the scheduler refuses this worker or does not
+        answer for ``give_up_s`` seconds."""
+        # Nobody can take over a worker's connection (wire/sockets.py lets its own new one do so),
+        # because nobody can guess its identity.
         identity = f"{self.name}/{os.getpid()}/{os.urandom(8).hex()}".encode()
         self._dealer = Dealer(endpoint, keys, identity, self.limits)
         if signals:
@@ -158,9 +172,11 @@ class Service:
                 received.cancel()
                 await asyncio.gather(received, *work, *open_tasks, return_exceptions=True)
             finally:
-                self._dealer.close()  # even when cancelled here, because garbage collection of an open context would hang
+                # even when cancelled here, because garbage collection of an open context would hang
+                self._dealer.close()
 
-    # ------------------------------------------------------------------------------------------ membership
+    # ------------------------------------------------------------------------------------------
+    # membership
 
     async def _beat(self) -> None:
         while True:
@@ -174,7 +190,9 @@ class Service:
 
     async def _register(self) -> None:
         """Send the registration at growing intervals until the scheduler accepts it."""
-        hello = Register(self.name, list(self.handlers), self.capacity, os.getpid(), host_socket.gethostname())
+        hello = Register(
+            self.name, list(self.handlers), self.capacity, os.getpid(), host_socket.gethostname()
+        )
         end, pause = time.monotonic() + self.give_up_s, _FIRST_RETRY_S
         while not self.registered.is_set():
             left = end - time.monotonic()
@@ -208,7 +226,8 @@ class Service:
         if self.draining.is_set():
             self.send(Drain())
 
-    # ------------------------------------------------------------------------------------------ requests
+    # ------------------------------------------------------------------------------------------
+    # requests
 
     def _receive(self, frames: list[Frame]) -> None:
         try:
@@ -262,15 +281,20 @@ class Service:
             if call.cancelled.is_set():
                 raise
             reason = (
-                f"passed its deadline of {header.deadline_s:.1f} s" if call.late else "was cancelled by its handler"
+                f"passed its deadline of {header.deadline_s:.1f} s"
+                if call.late
+                else "was cancelled by its handler"
             )
-            self.send(Error(header.id, "infrastructure", f"{header.service} on {self.name} {reason}"))
+            self.send(
+                Error(header.id, "infrastructure", f"{header.service} on {self.name} {reason}")
+            )
         except Fault as fault:
             self.send(Error(header.id, fault.kind, str(fault)))
         except Exception as error:  # the one boundary where a handler's failure becomes a message
             log.exception("%s: %s failed", self.name, header.service)
             self.send(Error(header.id, "infrastructure", f"{type(error).__name__}: {error}"))
         finally:
-            # The place is free as soon as the answer is queued, because the scheduler may use it before this task's callbacks run.
+            # The place is free as soon as the answer is queued, because the scheduler may use it
+            # before this task's callbacks run.
             self.calls.pop(header.id, None)
             timer.cancel()

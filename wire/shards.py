@@ -1,6 +1,8 @@
-"""What belongs to one of several schedulers that share a learner: its draws of the task stream, its ids and its folder. Pure.
+"""What belongs to one of several schedulers that share a learner: its draws of the task stream, its
+ids and its folder. Pure.
 
-Every draw, tree and group belongs to exactly one shard, and all shards together draw what a single scheduler would have drawn.
+Every draw, tree and group belongs to exactly one shard, and all shards together draw what a single
+scheduler would have drawn.
 """
 
 import zlib
@@ -13,7 +15,8 @@ import msgspec
 class Shard(msgspec.Struct, frozen=True):
     """Shard ``number`` of ``count``; a run with one scheduler has one shard.
 
-    Example: shard 1 of 3 numbers its trees and groups 1, 4, 7, and draws one task of each three consecutive positions.
+    Example: shard 1 of 3 numbers its trees and groups 1, 4, 7, and draws one task of each three
+    consecutive positions.
     """
 
     number: int = 0
@@ -34,18 +37,21 @@ class Shard(msgspec.Struct, frozen=True):
     def position(self, draw: int) -> int:
         """Return the position, in the stream of tasks, of this shard's draw 0, 1, ...
 
-        A hash of the draw deals its ``count`` consecutive positions, one to each shard: no shard falls behind, as it would if each position
-        were hashed alone, and none meets the same questions in every epoch.
+        A hash of the draw deals its ``count`` consecutive positions, one to each shard: no shard
+        falls behind, as it would if each position were hashed alone, and none meets the same
+        questions in every epoch.
         """
         return draw * self.count + (self.number + zlib.crc32(draw.to_bytes(8))) % self.count
 
     def draws(self, position: int) -> int:
-        """Return how many draws this shard has made if ``position`` is the first above all of its own."""
+        """Return how many draws this shard has made if ``position`` is the first above all of its
+        own."""
         return -(-position // self.count)
 
 
 def folder(run: Path, number: int) -> Path:
-    """Return the folder in which a shard keeps its journal, endpoint, keys and records. The first shard has the run's own."""
+    """Return the folder in which a shard keeps its journal, endpoint, keys and records. The first
+    shard has the run's own."""
     return run / "shards" / str(number) if number else run
 
 

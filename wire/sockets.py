@@ -1,6 +1,8 @@
-"""ZeroMQ sockets with CURVE keys: a message from a peer without this run's keys never reaches the decoder.
+"""ZeroMQ sockets with CURVE keys: a message from a peer without this run's keys never reaches the
+decoder.
 
-The scheduler binds a ROUTER and each worker connects a DEALER. ``wire.keys`` says which keys there are and what their holders may do.
+The scheduler binds a ROUTER and each worker connects a DEALER. ``wire.keys`` says which keys there
+are and what their holders may do.
 """
 
 import asyncio
@@ -32,10 +34,12 @@ def is_loopback(endpoint: str) -> bool:
 
 
 class Pump:
-    """A socket on the event loop: ``listen`` passes every message to one callback until ``stop``, and ``send`` never waits.
+    """A socket on the event loop: ``listen`` passes every message to one callback until ``stop``,
+    and ``send`` never waits.
 
-    ZeroMQ's descriptor is edge-triggered and a send may swallow an edge. A wake-up therefore reads until no message is left, and a send
-    requests one more wake-up. The queues are unbounded (see ``_configure``), so they are never full when a message is sent.
+    ZeroMQ's descriptor is edge-triggered and a send may swallow an edge. A wake-up therefore reads
+    until no message is left, and a send requests one more wake-up. The queues are unbounded (see
+    ``_configure``), so they are never full when a message is sent.
     """
 
     def __init__(self, socket: zmq.Socket, lead: int):
@@ -45,7 +49,8 @@ class Pump:
         self._woken = False
 
     def listen(self, deliver: Callable[[list[Frame]], None]) -> asyncio.Future[None]:
-        """Pass every message to ``deliver`` from now on. If ``deliver`` raises an exception, the future ends with it."""
+        """Pass every message to ``deliver`` from now on. If ``deliver`` raises an exception, the
+        future ends with it."""
         self._loop = asyncio.get_running_loop()
         self._deliver = deliver
         self.ended: asyncio.Future[None] = self._loop.create_future()
@@ -54,7 +59,8 @@ class Pump:
         return self.ended
 
     def send(self, frames: Iterable[Frame]) -> None:
-        """Queue one message. Frames of 64 KiB and more are not copied, so their buffers must stay unchanged."""
+        """Queue one message. Frames of 64 KiB and more are not copied, so their buffers must stay
+        unchanged."""
         socket, last = self.socket, None
         for frame in frames:
             if last is not None:
@@ -90,8 +96,9 @@ class Pump:
                 self._deliver(self._receive())
         except zmq.Again:
             return
-        except BaseException as error:  # noqa: BLE001 the event loop would only log it
-            # The caller of ``listen`` awaits this future and sees the exception; no message is delivered after it.
+        except BaseException as error:  # noqa: BLE001
+            # The caller of ``listen`` awaits this future and sees the exception; no message is
+            # delivered after it.
             self.stop()
             if not self.ended.done():
                 self.ended.set_exception(error)
@@ -99,7 +106,8 @@ class Pump:
         self._wake_soon()
 
     def _receive(self) -> list[Frame]:
-        """Return the next message. Raises zmq.Again when there is none. Identity, header and body are copied, arrays are not."""
+        """Return the next message. Raises zmq.Again when there is none. Identity, header and body
+        are copied, arrays are not."""
         socket = self.socket
         frames: list[Frame] = [self._first()]
         while socket.getsockopt(zmq.RCVMORE):
@@ -111,25 +119,30 @@ class Pump:
 
 
 class Router(Pump):
-    """The scheduler's bound socket. ``endpoint`` is the address to which workers connect (port 0 binds a free port).
+    """The scheduler's bound socket. ``endpoint`` is the address to which workers connect (port 0
+    binds a free port).
 
-    sender: the public key that ZeroMQ has authenticated for the message that is being delivered, "" without keys. A peer chooses its
-    identity itself, so an identity alone proves nothing.
+    sender: the public key that ZeroMQ has authenticated for the message that is being delivered, ""
+    without keys. A peer chooses its identity itself, so an identity alone proves nothing.
     """
 
     def __init__(self, bind: str, keys: RunKeys | None, limits: Limits = Limits()):
         if keys is None and not is_loopback(bind):
-            raise ValueError(f"refusing to bind {bind} without CURVE keys: use a loopback address or pass RunKeys")
+            raise ValueError(
+                f"refusing to bind {bind} without CURVE keys: use a loopback address or pass RunKeys"
+            )
         self.context = zmq.Context()
         super().__init__(self.context.socket(zmq.ROUTER), lead=3)
         self.sender = ""
         self.keys = keys
         self.authenticator: zmq.auth.thread.ThreadAuthenticator | None = None
         _configure(self.socket, limits)
-        # A worker whose connection broke is back before this side has let the old connection go. ZeroMQ would never read from the new one.
+        # A worker whose connection broke is back before this side has let the old connection go.
+        # ZeroMQ would never read from the new one.
         self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         if keys is not None:
-            # A thread of its own: a stopped AsyncioAuthenticator later removes its descriptor from the loop, which may be another socket's by then.
+            # A thread of its own: a stopped AsyncioAuthenticator later removes its descriptor from
+            # the loop, which may be another socket's by then.
             authenticator = self.authenticator = zmq.auth.thread.ThreadAuthenticator(self.context)
             authenticator.start()
             authenticator.configure_curve_callback(credentials_provider=keys)
@@ -146,7 +159,8 @@ class Router(Pump):
         self.endpoint = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def grant(self, public: str) -> Grant | None:
-        """Return what the holder of a key may do, None for a key that was revoked. Without keys everybody may do everything."""
+        """Return what the holder of a key may do, None for a key that was revoked. Without keys
+        everybody may do everything."""
         return self.keys.grant(public) if self.keys is not None else Grant("", tuple(SERVICES))
 
     def _first(self) -> Frame:
@@ -165,9 +179,12 @@ class Router(Pump):
 
 
 class Dealer(Pump):
-    """A worker's connected socket. ``identity`` is the worker's name with its process id and a random part, which make it unique."""
+    """A worker's connected socket. ``identity`` is the worker's name with its process id and a
+    random part, which make it unique."""
 
-    def __init__(self, endpoint: str, keys: PeerKeys | None, identity: bytes, limits: Limits = Limits()):
+    def __init__(
+        self, endpoint: str, keys: PeerKeys | None, identity: bytes, limits: Limits = Limits()
+    ):
         self.context = zmq.Context()
         super().__init__(self.context.socket(zmq.DEALER), lead=2)
         _configure(self.socket, limits)
@@ -179,12 +196,14 @@ class Dealer(Pump):
         self.socket.connect(endpoint)
 
     def send(self, frames: Iterable[Frame]) -> None:
-        """Queue one message. It is lost if the scheduler refused this worker's key; the registration, which is repeated, then gives up."""
+        """Queue one message. It is lost if the scheduler refused this worker's key; the
+        registration, which is repeated, then gives up."""
         with contextlib.suppress(zmq.Again):
             super().send(frames)
 
     def close(self, linger_ms: int = 500) -> None:
-        """Close. The last messages (Goodbye) get ``linger_ms`` milliseconds to leave; there is no wait when all have left."""
+        """Close. The last messages (Goodbye) get ``linger_ms`` milliseconds to leave; there is no
+        wait when all have left."""
         self.stop()
         self.context.destroy(linger=linger_ms)
 

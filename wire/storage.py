@@ -1,6 +1,8 @@
-"""Versions of the weights in object storage, for actors that do not see the run folder: any URL that fsspec knows (s3://, gs://, file://).
+"""Versions of the weights in object storage, for actors that do not see the run folder: any URL
+that fsspec knows (s3://, gs://, file://).
 
-A version is the folder ``URL/vNNNNNN``. Its manifest is written last, so a version with a manifest is whole.
+A version is the folder ``URL/vNNNNNN``. Its manifest is written last, so a version with a manifest
+is whole.
 """
 
 import logging
@@ -25,7 +27,8 @@ _TRIES, _PAUSE_S = 4, 1.0
 
 
 def check(url: str) -> None:
-    """Refuse a URL whose kind of storage cannot be reached from here. Raises ValueError with the remedy."""
+    """Refuse a URL whose kind of storage cannot be reached from here. Raises ValueError with the
+    remedy."""
     try:
         _asked(fsspec.url_to_fs, url)
     except OSError as error:
@@ -35,7 +38,8 @@ def check(url: str) -> None:
 
 
 def put(folder: Path, url: str, keep: int) -> None:
-    """Copy a version's folder to ``url`` and remove all but the ``keep`` newest versions there. Raises OSError after several tries."""
+    """Copy a version's folder to ``url`` and remove all but the ``keep`` newest versions there.
+    Raises OSError after several tries."""
     for attempt in range(_TRIES):
         try:
             store, root = _asked(fsspec.url_to_fs, url)
@@ -43,7 +47,9 @@ def put(folder: Path, url: str, keep: int) -> None:
             _asked(store.makedirs, place, exist_ok=True)
             for file in sorted(folder.iterdir(), key=lambda file: file.name == NAME):
                 _asked(store.put_file, str(file), f"{place}/{file.name}")
-            versions = [place for place in _names(store, root) if place.rpartition("/")[2].startswith("v")]
+            versions = [
+                place for place in _names(store, root) if place.rpartition("/")[2].startswith("v")
+            ]
             for old in versions[:-keep]:
                 _asked(store.rm, old, recursive=True)
             return
@@ -57,7 +63,8 @@ def put(folder: Path, url: str, keep: int) -> None:
 
 
 def fetched(path: str, url: str, weights: Path) -> str:
-    """Return a version's folder on this node: ``path`` if it is seen here, otherwise a copy in ``weights``. Raises InfrastructureFault."""
+    """Return a version's folder on this node: ``path`` if it is seen here, otherwise a copy in
+    ``weights``. Raises InfrastructureFault."""
     folder = Path(path)
     if folder.is_dir():
         return path
@@ -72,22 +79,27 @@ def fetched(path: str, url: str, weights: Path) -> str:
                 if not (draft / NAME).is_file():
                     raise FileNotFoundError(f"{NAME} is not there")
         except OSError as error:
-            raise InfrastructureFault(f"weights {folder.name} cannot be read from {url}: {error}") from None
+            raise InfrastructureFault(
+                f"weights {folder.name} cannot be read from {url}: {error}"
+            ) from None
         for old in sorted(weights.glob("v??????"))[:-KEPT]:
             shutil.rmtree(old, ignore_errors=True)
     return str(here)
 
 
 def _names(store: Any, place: str) -> list[str]:
-    """Return the paths in a folder. An earlier listing of this process is not believed, and FTP gives paths only in its details."""
+    """Return the paths in a folder. An earlier listing of this process is not believed, and FTP
+    gives paths only in its details."""
     store.invalidate_cache()
     return sorted(entry["name"] for entry in _asked(store.ls, place, detail=True))
 
 
 def _asked(call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """Return what a call into a kind of storage returns. Raises OSError with the text of whatever the call raises."""
+    """Return what a call into a kind of storage returns. Raises OSError with the text of whatever
+    the call raises."""
     try:
         return call(*arguments, **options)
     except Exception as error:
-        # The errors of ftplib, botocore, gcsfs and azure are no OSErrors, and most of these packages are not here to be named.
+        # The errors of ftplib, botocore, gcsfs and azure are no OSErrors, and most of these
+        # packages are not here to be named.
         raise OSError(str(error) or repr(error)) from error

@@ -1,8 +1,9 @@
 """The support of a cut distribution: which tokens top-p and top-k left at each place of a sample.
 
-As bytes: first the number of tokens left at every place, then their ids, place after place and ascending, each as its distance from the id
-before (the first as its distance from 0). Every number is in LEB128: seven bits per byte, the lowest first, and the high bit says that
-another byte follows. A token that is left therefore takes one to three bytes.
+As bytes: first the number of tokens left at every place, then their ids, place after place and
+ascending, each as its distance from the id before (the first as its distance from 0). Every number
+is in LEB128: seven bits per byte, the lowest first, and the high bit says that another byte
+follows. A token that is left therefore takes one to three bytes.
 """
 
 from collections.abc import Sequence
@@ -15,7 +16,8 @@ _BITS, _MOST = 7, 5
 
 
 class Support(msgspec.Struct, frozen=True):
-    """counts: int64 [places], 0 where the whole vocabulary was left. ids: int64 [sum of the counts], ascending at each place."""
+    """counts: int64 [places], 0 where the whole vocabulary was left. ids: int64 [sum of the
+    counts], ascending at each place."""
 
     counts: np.ndarray
     ids: np.ndarray
@@ -33,7 +35,8 @@ class Support(msgspec.Struct, frozen=True):
 
 
 def joined(supports: Sequence[Support | None], lengths: Sequence[int]) -> Support | None:
-    """Return the supports of consecutive stretches as one. None is a stretch of ``lengths[i]`` places with the whole vocabulary."""
+    """Return the supports of consecutive stretches as one. None is a stretch of ``lengths[i]``
+    places with the whole vocabulary."""
     if all(support is None for support in supports):
         return None
     whole = np.zeros(0, np.int64)
@@ -41,11 +44,15 @@ def joined(supports: Sequence[Support | None], lengths: Sequence[int]) -> Suppor
         Support(np.zeros(length, np.int64), whole) if support is None else support
         for support, length in zip(supports, lengths, strict=True)
     ]
-    return Support(np.concatenate([part.counts for part in parts]), np.concatenate([part.ids for part in parts]))
+    return Support(
+        np.concatenate([part.counts for part in parts]),
+        np.concatenate([part.ids for part in parts]),
+    )
 
 
 def encode(left: Sequence[np.ndarray | Sequence[int]]) -> bytes:
-    """Return the bytes of a support. left: the ids left at each place, in any order; no id means the whole vocabulary.
+    """Return the bytes of a support. left: the ids left at each place, in any order; no id means
+    the whole vocabulary.
 
     If the whole vocabulary was left everywhere, the bytes are b"".
     """
@@ -56,13 +63,16 @@ def encode(left: Sequence[np.ndarray | Sequence[int]]) -> bytes:
 
 
 def spliced(first: bytes, places: int, kept: int, second: bytes, more: int) -> bytes:
-    """Return, as bytes, the first ``kept`` of the ``places`` of one support, followed by the ``more`` places of another."""
+    """Return, as bytes, the first ``kept`` of the ``places`` of one support, followed by the
+    ``more`` places of another."""
     return encode([*_rows(first, places)[:kept], *_rows(second, more)])
 
 
 def _rows(blob: bytes, places: int) -> Sequence[np.ndarray | Sequence[int]]:
     support = decode(blob, places)
-    return [()] * places if support is None else np.split(support.ids, np.cumsum(support.counts)[:-1])
+    return (
+        [()] * places if support is None else np.split(support.ids, np.cumsum(support.counts)[:-1])
+    )
 
 
 def _leb128(numbers: np.ndarray) -> bytes:
@@ -73,14 +83,17 @@ def _leb128(numbers: np.ndarray) -> bytes:
 
 
 def decode(blob: bytes, places: int) -> Support | None:
-    """Return the support of a sample of so many places, None for b"". Raises ValueError if the bytes are not such a support."""
+    """Return the support of a sample of so many places, None for b"". Raises ValueError if the
+    bytes are not such a support."""
     if not blob:
         return None
     raw = np.frombuffer(blob, np.uint8).astype(np.int64)
     ends = np.flatnonzero(raw < 128) + 1
     starts = np.concatenate([[0], ends[:-1]])
     if not len(ends) or ends[-1] != len(raw) or (ends - starts).max() > _MOST:
-        raise ValueError(f"a support of {len(raw)} bytes: expected numbers of at most {_MOST} bytes that all end")
+        raise ValueError(
+            f"a support of {len(raw)} bytes: expected numbers of at most {_MOST} bytes that all end"
+        )
     within = np.arange(len(raw)) - np.repeat(starts, ends - starts)
     numbers = np.add.reduceat((raw & 127) << (_BITS * within), starts)
     counts, gaps = numbers[:places], numbers[places:]

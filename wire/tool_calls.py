@@ -1,7 +1,9 @@
-"""Tool calls in a model's reply: which family writes them how, and a strict reading. A call that cannot be read is the policy's, and is said to be so.
+"""Tool calls in a model's reply: which family writes them how, and a strict reading. A call that
+cannot be read is the policy's, and is said to be so.
 
-A reply is text, then calls. Each family has a mark with which a call begins; a reply without the mark has no calls. From the mark on everything must be
-calls in the family's notation, of tools that were offered, with an object of arguments: otherwise the reply is invalid, and no call of it counts.
+A reply is text, then calls. Each family has a mark with which a call begins; a reply without the
+mark has no calls. From the mark on everything must be calls in the family's notation, of tools that
+were offered, with an object of arguments: otherwise the reply is invalid, and no call of it counts.
 """
 
 import json
@@ -21,8 +23,8 @@ class ToolCall(msgspec.Struct, frozen=True):
 
 
 class Parsed(msgspec.Struct, frozen=True):
-    """A reply. think: what it thought, up to "</think>"; text: between that and the calls. problem: why its calls cannot be read, "" if they can;
-    then ``text`` is all after the thought."""
+    """A reply. think: what it thought, up to "</think>"; text: between that and the calls. problem:
+    why its calls cannot be read, "" if they can; then ``text`` is all after the thought."""
 
     text: str
     calls: list[ToolCall] = []
@@ -31,7 +33,8 @@ class Parsed(msgspec.Struct, frozen=True):
 
 
 class Family(msgspec.Struct, frozen=True):
-    """How a family writes calls: ``mark`` and ``gap`` before the first, ``closing`` after each, ``between`` them, ``end`` at last. key: of the arguments."""
+    """How a family writes calls: ``mark`` and ``gap`` before the first, ``closing`` after each,
+    ``between`` them, ``end`` at last. key: of the arguments."""
 
     mark: str
     closing: str = ""
@@ -41,7 +44,8 @@ class Family(msgspec.Struct, frozen=True):
     key: str = "arguments"
 
     def values(self, text: str) -> list[Any]:
-        """Return the JSON values of all calls in ``text``, which begins with the mark. Raises ValueError if anything else stands there."""
+        """Return the JSON values of all calls in ``text``, which begins with the mark. Raises
+        ValueError if anything else stands there."""
         values, rest = list[Any](), text.removeprefix(self.mark).strip()
         while rest and not (self.end and rest == self.end):
             rest = _without(rest, self.between, optional=not values)
@@ -49,7 +53,9 @@ class Family(msgspec.Struct, frozen=True):
             values.append(value)
             rest = _without(rest[place:].lstrip(), self.closing)
         if not values or rest != self.end:
-            raise ValueError(f"{self.mark} without a call" if not values else f"expected {self.end} at the end")
+            raise ValueError(
+                f"{self.mark} without a call" if not values else f"expected {self.end} at the end"
+            )
         return values
 
 
@@ -74,15 +80,19 @@ MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<|python_tag|>",
 
 
 def family_of(template: str) -> str:
-    """Return the family of a chat template's source; "hermes" if it knows no tools, because they are then described in that notation."""
+    """Return the family of a chat template's source; "hermes" if it knows no tools, because they
+    are then described in that notation."""
     return next((name for name, family in FAMILIES.items() if family.mark in template), "hermes")
 
 
 def opening(family: str, offered: Sequence[str]) -> str:
-    """Return how a reply begins that is a call: up to the arguments of the only tool that is offered, or up to the name of one of several. It ends where
-    tokens end in what the family writes."""
+    """Return how a reply begins that is a call: up to the arguments of the only tool that is
+    offered, or up to the name of one of several. It ends where tokens end in what the family
+    writes."""
     kind = FAMILIES[family]
-    name = f' {json.dumps(offered[0], ensure_ascii=False)}, "{kind.key}":' if len(offered) == 1 else ""
+    name = (
+        f' {json.dumps(offered[0], ensure_ascii=False)}, "{kind.key}":' if len(offered) == 1 else ""
+    )
     return f'{kind.mark}{kind.gap}{{"name":{name}'
 
 
@@ -104,11 +114,15 @@ def _call(value: Any, key: str, offered: Collection[str]) -> ToolCall:
     if not isinstance(value, dict) or set(value) != {"name", key}:
         raise ValueError(f'expected an object of "name" and "{key}", got {json.dumps(value)[:80]}')
     if value["name"] not in offered:
-        raise ValueError(f"tool {value['name']!r} was not offered; there are {', '.join(sorted(offered))}")
+        raise ValueError(
+            f"tool {value['name']!r} was not offered; there are {', '.join(sorted(offered))}"
+        )
     if not isinstance(value[key], dict):
         raise ValueError(f'"{key}" of {value["name"]}: expected an object')
     if is_too_deep(value[key]):
         raise ValueError(f'"{key}" of {value["name"]}: {TOO_DEEP}')
-    arguments = json.dumps(value[key], ensure_ascii=False, allow_nan=False)  # no client reads NaN or Infinity
-    arguments.encode()  # raises UnicodeEncodeError, a ValueError, for half of a surrogate pair, which is no text
+    # no client reads NaN or Infinity
+    arguments = json.dumps(value[key], ensure_ascii=False, allow_nan=False)
+    # raises UnicodeEncodeError, a ValueError, for half of a surrogate pair, which is no text
+    arguments.encode()
     return ToolCall(value["name"], arguments)

@@ -1,10 +1,14 @@
-"""Pictures in prompts, for models of the Qwen2-VL family: the tokens of a picture, its positions and its pixel values.
+"""Pictures in prompts, for models of the Qwen2-VL family: the tokens of a picture, its positions
+and its pixel values.
 
-The journal numbers the pictures of a run from 1, equal bytes once. In every prefix, picture ``number`` is the id ``-number``, once for each token
-that the model's processor makes of the picture, and the bytes travel beside the ids as {number: PNG}. Two pictures therefore differ as soon
-as their ids do, and whatever compares prefixes (the engines' caches, the scheduler's view of them, the learner's trie) needs no other rule.
+The journal numbers the pictures of a run from 1, equal bytes once. In every prefix, picture
+``number`` is the id ``-number``, once for each token that the model's processor makes of the
+picture, and the bytes travel beside the ids as {number: PNG}. Two pictures therefore differ as soon
+as their ids do, and whatever compares prefixes (the engines' caches, the scheduler's view of them,
+the learner's trie) needs no other rule.
 
-torch and transformers are imported only where pixel values or weights are needed, because the scheduler uses this module too.
+torch and transformers are imported only where pixel values or weights are needed, because the
+scheduler uses this module too.
 """
 
 import base64
@@ -22,7 +26,8 @@ import msgspec
 import numpy as np
 
 FAMILY = ("qwen2_vl", "qwen2_5_vl")
-"""The model types whose pictures this module knows. Their pictures have one frame, and their positions are three-dimensional."""
+"""The model types whose pictures this module knows. Their pictures have one frame, and their
+positions are three-dimensional."""
 STEEPEST = 200
 """The largest ratio of a picture's sides, as in the processor of Qwen2-VL."""
 
@@ -38,8 +43,9 @@ class Run(msgspec.Struct, frozen=True):
 
 
 class View(msgspec.Struct, frozen=True):
-    """Pictures as a vision tower reads them. patches: float32 [patches, values]. grids: the frames, rows and columns of each picture's patches,
-    int64 [pictures, 3]. rows: the row of the tower's features that belongs to each picture token of the forest, int64 [picture tokens]."""
+    """Pictures as a vision tower reads them. patches: float32 [patches, values]. grids: the frames,
+    rows and columns of each picture's patches, int64 [pictures, 3]. rows: the row of the tower's
+    features that belongs to each picture token of the forest, int64 [picture tokens]."""
 
     patches: np.ndarray
     grids: np.ndarray
@@ -52,7 +58,8 @@ def ids(number: int, count: int) -> np.ndarray:
 
 
 def runs(tokens: np.ndarray) -> list[Run]:
-    """Return the pictures of ``tokens`` in order. Text stands between two pictures, so equal neighbours belong to one picture."""
+    """Return the pictures of ``tokens`` in order. Text stands between two pictures, so equal
+    neighbours belong to one picture."""
     edges = np.flatnonzero(np.diff(np.where(tokens < 0, tokens, 0), prepend=0, append=0)).tolist()
     pairs = itertools.pairwise(edges)
     return [Run(start, end, -int(tokens[start])) for start, end in pairs if tokens[start] < 0]
@@ -63,12 +70,16 @@ def numbers(tokens: np.ndarray) -> list[int]:
     return (-np.unique(tokens[tokens < 0])).tolist()
 
 
-def places(tokens: np.ndarray, depth: np.ndarray, end: np.ndarray, grids: Mapping[int, tuple[int, int]]) -> np.ndarray:
-    """Return the temporal, vertical and horizontal position of each node of a forest (``learner.trees``), int64 [3, nodes].
+def places(
+    tokens: np.ndarray, depth: np.ndarray, end: np.ndarray, grids: Mapping[int, tuple[int, int]]
+) -> np.ndarray:
+    """Return the temporal, vertical and horizontal position of each node of a forest
+    (``learner.trees``), int64 [3, nodes].
 
-    A single sequence is a forest with depth 0, 1, .. and end = its length. grids: the rows and columns of tokens of each picture. A text
-    token's positions are equal and follow the largest position before it. A picture's tokens begin there too, and count rows and columns.
-    Raises ValueError if a run of ids has another length than its picture.
+    A single sequence is a forest with depth 0, 1, .. and end = its length. grids: the rows and
+    columns of tokens of each picture. A text token's positions are equal and follow the largest
+    position before it. A picture's tokens begin there too, and count rows and columns. Raises
+    ValueError if a run of ids has another length than its picture.
     """
     shift, inside = np.zeros(len(tokens), np.int64), np.zeros((3, len(tokens)), np.int64)
     for run in runs(tokens):
@@ -80,53 +91,75 @@ def places(tokens: np.ndarray, depth: np.ndarray, end: np.ndarray, grids: Mappin
             )
         shift[run.end : end[run.start]] += max(rows, columns) - rows * columns
         step = np.arange(rows * columns)
-        inside[:, run.start : run.end] = np.stack([0 * step, step // columns, step % columns]) - step
+        inside[:, run.start : run.end] = (
+            np.stack([0 * step, step // columns, step % columns]) - step
+        )
     return depth + shift + inside
 
 
 class Vision:
-    """The image processor of one model folder. ``Vision.of`` returns None for a model that reads text only."""
+    """The image processor of one model folder. ``Vision.of`` returns None for a model that reads
+    text only."""
 
     def __init__(self, folder: Path, settings: dict[str, Any]):
         path = folder / "preprocessor_config.json"
         if not path.is_file():
-            raise FileNotFoundError(f"{folder} is a model that reads pictures and has no {path.name}: copy it there")
+            raise FileNotFoundError(
+                f"{folder} is a model that reads pictures and has no {path.name}: copy it there"
+            )
         own = json.loads(path.read_text())
         size = own.get("size") or {}
         self.folder = folder
         self.token: int = settings.get("image_token_id", 151655)
         self.patch, self.merge = own.get("patch_size", 14), own.get("merge_size", 2)
-        self.least = own.get("min_pixels") or size.get("shortest_edge") or size.get("min_pixels") or 56 * 56
-        self.most = own.get("max_pixels") or size.get("longest_edge") or size.get("max_pixels") or 28 * 28 * 1280
+        self.least = (
+            own.get("min_pixels") or size.get("shortest_edge") or size.get("min_pixels") or 56 * 56
+        )
+        self.most = (
+            own.get("max_pixels")
+            or size.get("longest_edge")
+            or size.get("max_pixels")
+            or 28 * 28 * 1280
+        )
 
     @classmethod
     def of(cls, folder: str | Path) -> "Vision | None":
-        """Return the processor of a model folder, or None. Raises FileNotFoundError if a model of the family has no processor settings."""
+        """Return the processor of a model folder, or None. Raises FileNotFoundError if a model of
+        the family has no processor settings."""
         path = Path(folder) / "config.json"
         settings = json.loads(path.read_text()) if path.is_file() else {}
         return cls(Path(folder), settings) if settings.get("model_type") in FAMILY else None
 
     def grid(self, png: bytes) -> tuple[int, int]:
-        """Return the rows and columns of tokens of a picture. Raises ValueError for bytes that are not a PNG, and for a strip.
+        """Return the rows and columns of tokens of a picture. Raises ValueError for bytes that are
+        not a PNG, and for a strip.
 
-        The sides become the nearest multiples of a token's side. Both are scaled first if the area is outside the processor's bounds.
+        The sides become the nearest multiples of a token's side. Both are scaled first if the area
+        is outside the processor's bounds.
         """
         height, width = size_of(png)
         if max(height, width) > STEEPEST * min(height, width):
-            raise ValueError(f"a picture of {width} x {height}: expected sides of a ratio of at most {STEEPEST}")
+            raise ValueError(
+                f"a picture of {width} x {height}: expected sides of a ratio of at most {STEEPEST}"
+            )
         side = self.patch * self.merge
         rows, columns = round(height / side), round(width / side)
         area = rows * columns * side**2
         if area > self.most:
             scale = math.sqrt(height * width / self.most)
-            rows, columns = (max(1, math.floor(length / scale / side)) for length in (height, width))
+            rows, columns = (
+                max(1, math.floor(length / scale / side)) for length in (height, width)
+            )
         elif area < self.least:
             scale = math.sqrt(self.least / (height * width))
             rows, columns = (math.ceil(length * scale / side) for length in (height, width))
         return rows, columns
 
-    def grids(self, pictures: Mapping[int, bytes], needed: Sequence[int]) -> dict[int, tuple[int, int]]:
-        """Return the grid of each needed picture. Raises ValueError if one is not among ``pictures``."""
+    def grids(
+        self, pictures: Mapping[int, bytes], needed: Sequence[int]
+    ) -> dict[int, tuple[int, int]]:
+        """Return the grid of each needed picture. Raises ValueError if one is not among
+        ``pictures``."""
         if missing := [number for number in needed if number not in pictures]:
             raise ValueError(
                 f"pictures {missing[:5]} are in the prefix and their bytes are not: expected {{number: PNG}} for each"
@@ -134,9 +167,12 @@ class Vision:
         return {number: self.grid(pictures[number]) for number in needed}
 
     def sequence(self, tokens: np.ndarray, pictures: Mapping[int, bytes]) -> np.ndarray:
-        """Return the positions of one sequence, int64 [3, tokens]. Raises ValueError if ids and pictures do not fit each other."""
+        """Return the positions of one sequence, int64 [3, tokens]. Raises ValueError if ids and
+        pictures do not fit each other."""
         count = len(tokens)
-        return places(tokens, np.arange(count), np.full(count, count), self.grids(pictures, numbers(tokens)))
+        return places(
+            tokens, np.arange(count), np.full(count, count), self.grids(pictures, numbers(tokens))
+        )
 
     def view(self, tokens: np.ndarray, pictures: Mapping[int, bytes]) -> "View":
         """Return the pictures of a forest's ids, each once, for the vision tower."""
@@ -144,11 +180,15 @@ class Vision:
         patches, grids = self.pixels([pictures[number] for number in needed])
         ends = np.cumsum(grids.prod(1) // self.merge**2)
         first = dict(zip(needed, [0, *ends[:-1].tolist()], strict=True))
-        rows = [np.arange(first[run.number], first[run.number] + run.end - run.start) for run in runs(tokens)]
+        rows = [
+            np.arange(first[run.number], first[run.number] + run.end - run.start)
+            for run in runs(tokens)
+        ]
         return View(patches, grids, np.concatenate(rows))
 
     def pixels(self, pictures: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
-        """Return the patches of all pictures, float32 [patches, values], and their frames, rows and columns, int64 [pictures, 3]."""
+        """Return the patches of all pictures, float32 [patches, values], and their frames, rows and
+        columns, int64 [pictures, 3]."""
         from PIL import Image
 
         processed = self._processor(
@@ -170,7 +210,9 @@ def size_of(png: bytes) -> tuple[int, int]:
         or (header := _PNG.unpack_from(png))[0] != b"\x89PNG\r\n\x1a\n"
         or not header[1] * header[2]
     ):
-        raise ValueError(f"a picture that begins with {png[:8]!r}: expected the bytes of a PNG file")
+        raise ValueError(
+            f"a picture that begins with {png[:8]!r}: expected the bytes of a PNG file"
+        )
     return header[2], header[1]
 
 
@@ -180,26 +222,31 @@ def url(png: bytes) -> str:
 
 
 def shown(messages: Sequence[Mapping[str, Any]]) -> Iterator[str | bytes]:
-    """Yield the text parts (str) and the pictures (bytes) of messages in order. A message's content is a text or a list of parts:
-    {"type": "text", "text": str} or {"type": "image", "image": PNG bytes}. Raises ValueError for any other part."""
+    """Yield the text parts (str) and the pictures (bytes) of messages in order. A message's content
+    is a text or a list of parts: {"type": "text", "text": str} or {"type": "image", "image": PNG
+    bytes}. Raises ValueError for any other part."""
     for message in messages:
         content = message["content"]
         for part in [{"type": "text", "text": content}] if isinstance(content, str) else content:
             kind = part.get("type")
             value = part.get(str(kind))
-            if not isinstance(value, str if kind == "text" else bytes) or kind not in ("text", "image"):
+            if not isinstance(value, str if kind == "text" else bytes) or kind not in (
+                "text",
+                "image",
+            ):
                 raise ValueError(
                     f"a part {str(part)[:80]} of a prompt: expected {{'type': 'text', 'text': str}} or {{'type': 'image', 'image': PNG bytes}}"
                 )
             yield value
 
 
-# ---------------------------------------------------------------------------------------------- models
+# ----------------------------------------------------------------------------------------------
+# models
 
 
 def load(folder: str | Path, dtype: Any, attention: str, values: bool = True) -> Any:
-    """Load a causal language model, without its stored weights if not ``values``. Of a model with vision, ``attention`` is that of the language layers;
-    the vision tower keeps its own."""
+    """Load a causal language model, without its stored weights if not ``values``. Of a model with
+    vision, ``attention`` is that of the language layers; the vision tower keeps its own."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     blind = Vision.of(folder) is None
@@ -207,21 +254,26 @@ def load(folder: str | Path, dtype: Any, attention: str, values: bool = True) ->
     chosen: Any = attention if blind else {"text_config": attention, "vision_config": "sdpa"}
     if values:
         return kind.from_pretrained(folder, dtype=dtype, attn_implementation=chosen)
-    return kind.from_config(AutoConfig.from_pretrained(folder), dtype=dtype, attn_implementation=chosen)
+    return kind.from_config(
+        AutoConfig.from_pretrained(folder), dtype=dtype, attn_implementation=chosen
+    )
 
 
 def stored(name: str) -> str:
-    """Return the name under which a model folder of the family stores the parameter that a loaded model calls ``name``."""
+    """Return the name under which a model folder of the family stores the parameter that a loaded
+    model calls ``name``."""
     return name.replace("model.language_model.", "model.", 1).replace("model.visual.", "visual.", 1)
 
 
 def embed(causal: Any, tokens: Any, features: Any, rows: Any) -> Any:
-    """Return the embeddings [1, tokens, width] of ids, in which the pictures' places get the rows ``rows`` of ``features`` in order."""
+    """Return the embeddings [1, tokens, width] of ids, in which the pictures' places get the rows
+    ``rows`` of ``features`` in order."""
     embedded = causal.get_input_embeddings()(tokens.clamp(min=0))[None]
     at = (tokens < 0).nonzero()[:, 0]
     return embedded.index_copy(1, at, features[rows][None].to(embedded.dtype))
 
 
 def encode(causal: Any, patches: Any, grids: Any) -> Any:
-    """Return the features of pictures, one row for each of their tokens, picture after picture: [tokens, width]."""
+    """Return the features of pictures, one row for each of their tokens, picture after picture:
+    [tokens, width]."""
     return causal.model.visual(patches, grid_thw=grids).pooler_output

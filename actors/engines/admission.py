@@ -1,10 +1,12 @@
 """Decide which requests start, and which of their prompt tokens a step computes.
 
-    waiting -> prefilling (rows reserved, cached pieces copied) -> ready (the whole prompt is computed or was in the cache)
+    waiting -> prefilling (rows reserved, cached pieces copied) -> ready (the whole prompt is
+    computed or was in the cache)
 
-A request starts when there are places and memory for its samples. If another request is computing the same prefix, the request waits until
-the prefix is in the cache, so that it is computed once. A step computes all decoding rows and at most ``prefill_tokens`` prompt tokens, first
-come, first served.
+A request starts when there are places and memory for its samples. If another request is computing
+the same prefix, the request waits until the prefix is in the cache, so that it is computed once. A
+step computes all decoding rows and at most ``prefill_tokens`` prompt tokens, first come, first
+served.
 """
 
 import collections
@@ -16,13 +18,17 @@ from actors.engines.radix import RadixCache, common_length
 from actors.engines.samples import Waiting
 
 _IDEAL_BYTES = 2**26
-"""The size of the record that counts the tokens which an ideal cache would compute: 16 million tokens of one policy version."""
+"""The size of the record that counts the tokens which an ideal cache would compute: 16 million
+tokens of one policy version."""
 
 
 class Admission:
-    """Waiting and prefilling requests. places: samples that may still start; a request takes the places of all its samples at once."""
+    """Waiting and prefilling requests. places: samples that may still start; a request takes the
+    places of all its samples at once."""
 
-    def __init__(self, memory: Memory, places: int, prefill_tokens: int, counts: collections.Counter[str]):
+    def __init__(
+        self, memory: Memory, places: int, prefill_tokens: int, counts: collections.Counter[str]
+    ):
         self.memory, self.prefill_tokens, self.counts = memory, prefill_tokens, counts
         self.places = self._all_places = places
         self.waiting: collections.deque[Waiting] = collections.deque()
@@ -36,7 +42,11 @@ class Admission:
         """Move the requests that can start from waiting to prefilling."""
         later: list[Waiting] = []
         tokens = sum(self._missing(waiting) for waiting in self.prefilling)
-        while self.waiting and tokens < self.prefill_tokens and self.waiting[0].request.n <= self.places:
+        while (
+            self.waiting
+            and tokens < self.prefill_tokens
+            and self.waiting[0].request.n <= self.places
+        ):
             waiting = self.waiting.popleft()
             if self._computed_by_another(waiting):
                 later.append(waiting)
@@ -90,14 +100,16 @@ class Admission:
 
     def _start(self, waiting: Waiting, version: int) -> bool:
         request, prompt = waiting.request, waiting.prompt
-        match = self.memory.cache.match(prompt)  # before the reservation, because segments just used are evicted last
+        # before the reservation, because segments just used are evicted last
+        match = self.memory.cache.match(prompt)
         shelves = self.memory.reserve(len(prompt), request.n, request.sampling.max_tokens)
         if shelves is None:
             return False
         prefix, waiting.tails = shelves
         waiting.prefix, waiting.version = prefix.put(waiting), version
         waiting.clock["prefill"] = time.monotonic()
-        if match.length == len(prompt) and match.ending is None:  # the last token's hidden state is needed in any case
+        # the last token's hidden state is needed in any case
+        if match.length == len(prompt) and match.ending is None:
             match.length -= 1
         for piece in match.pieces:
             waiting.prefix.write(piece[:, :, :, : match.length - waiting.prefix.length])

@@ -1,8 +1,10 @@
-"""The attention of one step. The prefix of a request is read once for all branches, and the result is merged with each branch's new tokens.
+"""The attention of one step. The prefix of a request is read once for all branches, and the result
+is merged with each branch's new tokens.
 
-The past of a query is the prefix of its request. Its own tokens are a sample's tail or the earlier tokens of its chunk of a prompt. The
-softmaxes over past and own tokens are merged exactly by their log-sum-exp. A tail that stands behind its prefix in the same row needs only
-one softmax. All prefixes of one shelf are one batched call, padded by a mask.
+The past of a query is the prefix of its request. Its own tokens are a sample's tail or the earlier
+tokens of its chunk of a prompt. The softmaxes over past and own tokens are merged exactly by their
+log-sum-exp. A tail that stands behind its prefix in the same row needs only one softmax. All
+prefixes of one shelf are one batched call, padded by a mask.
 """
 
 from collections.abc import Sequence
@@ -18,24 +20,36 @@ ATTENTION = "coppice_branches"
 
 
 class Chunk(msgspec.Struct):
-    """``count`` tokens of a prompt, which follow the ``prefix.length`` tokens that are already computed."""
+    """``count`` tokens of a prompt, which follow the ``prefix.length`` tokens that are already
+    computed."""
 
     prefix: Stretch
     count: int
 
 
 class _Padded:
-    """Rows of a step as groups of equal size, [groups, widest]. A short group is filled with copies of some row, which are not read back."""
+    """Rows of a step as groups of equal size, [groups, widest]. A short group is filled with copies
+    of some row, which are not read back."""
 
     def __init__(self, groups: Sequence[Sequence[int]], device: torch.device):
         self.widest = max(len(group) for group in groups)
         self.groups = len(groups)
-        placed = {row: g * self.widest + i for g, group in enumerate(groups) for i, row in enumerate(group)}
+        placed = {
+            row: g * self.widest + i
+            for g, group in enumerate(groups)
+            for i, row in enumerate(group)
+        }
         self.rows = sorted(placed)
         self.first = self.rows[0] if self.rows else 0
-        self.plain = list(placed.items()) == [(self.first + i, i) for i in range(self.groups * self.widest)]
+        self.plain = list(placed.items()) == [
+            (self.first + i, i) for i in range(self.groups * self.widest)
+        ]
         if not self.plain:
-            padded = [row for group in groups for row in [*group, *[self.first] * (self.widest - len(group))]]
+            padded = [
+                row
+                for group in groups
+                for row in [*group, *[self.first] * (self.widest - len(group))]
+            ]
             self._into = torch.tensor(padded, device=device)
             self._back = torch.tensor([placed[row] for row in self.rows], device=device)
 
@@ -52,35 +66,62 @@ class _Padded:
 
 
 class _Past:
-    """Queries over the first ``lengths`` tokens of rows of one shelf. The queries of each row are a group."""
+    """Queries over the first ``lengths`` tokens of rows of one shelf. The queries of each row are a
+    group."""
 
-    def __init__(self, shelf: Shelf, rows: Sequence[int], lengths: Sequence[int], queries: Sequence[Sequence[int]]):
+    def __init__(
+        self,
+        shelf: Shelf,
+        rows: Sequence[int],
+        lengths: Sequence[int],
+        queries: Sequence[Sequence[int]],
+    ):
         self.shelf, device = shelf, shelf.kv.device
         self.padded = _Padded(queries, device)
         self.longest = max(lengths)
         self.mask = _mask(lengths, self.longest, shelf.kv)
         following = list(rows) == list(range(rows[0], rows[0] + len(rows)))
-        self.rows = slice(rows[0], rows[0] + len(rows)) if following else torch.tensor(rows, device=device)
+        self.rows = (
+            slice(rows[0], rows[0] + len(rows)) if following else torch.tensor(rows, device=device)
+        )
 
-    def attend(self, layer: int, query: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    def attend(
+        self, layer: int, query: torch.Tensor, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the outputs [rows, heads, head_dim] and log-sum-exps [rows, heads] of the queries."""
         keys, values = self.shelf.kv[layer][:, :, :, : self.longest][:, self.rows]
         kv_heads, width = keys.shape[1], keys.shape[3]
         groups, widest, heads = self.padded.groups, self.padded.widest, query.shape[1]
-        # The queries of all branches and of all query heads of one key head take the place of query positions.
-        folded = self.padded.spread(query).view(groups, widest, kv_heads, heads // kv_heads, width).transpose(1, 2)
-        out, lse = _attention(folded.reshape(groups, kv_heads, -1, width), keys, values, self.mask, False, scale)
-        out = out.reshape(groups, kv_heads, widest, -1, width).transpose(1, 2).reshape(groups, widest, heads, width)
-        lse = lse.reshape(groups, kv_heads, widest, -1).transpose(1, 2).reshape(groups, widest, heads)
+        # The queries of all branches and of all query heads of one key head take the place of query
+        # positions.
+        folded = (
+            self.padded.spread(query)
+            .view(groups, widest, kv_heads, heads // kv_heads, width)
+            .transpose(1, 2)
+        )
+        out, lse = _attention(
+            folded.reshape(groups, kv_heads, -1, width), keys, values, self.mask, False, scale
+        )
+        out = (
+            out.reshape(groups, kv_heads, widest, -1, width)
+            .transpose(1, 2)
+            .reshape(groups, widest, heads, width)
+        )
+        lse = (
+            lse.reshape(groups, kv_heads, widest, -1).transpose(1, 2).reshape(groups, widest, heads)
+        )
         return self.padded.collect(out), self.padded.collect(lse)
 
 
 class _Behind:
-    """One new token of each tail that stands behind its prefix. It attends to prefix and tail in one call."""
+    """One new token of each tail that stands behind its prefix. It attends to prefix and tail in
+    one call."""
 
     def __init__(self, tails: Behind, first: int):
         prefixes: list[Stretch] = [tail.owner.owner.prefix for tail in tails.held]
-        at = [prefix.length + tail.length for prefix, tail in zip(prefixes, tails.held, strict=True)]
+        at = [
+            prefix.length + tail.length for prefix, tail in zip(prefixes, tails.held, strict=True)
+        ]
         self.shelf, self.own = prefixes[0].shelf, slice(first, first + len(at))
         rows = [prefix.row for prefix in prefixes]
         order = sorted(range(len(rows)), key=rows.__getitem__)
@@ -112,13 +153,15 @@ class _Tails:
     def attend(
         self, layer: int, query: torch.Tensor, new: torch.Tensor, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Like ``_Past.attend``. query: [rows, heads, head_dim]. new: [rows, 2, kv_heads, head_dim], the keys and values of the new tokens."""
+        """Like ``_Past.attend``. query: [rows, heads, head_dim]. new: [rows, 2, kv_heads,
+        head_dim], the keys and values of the new tokens."""
         own = slice(self.first, self.first + self.count)
         kv = self.shelf.kv[layer]
         kv[:, self.index, :, self.ends] = new[own]
         keys, values = kv[:, : self.count, :, : self.longest]
         heads, width = query.shape[1:]
-        # The batch is over key heads, so the output has the order of the query heads and no copy is needed.
+        # The batch is over key heads, so the output has the order of the query heads and no copy is
+        # needed.
         folded = query[own].reshape(self.count * keys.shape[1], 1, -1, width)
         keys, values = keys.flatten(0, 1)[:, None], values.flatten(0, 1)[:, None]
         out, lse = _attention(folded, keys, values, self.mask, False, scale)
@@ -126,7 +169,8 @@ class _Tails:
 
 
 class _Chunks:
-    """Chunks of prompts whose prefixes stand on one shelf. Each token attends to itself and the earlier tokens of its chunk."""
+    """Chunks of prompts whose prefixes stand on one shelf. Each token attends to itself and the
+    earlier tokens of its chunk."""
 
     def __init__(self, chunks: Sequence[Chunk], first: int):
         self.shelf = chunks[0].prefix.shelf
@@ -139,7 +183,9 @@ class _Chunks:
         self.end = first
         at = [chunk.prefix.length + i for chunk in chunks for i in range(chunk.count)]
         self.at = torch.tensor(at, device=device)
-        self.rows = torch.tensor([c.prefix.row for c in chunks for _ in range(c.count)], device=device)
+        self.rows = torch.tensor(
+            [c.prefix.row for c in chunks for _ in range(c.count)], device=device
+        )
 
     def attend(
         self, layer: int, query: torch.Tensor, new: torch.Tensor, scale: float
@@ -156,10 +202,12 @@ class _Chunks:
 
 
 class Plan:
-    """The attention of one step, built once and used by every layer. Its rows: one token per tail, shelf by shelf, then the chunks' tokens."""
+    """The attention of one step, built once and used by every layer. Its rows: one token per tail,
+    shelf by shelf, then the chunks' tokens."""
 
     def __init__(self, tails: Sequence[Shelf], chunks: Sequence[Chunk]):
-        """chunks: chunks of one shelf and of similar length (see ``grouped``) must follow each other."""
+        """chunks: chunks of one shelf and of similar length (see ``grouped``) must follow each
+        other."""
         self._own: list[_Behind | _Tails | _Chunks] = []
         self._past: list[_Past] = []
         rows = 0
@@ -183,15 +231,25 @@ class Plan:
             self._own.append(part)
             later = [(c, q) for c, q in zip(group, part.queries, strict=True) if c.prefix.length]
             if later:
-                places, lengths = [c.prefix.row for c, _ in later], [c.prefix.length for c, _ in later]
+                places, lengths = (
+                    [c.prefix.row for c, _ in later],
+                    [c.prefix.length for c, _ in later],
+                )
                 self._past.append(_Past(part.shelf, places, lengths, [q for _, q in later]))
             rows = part.end
         covered = [row for past in self._past for row in past.padded.rows]
         everything = covered == list(range(rows))
-        self._covered = None if everything or not covered else torch.tensor(covered, device=_device(tails, chunks))
+        self._covered = (
+            None
+            if everything or not covered
+            else torch.tensor(covered, device=_device(tails, chunks))
+        )
 
-    def attend(self, layer: int, query: torch.Tensor, new: torch.Tensor, scale: float) -> torch.Tensor:
-        """Map query [rows, heads, head_dim] and new keys and values [rows, 2, kv_heads, head_dim] to outputs [rows, heads, head_dim]."""
+    def attend(
+        self, layer: int, query: torch.Tensor, new: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """Map query [rows, heads, head_dim] and new keys and values [rows, 2, kv_heads, head_dim]
+        to outputs [rows, heads, head_dim]."""
         out, lse = _joined([part.attend(layer, query, new, scale) for part in self._own])
         if not self._past:
             return out
@@ -208,7 +266,8 @@ def _device(tails: Sequence[Shelf], chunks: Sequence[Chunk]) -> torch.device:
 
 
 def grouped(chunks: Sequence[Chunk]) -> list[list[Chunk]]:
-    """Group chunks for padded calls. The chunks of a group are on one shelf, and none is more than twice as long as another."""
+    """Group chunks for padded calls. The chunks of a group are on one shelf, and none is more than
+    twice as long as another."""
     groups: dict[tuple[Shelf, int], list[Chunk]] = {}
     for chunk in chunks:
         groups.setdefault((chunk.prefix.shelf, chunk.count.bit_length()), []).append(chunk)
@@ -222,19 +281,28 @@ def _joined(parts: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tenso
 
 
 def _mask(lengths: Sequence[int], longest: int, like: torch.Tensor) -> torch.Tensor | None:
-    """Return a mask [rows, 1, 1, longest]: 0 for keys within each length, -inf beyond; None when all lengths are equal."""
+    """Return a mask [rows, 1, 1, longest]: 0 for keys within each length, -inf beyond; None when
+    all lengths are equal."""
     if min(lengths) == longest:
         return None
     ends = torch.tensor(lengths, device=like.device)[:, None]
     beyond = torch.arange(longest, device=like.device)[None] >= ends
-    mask = torch.zeros(beyond.shape, dtype=like.dtype, device=like.device).masked_fill_(beyond, -torch.inf)
+    mask = torch.zeros(beyond.shape, dtype=like.dtype, device=like.device).masked_fill_(
+        beyond, -torch.inf
+    )
     return mask[:, None, None]
 
 
 def _attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, causal: bool, scale: float
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    causal: bool,
+    scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return outputs [batch, heads, queries, head_dim] and float32 log-sum-exps [batch, heads, queries]."""
+    """Return outputs [batch, heads, queries, head_dim] and float32 log-sum-exps [batch, heads,
+    queries]."""
     if query.device.type == "cpu":
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, 0.0, causal, attn_mask=mask, scale=scale
@@ -243,7 +311,12 @@ def _attention(
 
 
 def by_products(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, causal: bool, scale: float
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    causal: bool,
+    scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute the same as ``_attention`` by plain matrix products, on any device."""
     scores = torch.matmul(query, key.transpose(-1, -2)).float() * scale
@@ -266,13 +339,16 @@ def attention(
     plan: Plan | None = None,
     **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
-    """The attention function that is registered with transformers. Without a plan it is plain causal attention."""
+    """The attention function that is registered with transformers. Without a plan it is plain
+    causal attention."""
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     if plan is not None:
         layer: int = module.layer_idx  # pyright: ignore[reportAssignmentType]
         new = torch.stack((key[0], value[0])).permute(2, 0, 1, 3)
         return plan.attend(layer, query[0].transpose(0, 1), new, scale)[None], None
-    out = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
+    out = scaled_dot_product_attention(
+        query, key, value, is_causal=True, scale=scale, enable_gqa=True
+    )
     return out.transpose(1, 2), None
 
 

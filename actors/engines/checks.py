@@ -12,7 +12,8 @@ MOST_TOP = 20
 
 
 def request(asked: GenerateRequest, most: int, longest: int) -> None:
-    """Raises DataFault for a request that can never work. most: samples of a request. longest: tokens of prompt and continuation."""
+    """Raises DataFault for a request that can never work. most: samples of a request. longest:
+    tokens of prompt and continuation."""
     sampling, prompt = asked.sampling, len(asked.tokens)
     if not 1 <= asked.n <= most:
         raise DataFault(f"n={asked.n}: expected 1 to actors.max_batch={most}")
@@ -21,7 +22,10 @@ def request(asked: GenerateRequest, most: int, longest: int) -> None:
             f"a prompt of {prompt} tokens and {sampling.max_tokens} new ones: expected at least one of each and at most"
             f" {longest} together (actors.max_context, or the model's own limit)"
         )
-    if not (sampling.temperature == 0 or sampling.temperature >= 1e-3) or not 0 < sampling.top_p <= 1:
+    if (
+        not (sampling.temperature == 0 or sampling.temperature >= 1e-3)
+        or not 0 < sampling.top_p <= 1
+    ):
         raise DataFault(
             f"temperature {sampling.temperature} and top_p {sampling.top_p}: expected 0 (greedy) or at least 0.001,"
             " and a top_p in (0, 1]"
@@ -31,7 +35,8 @@ def request(asked: GenerateRequest, most: int, longest: int) -> None:
 
 
 def tokens(ids: np.ndarray, vocabulary: int, folder: Path) -> None:
-    """Raises DataFault for an empty list, and for ids outside the model's embedding. vocabulary: its rows, 0 when unknown.
+    """Raises DataFault for an empty list, and for ids outside the model's embedding. vocabulary:
+    its rows, 0 when unknown.
 
     Such an id would fail inside the model and fail every request of the step.
     """

@@ -1,7 +1,9 @@
-"""The forward of a step: the modules of transformers, or, for the plainest architectures, the same operations with less overhead.
+"""The forward of a step: the modules of transformers, or, for the plainest architectures, the same
+operations with less overhead.
 
-Llama, Qwen2 and Qwen3 differ only in a bias and two norms. For them, query, key and value are one matrix product and the rotary angles come
-from a table. A step of 32 tokens is a tenth faster, and a step of a tiny model several times faster. Other models run their own code.
+Llama, Qwen2 and Qwen3 differ only in a bias and two norms. For them, query, key and value are one
+matrix product and the rotary angles come from a table. A step of 32 tokens is a tenth faster, and a
+step of a tiny model several times faster. Other models run their own code.
 """
 
 from typing import Any
@@ -14,14 +16,20 @@ from wire import vision
 
 PLAIN = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 _HEAD_ROWS = 2048
-"""Rows of the output embedding that one product takes on a CPU. One product of 49,152 rows is a fifth slower than many small ones."""
+"""Rows of the output embedding that one product takes on a CPU. One product of 49,152 rows is a
+fifth slower than many small ones."""
 
 
 def decoder(model: Any, longest: int) -> "PlainDecoder | WholeDecoder":
     """Return the decoder of a causal language model for positions below ``longest``."""
     rotary = getattr(model.get_decoder(), "rotary_emb", None)
-    constant = getattr(rotary, "rope_type", "") in ("default", "linear", "llama3", "yarn")  # the angles never change
-    return PlainDecoder(model, longest) if constant and type(model).__name__ in PLAIN else WholeDecoder(model)
+    # the angles never change
+    constant = getattr(rotary, "rope_type", "") in ("default", "linear", "llama3", "yarn")
+    return (
+        PlainDecoder(model, longest)
+        if constant and type(model).__name__ in PLAIN
+        else WholeDecoder(model)
+    )
 
 
 class WholeDecoder:
@@ -31,18 +39,26 @@ class WholeDecoder:
         self._model, self._decoder = model, model.get_decoder()
 
     def forward(
-        self, tokens: torch.Tensor, positions: torch.Tensor, plan: Plan, features: torch.Tensor | None = None
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        plan: Plan,
+        features: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Map tokens [rows] and positions [rows] or [3, rows] to final hidden states [rows, hidden]. features: those of the picture tokens."""
+        """Map tokens [rows] and positions [rows] or [3, rows] to final hidden states [rows,
+        hidden]. features: those of the picture tokens."""
         inputs = {"input_ids": tokens[None]}
         if features is not None:
             inputs = {"inputs_embeds": vision.embed(self._model, tokens, features, slice(None))}
         where = positions[None] if positions.ndim == 1 else positions[:, None]
-        return self._decoder(**inputs, position_ids=where, use_cache=False, plan=plan).last_hidden_state[0]
+        return self._decoder(
+            **inputs, position_ids=where, use_cache=False, plan=plan
+        ).last_hidden_state[0]
 
 
 class PlainDecoder:
-    """Runs Llama, Qwen2 and Qwen3. The model's parameters become views of the fused ones, so that new weights reach both."""
+    """Runs Llama, Qwen2 and Qwen3. The model's parameters become views of the fused ones, so that
+    new weights reach both."""
 
     def __init__(self, model: Any, longest: int):
         inner = model.get_decoder()
@@ -51,11 +67,16 @@ class PlainDecoder:
         positions = torch.arange(longest, device=model.device)[None]
         cos, sin = inner.rotary_emb(self._embed.weight[:1], positions)
         half = sin.shape[-1] // 2
-        # rotate_half(x) * sin equals x, rolled by half a head, times sin with its first half negated.
+        # rotate_half(x) * sin equals x, rolled by half a head, times sin with its first half
+        # negated.
         self._cos, self._sin = cos[0], torch.cat((-sin[0, :, :half], sin[0, :, half:]), -1)
 
     def forward(
-        self, tokens: torch.Tensor, positions: torch.Tensor, plan: Plan, features: torch.Tensor | None = None
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        plan: Plan,
+        features: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Like ``WholeDecoder.forward``. These models read no pictures."""
         hidden = functional.embedding(tokens, self._embed.weight)
@@ -72,7 +93,9 @@ class _Layer:
         self.qkv = _transposed([part.weight for part in parts])
         self.qkv_bias = None
         if parts[0].bias is not None:
-            self.qkv_bias = _shared([part.bias for part in parts], torch.cat([part.bias for part in parts]))
+            self.qkv_bias = _shared(
+                [part.bias for part in parts], torch.cat([part.bias for part in parts])
+            )
         self.width, self.scale = attention.head_dim, attention.scaling
         self.heads, self.kv_heads = (len(part.weight) // self.width for part in parts[:2])
         self.before, self.between = layer.input_layernorm, layer.post_attention_layernorm
@@ -92,7 +115,9 @@ class _Layer:
         qkv = qkv.view(rows, -1, self.width)
         rotated = qkv[:, : self.heads + self.kv_heads]
         if self.norms[0] is not None:
-            for part, norm in zip(rotated.split([self.heads, self.kv_heads], 1), self.norms, strict=True):
+            for part, norm in zip(
+                rotated.split([self.heads, self.kv_heads], 1), self.norms, strict=True
+            ):
                 part.copy_(_normed(part, norm))
         torch.addcmul(rotated * cos, rotated.roll(self.width // 2, -1), sin, out=rotated)
         new = qkv[:, self.heads :].view(rows, 2, self.kv_heads, self.width)
@@ -100,11 +125,14 @@ class _Layer:
         hidden = self.mixed.to(hidden, attended.reshape(rows, -1))
         normed = _normed(hidden, self.between)
         gate = self.activation(functional.linear(normed, self.gate.weight, self.gate.bias))
-        return self.down.to(hidden, gate.mul_(functional.linear(normed, self.up.weight, self.up.bias)))
+        return self.down.to(
+            hidden, gate.mul_(functional.linear(normed, self.up.weight, self.up.bias))
+        )
 
 
 class _Added:
-    """A linear layer whose output is added to the residual stream. Without a bias, product and addition are one operation."""
+    """A linear layer whose output is added to the residual stream. Without a bias, product and
+    addition are one operation."""
 
     def __init__(self, linear: Any):
         self.linear = linear
@@ -117,7 +145,8 @@ class _Added:
 
 
 def _transposed(weights: list[torch.nn.Parameter]) -> torch.Tensor:
-    """Store weights [out, in] side by side as one [in, out], of which they become views. Products of few rows are a tenth faster."""
+    """Store weights [out, in] side by side as one [in, out], of which they become views. Products
+    of few rows are a tenth faster."""
     return _shared(weights, torch.cat([weight.data for weight in weights]).t().contiguous().t()).t()
 
 
@@ -128,7 +157,8 @@ def _shared(parameters: list[torch.nn.Parameter], whole: torch.Tensor) -> torch.
 
 
 def _normed(hidden: torch.Tensor, norm: Any) -> torch.Tensor:
-    """Return the root-mean-square norm, in float32 like transformers, with fewer passes over the rows."""
+    """Return the root-mean-square norm, in float32 like transformers, with fewer passes over the
+    rows."""
     length = torch.linalg.vector_norm(hidden, dim=-1, keepdim=True, dtype=torch.float32)
     scale = (length.square_() / hidden.shape[-1]).add_(norm.variance_epsilon).rsqrt_()
     if hidden.dtype == torch.float32:
@@ -137,14 +167,16 @@ def _normed(hidden: torch.Tensor, norm: Any) -> torch.Tensor:
 
 
 class Head:
-    """The output embedding. It reuses the memory of its result, because a step's logits are megabytes and new pages cost more than their use."""
+    """The output embedding. It reuses the memory of its result, because a step's logits are
+    megabytes and new pages cost more than their use."""
 
     def __init__(self, model: Any):
         self._linear = model.get_output_embeddings()
         self._kept = self._linear.weight.new_empty(0, len(self._linear.weight))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Map final hidden states [rows, hidden] to logits [rows, vocabulary], which the next call overwrites."""
+        """Map final hidden states [rows, hidden] to logits [rows, vocabulary], which the next call
+        overwrites."""
         weight = self._linear.weight
         if hidden.device.type != "cpu" or self._linear.bias is not None:
             return self._linear(hidden)
@@ -152,5 +184,9 @@ class Head:
             self._kept = hidden.new_empty(len(hidden), len(weight))
         logits = self._kept[: len(hidden)]
         for first in range(0, len(weight), _HEAD_ROWS):
-            torch.mm(hidden, weight[first : first + _HEAD_ROWS].t(), out=logits[:, first : first + _HEAD_ROWS])
+            torch.mm(
+                hidden,
+                weight[first : first + _HEAD_ROWS].t(),
+                out=logits[:, first : first + _HEAD_ROWS],
+            )
         return logits

@@ -1,8 +1,9 @@
 """Any OpenAI-compatible chat endpoint as an engine, to measure models that are served elsewhere.
 
-The tokens of this engine are UTF-8 bytes. A prompt is a list of chat messages as JSON (``EndpointText``), which ``EndpointEngine`` reads back
-from the prefix. It can therefore play only environments that show a fresh prompt each turn. All log-probabilities are 0, so its samples
-cannot be trained on.
+The tokens of this engine are UTF-8 bytes. A prompt is a list of chat messages as JSON
+(``EndpointText``), which ``EndpointEngine`` reads back from the prefix. It can therefore play only
+environments that show a fresh prompt each turn. All log-probabilities are 0, so its samples cannot
+be trained on.
 """
 
 import asyncio
@@ -28,13 +29,15 @@ _ESCAPED_SPLIT = re.compile(rf"(?<!\\)((?:\\\\)*)\\u{ord(SPLIT):04x}")
 
 
 class EndpointText:
-    """Encodes text as UTF-8 bytes, one token each, and messages as JSON in which ``SPLIT`` is not escaped and pictures are data URLs."""
+    """Encodes text as UTF-8 bytes, one token each, and messages as JSON in which ``SPLIT`` is not
+    escaped and pictures are data URLs."""
 
     vocabulary = 0
     """No model's: see ``scheduler.answers.sampled``."""
 
     def encode(self, text: str, pictures: Sequence[tuple[int, bytes]] = ()) -> np.ndarray:
-        """Return the text's bytes as int32 [bytes]. pictures: have no effect, because the JSON holds them."""
+        """Return the text's bytes as int32 [bytes]. pictures: have no effect, because the JSON
+        holds them."""
         return np.frombuffer(text.encode("utf-8", "replace"), np.uint8).astype(np.int32)
 
     def decode(self, tokens: np.ndarray) -> str:
@@ -42,17 +45,28 @@ class EndpointText:
         return tokens.astype(np.uint8).tobytes().decode("utf-8", "replace")
 
     def prompt(
-        self, messages: Sequence[Mapping[str, Any]], thinking: bool = True, tools: Sequence[dict[str, Any]] = ()
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        thinking: bool = True,
+        tools: Sequence[dict[str, Any]] = (),
     ) -> str:
-        """Return the messages as JSON. thinking: has no effect, because the endpoint renders its own template. Raises ValueError for tools."""
+        """Return the messages as JSON. thinking: has no effect, because the endpoint renders its
+        own template. Raises ValueError for tools."""
         if tools:
-            raise ValueError("an endpoint does not play agents, whose tools it would have to be sent")
-        sent = [message | {"content": _content(message["content"])} for message in map(dict, messages)]
-        return _ESCAPED_SPLIT.sub(lambda match: match[1] + SPLIT, json.dumps(sent, ensure_ascii=False))
+            raise ValueError(
+                "an endpoint does not play agents, whose tools it would have to be sent"
+            )
+        sent = [
+            message | {"content": _content(message["content"])} for message in map(dict, messages)
+        ]
+        return _ESCAPED_SPLIT.sub(
+            lambda match: match[1] + SPLIT, json.dumps(sent, ensure_ascii=False)
+        )
 
 
 class EndpointEngine:
-    """Implements ``actors.engines.base.Engine`` except ``load``, which a chat endpoint does not offer."""
+    """Implements ``actors.engines.base.Engine`` except ``load``, which a chat endpoint does not
+    offer."""
 
     def __init__(self, endpoint: Reached):
         self.endpoint, self.text = endpoint, EndpointText()
@@ -62,7 +76,8 @@ class EndpointEngine:
         self.url = f"{self.client.url}{CHAT}"
 
     async def start(self) -> None:
-        """Open the connection pool. Raises ValueError, which names the variable, when the API key is not set."""
+        """Open the connection pool. Raises ValueError, which names the variable, when the API key
+        is not set."""
         await self.client.start()
 
     async def died(self) -> str:
@@ -73,18 +88,23 @@ class EndpointEngine:
         """Close the connection pool."""
         await self.client.close()
 
-    # ------------------------------------------------------------------------------------------ requests
+    # ------------------------------------------------------------------------------------------
+    # requests
 
-    async def generate(self, request: GenerateRequest, on_tokens: OnTokens | None = None) -> GenerateResult:
-        """Return ``request.n`` replies. ``on_tokens`` gets each reply at once. Raises DataFault when the endpoint refuses the request, and
-        InfrastructureFault after the last attempt."""
+    async def generate(
+        self, request: GenerateRequest, on_tokens: OnTokens | None = None
+    ) -> GenerateResult:
+        """Return ``request.n`` replies. ``on_tokens`` gets each reply at once. Raises DataFault
+        when the endpoint refuses the request, and InfrastructureFault after the last attempt."""
         sampling = request.sampling
         if sampling.constraint is not None:
             raise DataFault(
                 f"{self.url}: each server has its own field for a {sampling.constraint.kind}: set that field in `fields`"
             )
         if sampling.top_logprobs:
-            raise DataFault(f"{self.url}: top_logprobs {sampling.top_logprobs}: ask an actor with the local engine")
+            raise DataFault(
+                f"{self.url}: top_logprobs {sampling.top_logprobs}: ask an actor with the local engine"
+            )
         body = {
             "model": self.endpoint.model,
             "messages": self._messages(request.tokens),
@@ -92,7 +112,8 @@ class EndpointEngine:
             "top_p": sampling.top_p,
             "max_tokens": sampling.max_tokens,
         }
-        # Only fields that the request sets are sent, because some servers refuse fields that they do not know.
+        # Only fields that the request sets are sent, because some servers refuse fields that they
+        # do not know.
         body |= {"top_k": sampling.top_k} if sampling.top_k else {}
         body |= {"n": request.n} if request.n > 1 else {}
         body |= {"stop": sampling.stop} if sampling.stop else {}
@@ -106,7 +127,9 @@ class EndpointEngine:
                 f"{self.url} answered what is not the chat protocol ({type(error).__name__}: {error}): is it the right URL?"
             ) from None
         if len(samples) != request.n:
-            raise InfrastructureFault(f"{self.url} answered {len(samples)} choices, expected n = {request.n}")
+            raise InfrastructureFault(
+                f"{self.url} answered {len(samples)} choices, expected n = {request.n}"
+            )
         for index, sample in enumerate(samples):
             if on_tokens is not None:
                 on_tokens(index, sample.tokens.tolist(), sample.logprobs.tolist())
@@ -116,10 +139,12 @@ class EndpointEngine:
         raise InfrastructureFault(f"{self.url} is a chat endpoint: it takes no weights")
 
     def stats(self) -> dict[str, float]:
-        """Return counters, see ``actors.engines.base``. Tokens are counted by the replies' ``usage``; busy_s sums all requests and retries."""
+        """Return counters, see ``actors.engines.base``. Tokens are counted by the replies'
+        ``usage``; busy_s sums all requests and retries."""
         return {**self.counts, **self.client.counts, "busy_s": self.client.busy_s, "version": 0}
 
-    # ------------------------------------------------------------------------------------------ inner workings
+    # ------------------------------------------------------------------------------------------
+    # inner workings
 
     def _messages(self, tokens: np.ndarray) -> list[dict[str, Any]]:
         try:
@@ -132,10 +157,13 @@ class EndpointEngine:
     def _sample(self, choice: dict[str, Any], stop: list[str]) -> Sample:
         tokens = self.text.encode(whole(choice, stop))
         finish = "length" if choice.get("finish_reason") == "length" else "stop"
-        return Sample(tokens, np.zeros(len(tokens), np.float32), np.zeros(len(tokens), np.int32), finish)
+        return Sample(
+            tokens, np.zeros(len(tokens), np.float32), np.zeros(len(tokens), np.int32), finish
+        )
 
     def _count(self, usage: dict[str, Any]) -> tuple[int, int]:
-        """Count the tokens of a reply. Return the number of prompt tokens, and how many of them came from a cache."""
+        """Count the tokens of a reply. Return the number of prompt tokens, and how many of them
+        came from a cache."""
         prompt = usage.get("prompt_tokens") or 0
         cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
         self.counts["prompt_tokens"] += prompt
@@ -151,7 +179,9 @@ def _content(content: str | Sequence[Mapping[str, Any]]) -> str | list[Mapping[s
     if isinstance(content, str):
         return content
     return [
-        {"type": "image_url", "image_url": {"url": vision.url(part["image"])}} if part["type"] == "image" else part
+        {"type": "image_url", "image_url": {"url": vision.url(part["image"])}}
+        if part["type"] == "image"
+        else part
         for part in content
     ]
 
@@ -159,8 +189,9 @@ def _content(content: str | Sequence[Mapping[str, Any]]) -> str | list[Mapping[s
 def whole(choice: dict[str, Any], stop: list[str]) -> str:
     """Return the reply with the stop string that ended it, which the protocol cuts off.
 
-    vLLM and SGLang name the stop string (stop_reason, matched_stop). For other servers, a text whose last "<tag>" is open is assumed to have
-    ended with "</tag>". A reply without content (from a model that thought until its tokens were used up) is "".
+    vLLM and SGLang name the stop string (stop_reason, matched_stop). For other servers, a text
+    whose last "<tag>" is open is assumed to have ended with "</tag>". A reply without content (from
+    a model that thought until its tokens were used up) is "".
     """
     text = choice["message"].get("content") or ""
     if choice.get("finish_reason") != "stop":

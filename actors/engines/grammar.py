@@ -1,4 +1,5 @@
-"""Constrained decoding: only those tokens are allowed that let a continuation match a regular expression or a JSON schema.
+"""Constrained decoding: only those tokens are allowed that let a continuation match a regular
+expression or a JSON schema.
 
 A ``Grammar`` belongs to one tokenizer and compiles constraints; a ``Matcher`` follows one sample:
 
@@ -7,8 +8,9 @@ A ``Grammar`` belongs to one tokenizer and compiles constraints; a ``Matcher`` f
         matcher.mask(logits)              # forbidden tokens become -inf
         matcher.accept(sample(logits))
 
-Regular expressions are Rust's: classes are Unicode, ``.`` is any character but a line feed, and there are no look-arounds or back-references.
-Every continuation also matches in Python's ``re``, except that ``\\w`` here includes marks that Python's ``\\w`` lacks.
+Regular expressions are Rust's: classes are Unicode, ``.`` is any character but a line feed, and
+there are no look-arounds or back-references. Every continuation also matches in Python's ``re``,
+except that ``\\w`` here includes marks that Python's ``\\w`` lacks.
 """
 
 import functools
@@ -23,23 +25,27 @@ from wire.faults import DataFault
 from wire.messages import Constraint
 
 KEPT = 64
-"""The number of compiled constraints that are kept. A run uses a few, but each client of a server may have its own."""
+"""The number of compiled constraints that are kept. A run uses a few, but each client of a server
+may have its own."""
 LONGEST = 50_000
 """The most characters of a constraint. Compiling a longer one would delay every other sample."""
 _SHOWN = 200
 """An error shows at most this many characters of a constraint."""
 _JSON_WHITESPACE = r"[\x20\x0A\x0D\x09]{1,12}"
-"""The whitespace between JSON tokens. It is bounded, because a weak model might otherwise never stop writing whitespace."""
+"""The whitespace between JSON tokens. It is bounded, because a weak model might otherwise never
+stop writing whitespace."""
 
 
 class Matcher:
-    """Follows one continuation: call ``mask``, sample a token, call ``accept`` with it, and repeat until ``done``."""
+    """Follows one continuation: call ``mask``, sample a token, call ``accept`` with it, and repeat
+    until ``done``."""
 
     def __init__(self, inner: llguidance.LLMatcher, end_tokens: frozenset[int]):
         self._inner, self._end_tokens = inner, end_tokens
 
     def mask(self, logits: torch.Tensor) -> None:
-        """Set the logits of forbidden tokens to -inf, in place. logits: [vocabulary], on any device, of any float type.
+        """Set the logits of forbidden tokens to -inf, in place. logits: [vocabulary], on any
+        device, of any float type.
 
         End tokens are allowed only where a match may end or where no other token is allowed.
         """
@@ -49,7 +55,8 @@ class Matcher:
         logits.masked_fill_(torch.from_numpy(~allowed).to(logits.device), -torch.inf)
 
     def accept(self, token: int) -> None:
-        """Continue after ``token``, which the mask must have allowed. A forbidden token sets ``problem`` and ends the match."""
+        """Continue after ``token``, which the mask must have allowed. A forbidden token sets
+        ``problem`` and ends the match."""
         self._inner.consume_token(token)
 
     @property
@@ -59,7 +66,8 @@ class Matcher:
 
     @property
     def problem(self) -> str:
-        """The reason why the match was given up (the grammar grew too large, or a token was forbidden), "" if it was not."""
+        """The reason why the match was given up (the grammar grew too large, or a token was
+        forbidden), "" if it was not."""
         return _reason(self._inner.get_error()) if self._inner.is_error() else ""
 
     def copy(self) -> "Matcher":
@@ -78,34 +86,46 @@ class Matcher:
 
 
 class Grammar:
-    """Compiles constraints for one tokenizer. vocabulary: the number of logits, which may exceed the tokenizer's."""
+    """Compiles constraints for one tokenizer. vocabulary: the number of logits, which may exceed
+    the tokenizer's."""
 
-    def __init__(self, tokenizer: tokenizers.Tokenizer, vocabulary: int, end_tokens: frozenset[int]):
+    def __init__(
+        self, tokenizer: tokenizers.Tokenizer, vocabulary: int, end_tokens: frozenset[int]
+    ):
         self._tokenizer, self._vocabulary, self._end_tokens = tokenizer, vocabulary, end_tokens
         self._compiled = functools.lru_cache(KEPT)(self._compile)
 
     def matcher(self, constraint: Constraint) -> Matcher:
-        """Return a new matcher of ``constraint``. Raises DataFault, which says what is wrong with the constraint."""
+        """Return a new matcher of ``constraint``. Raises DataFault, which says what is wrong with
+        the constraint."""
         return self._compiled(constraint).copy()
 
     @functools.cached_property
     def _words(self) -> llguidance.LLTokenizer:
-        """The bytes of each token. Built for the first constraint, because it takes a second for a large vocabulary."""
+        """The bytes of each token. Built for the first constraint, because it takes a second for a
+        large vocabulary."""
         size = max(self._vocabulary, 1 + max(self._tokenizer.get_vocab().values()))
-        return llguidance.LLTokenizer(self._tokenizer.to_str(), n_vocab=size, eos_token=sorted(self._end_tokens))
+        return llguidance.LLTokenizer(
+            self._tokenizer.to_str(), n_vocab=size, eos_token=sorted(self._end_tokens)
+        )
 
     def _compile(self, constraint: Constraint) -> Matcher:
-        shown = constraint.text if len(constraint.text) <= _SHOWN else f"{constraint.text[:_SHOWN]}..."
+        shown = (
+            constraint.text if len(constraint.text) <= _SHOWN else f"{constraint.text[:_SHOWN]}..."
+        )
         named = f"{constraint.kind.replace('_', ' ')} {shown!r}"
         if len(constraint.text) > LONGEST:
-            raise DataFault(f"{named}: {len(constraint.text)} characters are too many, expected at most {LONGEST}")
+            raise DataFault(
+                f"{named}: {len(constraint.text)} characters are too many, expected at most {LONGEST}"
+            )
         if not self._end_tokens:
             raise DataFault(
                 f"{named}: the model has no end-of-sequence token, so no match could end; set its eos_token_id"
             )
         inner = llguidance.LLMatcher(self._words, _source(constraint, named), log_level=0)
         matcher = Matcher(inner, self._end_tokens)
-        first = set(matcher.allowed(self._vocabulary))  # computed now, so that too large a grammar is refused here
+        # computed now, so that too large a grammar is refused here
+        first = set(matcher.allowed(self._vocabulary))
         if matcher.problem:
             raise DataFault(f"{named}: {matcher.problem}")
         if first <= self._end_tokens and not inner.is_accepting():
@@ -126,9 +146,14 @@ def _source(constraint: Constraint, named: str) -> str:
 
 
 def _reason(error: str) -> str:
-    """Return the library's message in one line, without the dump of its state and without the constraint, which our message already names."""
+    """Return the library's message in one line, without the dump of its state and without the
+    constraint, which our message already names."""
     reason = " ".join(re.split(r"<state>|\d* \| start: /", error)[0].split())
     if "NoExtension" in reason:
         return "no text of this tokenizer matches it"
-    reason = reason.rpartition("error: ")[2] if "error: " in reason else reason.rpartition("(in regex): ")[2]
+    reason = (
+        reason.rpartition("error: ")[2]
+        if "error: " in reason
+        else reason.rpartition("(in regex): ")[2]
+    )
     return reason[:_SHOWN]

@@ -1,12 +1,15 @@
-"""The embedded engine: continuous batching of a Hugging Face causal LM over a radix cache, exact on any machine.
+"""The embedded engine: continuous batching of a Hugging Face causal LM over a radix cache, exact on
+any machine.
 
-A prompt's new tokens are prefilled once for all its samples and children, in chunks beside the samples that decode. A decode step reads a
-prefix once for all its branches. Weights are swapped between two steps: running samples keep their keys and values, their later tokens
-carry the new version, and the prefix cache is emptied, so that no request reads another version's cache.
+A prompt's new tokens are prefilled once for all its samples and children, in chunks beside the
+samples that decode. A decode step reads a prefix once for all its branches. Weights are swapped
+between two steps: running samples keep their keys and values, their later tokens carry the new
+version, and the prefix cache is emptied, so that no request reads another version's cache.
 
-All computation runs on one thread, and the coroutines only pass messages to it. The parts: ``thread`` runs the steps and handles failures,
-``admission`` decides which requests start, ``memory`` holds keys and values, ``attend`` and ``decoder`` are the forward of a step,
-``samples`` holds the requests, and ``sampling`` draws their next tokens.
+All computation runs on one thread, and the coroutines only pass messages to it. The parts:
+``thread`` runs the steps and handles failures, ``admission`` decides which requests start,
+``memory`` holds keys and values, ``attend`` and ``decoder`` are the forward of a step, ``samples``
+holds the requests, and ``sampling`` draws their next tokens.
 """
 
 import asyncio
@@ -40,18 +43,25 @@ from wire.messages import Constraint, GenerateRequest, GenerateResult, LoadReque
 
 
 class LocalEngine:
-    """Implements ``actors.engines.base.Engine`` for models with full attention, such as Llama, Qwen2, Qwen3 and Qwen2.5-VL.
+    """Implements ``actors.engines.base.Engine`` for models with full attention, such as Llama,
+    Qwen2, Qwen3 and Qwen2.5-VL.
 
-        engine = LocalEngine("models/smollm2", ActorsConfig(threads=2))
-        await engine.start()
-        result = await engine.generate(GenerateRequest(np.array([1, 2, 3], np.int32), 4, Sampling(max_tokens=16)))
-        await engine.close()
+        engine = LocalEngine("models/smollm2", ActorsConfig(threads=2)) await engine.start() result
+        = await engine.generate(GenerateRequest(np.array([1, 2, 3], np.int32), 4,
+        Sampling(max_tokens=16))) await engine.close()
 
-    ``result`` has 4 samples. ``close`` aborts open requests. deterministic: requests are served one after the other, and each computes its whole
-    prompt, because the rounding of a token's values depends on the tokens that are computed with it.
+    ``result`` has 4 samples. ``close`` aborts open requests. deterministic: requests are served one
+    after the other, and each computes its whole prompt, because the rounding of a token's values
+    depends on the tokens that are computed with it.
     """
 
-    def __init__(self, model: str, config: ActorsConfig = ActorsConfig(), seed: int = 0, deterministic: bool = False):
+    def __init__(
+        self,
+        model: str,
+        config: ActorsConfig = ActorsConfig(),
+        seed: int = 0,
+        deterministic: bool = False,
+    ):
         self.folder, self.config, self.seed = Path(model), config, seed
         self._alone = asyncio.Lock() if deterministic else None
         self.dtype: torch.dtype = getattr(torch, compute_dtype(config.dtype))
@@ -62,14 +72,17 @@ class LocalEngine:
         self._running = 0
         self._thread = EngineThread(self._has_work, self._timed_step, self._fail_open)
         self._open: set[Waiting] = set()
-        """Requests that have arrived at the thread and have not left it. Only the thread may use this set."""
+        """Requests that have arrived at the thread and have not left it. Only the thread may use
+        this set."""
         self._loading = asyncio.Lock()
         self._requests = 0
 
-    # ------------------------------------------------------------------------------------------ life
+    # ------------------------------------------------------------------------------------------
+    # life
 
     async def start(self) -> None:
-        """Load the model. Raises MemoryError, before loading, when the model does not fit, and ValueError when it is not supported."""
+        """Load the model. Raises MemoryError, before loading, when the model does not fit, and
+        ValueError when it is not supported."""
         await asyncio.to_thread(self._load_model)
         self._thread.tell(self._set_up_thread)
         self._thread.start()
@@ -88,10 +101,15 @@ class LocalEngine:
         self.end_tokens = frozenset(end if isinstance(end, list) else [] if end is None else [end])
         self.longest = min(self.config.max_context, settings.max_position_embeddings)
         heads = settings.num_key_value_heads
-        width = getattr(settings, "head_dim", None) or settings.hidden_size // settings.num_attention_heads
+        width = (
+            getattr(settings, "head_dim", None)
+            or settings.hidden_size // settings.num_attention_heads
+        )
         shape = Shape(settings.num_hidden_layers, heads, width, self.dtype, self.device)
         self.memory = Memory(shape, int(self.config.kv_cache_gib * 2**30), self.longest)
-        self._admission = Admission(self.memory, self.config.max_batch, self.config.prefill_tokens, self.counts)
+        self._admission = Admission(
+            self.memory, self.config.max_batch, self.config.prefill_tokens, self.counts
+        )
         self._decoder = decoder.decoder(self.model, self.longest)
         self._head = decoder.Head(self.model)
         self._stops, self._stream = StopStrings(self.tokenizer), Stream()
@@ -114,7 +132,10 @@ class LocalEngine:
             )
         size = sum(path.stat().st_size for path in self.folder.glob("*.safetensors"))
         stored = 2 if getattr(settings, "dtype", None) in (torch.bfloat16, torch.float16) else 4
-        needed = size / stored * (2 if self.dtype == torch.bfloat16 else 4) + self.config.kv_cache_gib * 2**30
+        needed = (
+            size / stored * (2 if self.dtype == torch.bfloat16 else 4)
+            + self.config.kv_cache_gib * 2**30
+        )
         free = torch.cuda.mem_get_info()[0] if self.device == "cuda" else free_memory()
         if not size:
             raise FileNotFoundError(f"model folder {self.folder} holds no .safetensors file")
@@ -137,12 +158,18 @@ class LocalEngine:
         """Stop the thread. Open requests are aborted."""
         await self._thread.close()
 
-    # ------------------------------------------------------------------------------------------ requests
+    # ------------------------------------------------------------------------------------------
+    # requests
 
     async def generate(
-        self, request: GenerateRequest, on_tokens: OnTokens | None = None, *, on_top: OnTop | None = None
+        self,
+        request: GenerateRequest,
+        on_tokens: OnTokens | None = None,
+        *,
+        on_top: OnTop | None = None,
     ) -> GenerateResult:
-        """Sample ``request.n`` continuations of one prefix. Cancelling aborts them. At most one of ``on_tokens`` and ``on_top`` may be set."""
+        """Sample ``request.n`` continuations of one prefix. Cancelling aborts them. At most one of
+        ``on_tokens`` and ``on_top`` may be set."""
         self._check(request)
         if self._alone is None:
             return await self._generate(request, on_tokens, on_top)
@@ -171,15 +198,19 @@ class LocalEngine:
             raise
 
     async def load(self, request: LoadRequest) -> LoadResult:
-        """Verify the weights, then swap them between two steps. Several loads take place in the order of their calls."""
+        """Verify the weights, then swap them between two steps. Several loads take place in the
+        order of their calls."""
         start = time.monotonic()
         async with self._loading:
-            kind, path = await asyncio.to_thread(weights.verified_file, Path(request.path), request.digest)
+            kind, path = await asyncio.to_thread(
+                weights.verified_file, Path(request.path), request.digest
+            )
             await self._thread.run(lambda: self._swap(kind, path, request.version))
         return LoadResult(request.version, request.digest, time.monotonic() - start)
 
     def stats(self) -> dict[str, float]:
-        """Return counters and gauges, see ``actors.engines.base``. kv_cache_bytes: the prefix cache. kv_running_bytes: running requests."""
+        """Return counters and gauges, see ``actors.engines.base``. kv_cache_bytes: the prefix
+        cache. kv_running_bytes: running requests."""
         return {
             **self.counts,
             "evicted_tokens": self.cache.evicted_tokens,
@@ -211,9 +242,12 @@ class LocalEngine:
 
     @functools.cached_property
     def _grammar(self) -> Grammar:
-        return Grammar(self.tokenizer, self.model.get_output_embeddings().weight.shape[0], self.end_tokens)
+        return Grammar(
+            self.tokenizer, self.model.get_output_embeddings().weight.shape[0], self.end_tokens
+        )
 
-    # ------------------------------------------------------------------------------------------ the engine thread
+    # ------------------------------------------------------------------------------------------ the
+    # engine thread
 
     def _has_work(self) -> bool:
         return bool(self._admission) or self._running > 0
@@ -230,7 +264,8 @@ class LocalEngine:
         self._admission.waiting.append(waiting)
 
     def _fail_open(self, reason: str) -> int:
-        """Free all memory, including memory that a failure left half changed, then fail every open request. Return their number."""
+        """Free all memory, including memory that a failure left half changed, then fail every open
+        request. Return their number."""
         failed, self._open = self._open, set()
         self._admission.clear()
         self.memory.clear()
@@ -244,12 +279,16 @@ class LocalEngine:
         return [tail.owner for shelf in self.memory.tails.values() for tail in shelf.held]
 
     def _step(self) -> None:
-        """Admit requests, run one forward over all decoding rows and this step's chunks, and sample one more token for every sample."""
+        """Admit requests, run one forward over all decoding rows and this step's chunks, and sample
+        one more token for every sample."""
         self._admission.admit(self.version)
         chunks = self._admission.chunks()
         decoding = self._decoding()
         hidden = self._forward(decoding, chunks) if decoding or chunks else None
-        ends = {id(chunk.prefix): len(decoding) + end - 1 for chunk, end in zip(chunks, _ends(chunks), strict=True)}
+        ends = {
+            id(chunk.prefix): len(decoding) + end - 1
+            for chunk, end in zip(chunks, _ends(chunks), strict=True)
+        }
         for running in decoding:
             running.tail.length += 1
         for chunk in chunks:
@@ -270,7 +309,8 @@ class LocalEngine:
             self._sample(decoding, logits)
 
     def _forward(self, decoding: list[Running], chunks: list[attend.Chunk]) -> torch.Tensor:
-        """Return final hidden states [rows, hidden]: one row for each decoding sample, then one for each token of the chunks."""
+        """Return final hidden states [rows, hidden]: one row for each decoding sample, then one for
+        each token of the chunks."""
         plan = attend.Plan([shelf for shelf in self.memory.tails.values() if shelf.held], chunks)
         tokens: list[Any] = [np.array([r.tokens[-1] for r in decoding], np.int64)]
         positions = [np.array([r.position for r in decoding], np.int64)]
@@ -280,7 +320,10 @@ class LocalEngine:
             positions.append(chunk.prefix.owner.where(start, end))
         if any(part.ndim > 1 for part in positions):
             positions = [np.broadcast_to(part, (3, part.shape[-1])) for part in positions]
-        ids, where = (torch.from_numpy(np.concatenate(parts, -1)).to(self.device) for parts in (tokens, positions))
+        ids, where = (
+            torch.from_numpy(np.concatenate(parts, -1)).to(self.device)
+            for parts in (tokens, positions)
+        )
         features = self._sight.features(chunks) if self._sight is not None else None
         return self._decoder.forward(ids, where, plan, features)
 
@@ -295,7 +338,9 @@ class LocalEngine:
 
             self.memory.keep(waiting.prompt, read, waiting.ending)
         waiting.clock["decode"] = time.monotonic()
-        branches = [Running(waiting, index, waiting.tails.put(None)) for index in range(waiting.request.n)]
+        branches = [
+            Running(waiting, index, waiting.tails.put(None)) for index in range(waiting.request.n)
+        ]
         for running in branches:
             running.tail.owner = running
         self._running += len(branches)
@@ -307,7 +352,9 @@ class LocalEngine:
             if one.matcher is not None:
                 one.matcher.mask(logits[row])
         draws = uniforms([r.key for r in running], [len(r.tokens) for r in running])
-        tokens, logprobs, top, left = pick(logits, [r.owner.request.sampling for r in running], draws)
+        tokens, logprobs, top, left = pick(
+            logits, [r.owner.request.sampling for r in running], draws
+        )
         finished: list[tuple[Running, str]] = []
         for row, (one, token, logprob) in enumerate(zip(running, tokens, logprobs, strict=True)):
             one.grow(token, logprob, self.version, top.get(row), left.get(row))
@@ -335,7 +382,8 @@ class LocalEngine:
         return "length" if len(running.tokens) >= sampling.max_tokens else ""
 
     def _leave(self, running: Running, finish: Any) -> None:
-        """Move a sample's keys and values to the cache and free its row. Answer the request if this was its last sample."""
+        """Move a sample's keys and values to the cache and free its row. Answer the request if this
+        was its last sample."""
         waiting = running.owner
         if finish != "abort":
             if waiting.version == self.version:
@@ -353,7 +401,9 @@ class LocalEngine:
         self._open.discard(waiting)
         samples = [sample for sample in waiting.samples if sample is not None]
         if len(samples) == len(waiting.samples):
-            waiting.answer(GenerateResult(samples, len(waiting.prompt), waiting.cached, waiting.phases()))
+            waiting.answer(
+                GenerateResult(samples, len(waiting.prompt), waiting.cached, waiting.phases())
+            )
 
     def _abort(self, waiting: Waiting) -> None:
         self._admission.remove(waiting)

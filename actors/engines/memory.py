@@ -1,10 +1,13 @@
-"""Memory of keys and values under one budget: prefixes and tails of running requests stand on shelves, everything else in the radix cache.
+"""Memory of keys and values under one budget: prefixes and tails of running requests stand on
+shelves, everything else in the radix cache.
 
-Invariant: the bytes of all shelves and of the cache never exceed the budget (while a shelf grows, it is copied and briefly exists twice).
-When a request is admitted, all the memory that it may need is reserved, so no running sample is ever stopped for lack of memory.
+Invariant: the bytes of all shelves and of the cache never exceed the budget (while a shelf grows,
+it is copied and briefly exists twice). When a request is admitted, all the memory that it may need
+is reserved, so no running sample is ever stopped for lack of memory.
 
-All samples of a request share its prefix. Each sample has only its own tail of new tokens. Several samples have tails on a shelf of tails; the
-tail of an only sample stands behind the prefix in the same row, so that one call of attention reads both.
+All samples of a request share its prefix. Each sample has only its own tail of new tokens. Several
+samples have tails on a shelf of tails; the tail of an only sample stands behind the prefix in the
+same row, so that one call of attention reads both.
 """
 
 from typing import Any
@@ -16,7 +19,8 @@ import torch
 from actors.engines.radix import RadixCache, Read
 
 SHORTEST_PREFIX, SHORTEST_TAIL = 128, 16
-"""The least tokens in a row. Short prefixes of one row size share a call, and calls cost more than padding."""
+"""The least tokens in a row. Short prefixes of one row size share a call, and calls cost more than
+padding."""
 
 
 class Shape(msgspec.Struct, frozen=True):
@@ -34,7 +38,8 @@ class Shape(msgspec.Struct, frozen=True):
 
 
 class Stretch:
-    """The first ``length`` tokens in row ``row`` of a shelf, which belong to ``owner``. It lives from ``Shelf.put`` to ``Shelf.drop``."""
+    """The first ``length`` tokens in row ``row`` of a shelf, which belong to ``owner``. It lives
+    from ``Shelf.put`` to ``Shelf.drop``."""
 
     __slots__ = ("length", "owner", "row", "shelf")
 
@@ -67,8 +72,9 @@ class Tail(Stretch):
 class Shelf:
     """Rows of ``capacity`` tokens each: kv [layers, 2, rows, kv_heads, capacity, head_dim].
 
-    Rows 0 to ``len(held) - 1`` are in use, so attention reads one view; the last row moves into a freed row. ``promised`` counts the rows in
-    use and the reserved rows. A row is promised, then ``put`` and ``drop`` use and free it. behind: the tails in the same rows.
+    Rows 0 to ``len(held) - 1`` are in use, so attention reads one view; the last row moves into a
+    freed row. ``promised`` counts the rows in use and the reserved rows. A row is promised, then
+    ``put`` and ``drop`` use and free it. behind: the tails in the same rows.
     """
 
     def __init__(self, shape: Shape, capacity: int, behind: "Behind | None" = None):
@@ -109,11 +115,14 @@ class Shelf:
     def _rows(self, rows: int) -> torch.Tensor:
         # The rows are zeroed, because padding is masked but must still be finite.
         s = self.shape
-        return torch.zeros(s.layers, 2, rows, s.kv_heads, self.capacity, s.head_dim, dtype=s.dtype, device=s.device)
+        return torch.zeros(
+            s.layers, 2, rows, s.kv_heads, self.capacity, s.head_dim, dtype=s.dtype, device=s.device
+        )
 
 
 class Behind(Shelf):
-    """The tails behind the prefixes of another shelf, in the same rows. This shelf has no memory of its own."""
+    """The tails behind the prefixes of another shelf, in the same rows. This shelf has no memory of
+    its own."""
 
     def __init__(self, shape: Shape):
         super().__init__(shape, 0)
@@ -130,7 +139,8 @@ class Behind(Shelf):
 
 
 class Memory:
-    """The cache and the shelves. A request's memory is first reserved, then used; its tokens may be kept in the cache.
+    """The cache and the shelves. A request's memory is first reserved, then used; its tokens may be
+    kept in the cache.
 
     longest: most tokens of a prompt and its continuation."""
 
@@ -150,7 +160,8 @@ class Memory:
         return (rows + behind + n * tail) * self.shape.bytes_per_token
 
     def reserve(self, prompt: int, n: int, new: int) -> tuple[Shelf, Shelf] | None:
-        """Promise rows and return the shelves of a request's prefix and of its ``n`` tails. Return None when the request must wait."""
+        """Promise rows and return the shelves of a request's prefix and of its ``n`` tails. Return
+        None when the request must wait."""
         rows, behind, tail_rows = self._rows(prompt, n, new)
         key = (rows, behind, _power(n, 1))
         if (prefix := self.prefixes.get(key)) is None:
@@ -175,19 +186,24 @@ class Memory:
         self.cache.insert(tokens, read, ending)
 
     def clear(self) -> None:
-        """Free all rows and the cache, after every request has failed, because the failure may have left memory half changed."""
+        """Free all rows and the cache, after every request has failed, because the failure may have
+        left memory half changed."""
         self.prefixes.clear()
         self.tails.clear()
         self.cache.clear()
         self.cache.limit(self.budget)
 
     def _grow(self, asked: dict[Shelf, int]) -> bool:
-        """Make room for ``asked`` more rows: double the shelves if memory is free, otherwise take just enough from the cache."""
+        """Make room for ``asked`` more rows: double the shelves if memory is free, otherwise take
+        just enough from the cache."""
         wanted = {shelf: shelf.promised + more for shelf, more in asked.items()}
         if all(rows <= shelf.rows for shelf, rows in wanted.items()):
             return True
         exact = {shelf: max(rows, shelf.rows) for shelf, rows in wanted.items()}
-        ample = {shelf: rows if rows == shelf.rows else max(rows, 2 * shelf.rows) for shelf, rows in exact.items()}
+        ample = {
+            shelf: rows if rows == shelf.rows else max(rows, 2 * shelf.rows)
+            for shelf, rows in exact.items()
+        }
         if self._after(ample) + self.cache.bytes <= self.budget:
             chosen = ample
         elif self._after(exact) <= self.budget:
@@ -196,8 +212,11 @@ class Memory:
             chosen = {shelf: shelf.promised for shelf in self._shelves()} | wanted
         if self._after(chosen) > self.budget:
             return False
-        for shelf, rows in sorted(chosen.items(), key=lambda item: item[1] - item[0].rows):  # shrink before growing
-            self.cache.limit(max(0, min(self.cache.budget, self.budget - self._after({shelf: rows}))))
+        # shrink before growing
+        for shelf, rows in sorted(chosen.items(), key=lambda item: item[1] - item[0].rows):
+            self.cache.limit(
+                max(0, min(self.cache.budget, self.budget - self._after({shelf: rows})))
+            )
             if rows != shelf.rows:
                 shelf.resize(rows)
         self.cache.limit(self.budget - self.running_bytes)
@@ -215,7 +234,8 @@ class Memory:
         return [*self.prefixes.values(), *self.tails.values()]
 
     def _rows(self, prompt: int, n: int, new: int) -> tuple[int, int, int]:
-        """Return the tokens of three places: a prefix, the tail behind it in the same row, and the row of a tail on a shelf of tails."""
+        """Return the tokens of three places: a prefix, the tail behind it in the same row, and the
+        row of a tail on a shelf of tails."""
         rows = min(_power(prompt, SHORTEST_PREFIX), max(prompt, self.longest))
         tail = min(_power(new, SHORTEST_TAIL), max(new, self.longest))
         return (rows, tail, 0) if n == 1 else (rows, 0, tail)

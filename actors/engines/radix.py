@@ -1,10 +1,14 @@
-"""A radix tree of token sequences with their keys and values: a prefix is computed once, and all its children use it.
+"""A radix tree of token sequences with their keys and values: a prefix is computed once, and all
+its children use it.
 
-Invariant: in the order of eviction every segment precedes its parent. The first segment is therefore always a leaf, an unused subtree is
-evicted before its root, and a parent was used at least as recently as any of its children. Each segment owns its memory (a split copies
-both halves), so an eviction frees exactly the bytes that it counts. A caller copies the matched pieces at once, so no segment is pinned.
+Invariant: in the order of eviction every segment precedes its parent. The first segment is
+therefore always a leaf, an unused subtree is evicted before its root, and a parent was used at
+least as recently as any of its children. Each segment owns its memory (a split copies both halves),
+so an eviction frees exactly the bytes that it counts. A caller copies the matched pieces at once,
+so no segment is pinned.
 
-A tree without keys and values is a plain set of prefixes; it counts the tokens that an ideal cache would compute.
+A tree without keys and values is a plain set of prefixes; it counts the tokens that an ideal cache
+would compute.
 """
 
 from collections import OrderedDict
@@ -15,12 +19,14 @@ import numpy as np
 import torch
 
 Read = Callable[[int, int], torch.Tensor]
-"""Returns a copy of the keys and values of tokens ``start`` to ``end``: [layers, 2, kv_heads, tokens, head_dim]."""
+"""Returns a copy of the keys and values of tokens ``start`` to ``end``: [layers, 2, kv_heads,
+tokens, head_dim]."""
 
 
 class Match(msgspec.Struct):
-    """The longest cached prefix: its length in tokens and its pieces in order, which must be copied at once. ``ending`` is the final hidden
-    state [hidden] after the last token, if the cache holds the whole sequence and an earlier prompt ended at the same token."""
+    """The longest cached prefix: its length in tokens and its pieces in order, which must be copied
+    at once. ``ending`` is the final hidden state [hidden] after the last token, if the cache holds
+    the whole sequence and an earlier prompt ended at the same token."""
 
     length: int
     pieces: list[torch.Tensor]
@@ -54,7 +60,8 @@ class RadixCache:
     """The keys and values of one policy version, of at most ``budget`` bytes.
 
         match = cache.match(prompt)  # copy match.pieces at once, then compute the other tokens
-        cache.insert(prompt, read)  # calls read(match.length, len(prompt)) for the keys and values of the new tokens
+        cache.insert(prompt, read)  # calls read(match.length, len(prompt)) for the keys and values
+        of the new tokens
 
     A new version must begin with ``clear``.
     """
@@ -80,8 +87,11 @@ class RadixCache:
             pieces[-1] = pieces[-1][:, :, :, :shared]
         return Match(length, pieces, path[-1].ending if whole and length == len(tokens) else None)
 
-    def insert(self, tokens: np.ndarray, read: Read | None = None, ending: torch.Tensor | None = None) -> int:
-        """Keep ``tokens``, with the keys and values that ``read`` returns for the new ones. Return the number of new tokens.
+    def insert(
+        self, tokens: np.ndarray, read: Read | None = None, ending: torch.Tensor | None = None
+    ) -> int:
+        """Keep ``tokens``, with the keys and values that ``read`` returns for the new ones. Return
+        the number of new tokens.
 
         ending: the final hidden state after the last token, as a copy.
         """
@@ -103,7 +113,8 @@ class RadixCache:
         return new
 
     def limit(self, budget: int) -> None:
-        """Set the bound to ``budget`` bytes and evict the least recently used leaves until it holds."""
+        """Set the bound to ``budget`` bytes and evict the least recently used leaves until it
+        holds."""
         self.budget = budget
         while self.bytes > budget:
             oldest, _ = self._order.popitem(last=False)
@@ -113,7 +124,8 @@ class RadixCache:
             self.evicted_tokens += len(oldest.tokens)
 
     def _walk(self, tokens: np.ndarray) -> tuple[list[Segment], int, int]:
-        """Return the segments of the longest cached prefix of ``tokens``, its length, and its length within the last segment."""
+        """Return the segments of the longest cached prefix of ``tokens``, its length, and its
+        length within the last segment."""
         path: list[Segment] = []
         node, length, shared = self._root, 0, 0
         while length < len(tokens):

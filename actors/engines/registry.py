@@ -1,4 +1,5 @@
-"""The engines by name. A user's own engine is named "module:Class" (docs/extend.md). A built-in engine is imported only where it runs."""
+"""The engines by name. A user's own engine is named "module:Class" (docs/extend.md). A built-in
+engine is imported only where it runs."""
 
 import inspect
 from typing import Any
@@ -7,24 +8,31 @@ from actors.config import ActorProcess
 from actors.engines.base import Engine
 from wire.options import checked, imported, known
 
-KNOWN = {"local": "actors.engines.local:LocalEngine", "sglang": "actors.engines.sglang:SGLangEngine"}
+KNOWN = {
+    "local": "actors.engines.local:LocalEngine",
+    "sglang": "actors.engines.sglang:SGLangEngine",
+}
 _OWN = ("model", "config", "seed", "place", "deterministic")
 """Parameters of an engine's constructor that no option sets."""
 
 
 def check(name: str, options: dict[str, Any]) -> None:
-    """Raises ValueError for a name that no engine has, and for options that it does not take. A user's own engine is imported."""
+    """Raises ValueError for a name that no engine has, and for options that it does not take. A
+    user's own engine is imported."""
     if ":" in name:
         _imported(name, options)
         return
     entry = f"actors.engine = {name!r}"
     known(entry, name, KNOWN, ", or module:Class")
     if options:
-        raise ValueError(f"actors.engine_options {sorted(options)} have no effect with {entry}: remove them")
+        raise ValueError(
+            f"actors.engine_options {sorted(options)} have no effect with {entry}: remove them"
+        )
 
 
 def load(process: ActorProcess) -> Engine:
-    """Return the engine of an actor process, which is not started yet. Raises ValueError for options that the engine does not take."""
+    """Return the engine of an actor process, which is not started yet. Raises ValueError for
+    options that the engine does not take."""
     kind, options = _imported(process.actors.engine, process.actors.engine_options)
     values = (process.model, process.actors, process.seed, process.place, process.deterministic)
     own = dict(zip(_OWN, values, strict=True))
@@ -33,6 +41,7 @@ def load(process: ActorProcess) -> Engine:
 
 
 def _imported(name: str, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Return the class of an engine, which is imported, and the options as the types that its constructor declares."""
+    """Return the class of an engine, which is imported, and the options as the types that its
+    constructor declares."""
     kind = imported(f"actors.engine = {name!r}", KNOWN.get(name, name))
     return kind, checked("actors.engine_options", name, kind.__init__, options, ("self", *_OWN))

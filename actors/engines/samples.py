@@ -1,4 +1,5 @@
-"""A request and its samples. The request waits, is prefilled (its prefix grows chunk by chunk), then has n samples that decode."""
+"""A request and its samples. The request waits, is prefilled (its prefix grows chunk by chunk),
+then has n samples that decode."""
 
 import asyncio
 import contextlib
@@ -24,9 +25,10 @@ from wire.vision import runs
 class Waiting:
     """A request, from its arrival until its last sample is done.
 
-    prefix: the place of the prompt's keys and values, set when the request is admitted. tails: the shelf for the keys and values of its
-    samples. ending: the final hidden state of the last prompt token, if known. version: the policy version when it was admitted.
-    positions: those of a prompt with pictures, int64 [3, prompt], else None. shown: the prompt's pictures.
+    prefix: the place of the prompt's keys and values, set when the request is admitted. tails: the
+    shelf for the keys and values of its samples. ending: the final hidden state of the last prompt
+    token, if known. version: the policy version when it was admitted. positions: those of a prompt
+    with pictures, int64 [3, prompt], else None. shown: the prompt's pictures.
     """
 
     def __init__(
@@ -64,12 +66,15 @@ class Waiting:
         """Return the seconds of each phase that has ended, if now the last one ends."""
         return {
             name: end - start
-            for (name, start), end in zip(self.clock.items(), [*self.clock.values(), time.monotonic()][1:], strict=True)
+            for (name, start), end in zip(
+                self.clock.items(), [*self.clock.values(), time.monotonic()][1:], strict=True
+            )
         }
 
     def answer(self, result: GenerateResult) -> None:
         """Give the caller the result, unless the caller has left."""
-        with contextlib.suppress(InvalidStateError):  # the caller may leave at any moment, on its own thread
+        # the caller may leave at any moment, on its own thread
+        with contextlib.suppress(InvalidStateError):
             self.future.set_result(result)
 
     def fail(self, fault: Fault) -> None:
@@ -79,14 +84,17 @@ class Waiting:
 
 
 class Running:
-    """One sample that decodes: its sampled tokens, and a tail with the keys and values of all these tokens but the last."""
+    """One sample that decodes: its sampled tokens, and a tail with the keys and values of all these
+    tokens but the last."""
 
     def __init__(self, owner: Waiting, index: int, tail: Stretch):
         self.owner, self.index, self.tail, self.key = owner, index, tail, owner.keys[index]
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.versions: list[int] = []
-        self.top: list[dict[int, float]] | None = [] if owner.request.sampling.top_logprobs else None
+        self.top: list[dict[int, float]] | None = (
+            [] if owner.request.sampling.top_logprobs else None
+        )
         self.support: list[np.ndarray] = []
         self.matcher = owner.matcher.copy() if owner.matcher is not None else None
 
@@ -96,9 +104,15 @@ class Running:
         return self.owner.end + len(self.tokens) - 1
 
     def grow(
-        self, token: int, logprob: float, version: int, top: dict[int, float] | None, left: np.ndarray | None
+        self,
+        token: int,
+        logprob: float,
+        version: int,
+        top: dict[int, float] | None,
+        left: np.ndarray | None,
     ) -> None:
-        """Append a sampled token. top: see ``Sample.top``. left: the ids that top-p and top-k left, if the request asks for them."""
+        """Append a sampled token. top: see ``Sample.top``. left: the ids that top-p and top-k left,
+        if the request asks for them."""
         self.tokens.append(token)
         self.logprobs.append(logprob)
         self.versions.append(version)
@@ -112,11 +126,14 @@ class Running:
         return np.concatenate([self.owner.prompt, np.array(self.tokens[:-1], np.int32)])
 
     def read(self, start: int, end: int) -> torch.Tensor:
-        """Return a copy of the keys and values of a part of ``context``: [layers, 2, kv_heads, tokens, head_dim]."""
+        """Return a copy of the keys and values of a part of ``context``: [layers, 2, kv_heads,
+        tokens, head_dim]."""
         prompt = len(self.owner.prompt)
         if start >= prompt:
             return self.tail.view(start - prompt, end - prompt).clone()
-        return torch.cat((self.owner.prefix.view(start, prompt), self.tail.view(0, end - prompt)), 3)
+        return torch.cat(
+            (self.owner.prefix.view(start, prompt), self.tail.view(0, end - prompt)), 3
+        )
 
     def sample(self, finish: Any) -> Sample:
         """Return the sample as the caller gets it."""
@@ -128,19 +145,21 @@ class Running:
 class StopStrings:
     """Looks for stop strings of any length after each token.
 
-    A token can complete a stop string only if its own text has the string's last character or is a part of a character. Few tokens do, and
-    only then is the end of the sample decoded.
+    A token can complete a stop string only if its own text has the string's last character or is a
+    part of a character. Few tokens do, and only then is the end of the sample decoded.
     """
 
     MARGIN = 8
-    """Characters decoded in addition to the longest stop string, because decoding from the middle may change the first few."""
+    """Characters decoded in addition to the longest stop string, because decoding from the middle
+    may change the first few."""
 
     def __init__(self, tokenizer: tokenizers.Tokenizer):
         self._tokenizer = tokenizer
         self._texts: dict[int, str] = {}
 
     def found(self, tokens: list[int], stops: Sequence[str]) -> bool:
-        """Return whether the text of ``tokens`` has one of ``stops``. The text without the last token must not have had one."""
+        """Return whether the text of ``tokens`` has one of ``stops``. The text without the last
+        token must not have had one."""
         text = self._text(tokens[-1])
         if not any(not stop or stop[-1] in text for stop in stops) and "\ufffd" not in text:
             return False
@@ -153,17 +172,20 @@ class StopStrings:
             count *= 2
 
     def _text(self, token: int) -> str:
-        if token not in self._texts:  # decoded twice in a row, because some decoders drop a space at the start
+        # decoded twice in a row, because some decoders drop a space at the start
+        if token not in self._texts:
             self._texts[token] = self._tokenizer.decode([token, token], skip_special_tokens=False)
         return self._texts[token]
 
 
 _NewToken = tuple[Waiting, int, int, float, list[dict[int, float]]]
-"""A request, the index of its sample, a new token, its log-probability, and the most probable tokens if they are asked for."""
+"""A request, the index of its sample, a new token, its log-probability, and the most probable
+tokens if they are asked for."""
 
 
 class Stream:
-    """The new tokens of a step, for the callers that want tokens as soon as they are sampled: ``add`` for each sample, then ``send``."""
+    """The new tokens of a step, for the callers that want tokens as soon as they are sampled:
+    ``add`` for each sample, then ``send``."""
 
     def __init__(self) -> None:
         self._new: dict[asyncio.AbstractEventLoop, list[_NewToken]] = {}
@@ -177,7 +199,8 @@ class Stream:
             self._new.setdefault(owner.stream[0], []).append(entry)
 
     def send(self) -> None:
-        """Call once into each event loop. This must precede the step's results, so that a caller gets its tokens before its result."""
+        """Call once into each event loop. This must precede the step's results, so that a caller
+        gets its tokens before its result."""
         for loop, entries in self._new.items():
             with contextlib.suppress(RuntimeError):  # the loop is closed, so nobody listens
                 loop.call_soon_threadsafe(_deliver, loop, entries)

@@ -1,7 +1,8 @@
-"""Sample one token for each row of logits, with its log-probability under the distribution that was really sampled from.
+"""Sample one token for each row of logits, with its log-probability under the distribution that was
+really sampled from.
 
-Each token is drawn by inversion from one uniform number, which depends only on the sample's key and the token's place. The tokens of a
-sample therefore depend only on its own seed.
+Each token is drawn by inversion from one uniform number, which depends only on the sample's key and
+the token's place. The tokens of a sample therefore depend only on its own seed.
 """
 
 import hashlib
@@ -13,7 +14,10 @@ import torch
 
 from wire.messages import Sampling
 
-_STEP, _MIX = np.uint64(0x9E3779B97F4A7C15), (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
+_STEP, _MIX = (
+    np.uint64(0x9E3779B97F4A7C15),
+    (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)),
+)
 
 _BLOCK = 64
 """The number of tokens in a block; a draw chooses a block first, then a token in it."""
@@ -21,11 +25,14 @@ _BLOCK = 64
 
 def key(seed: int, index: int) -> int:
     """Return the 64-bit key of sample ``index`` of a request with ``seed``."""
-    return int.from_bytes(hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=8).digest(), "little")
+    return int.from_bytes(
+        hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=8).digest(), "little"
+    )
 
 
 def uniforms(keys: Sequence[int], places: Sequence[int]) -> np.ndarray:
-    """Return float64 [rows] in [0, 1): number ``places[i]`` of the stream ``keys[i]`` (SplitMix64, Steele et al. 2014)."""
+    """Return float64 [rows] in [0, 1): number ``places[i]`` of the stream ``keys[i]`` (SplitMix64,
+    Steele et al. 2014)."""
     state = np.array(keys, np.uint64) + (np.array(places, np.uint64) + np.uint64(1)) * _STEP
     state = (state ^ (state >> np.uint64(30))) * _MIX[0]
     state = (state ^ (state >> np.uint64(27))) * _MIX[1]
@@ -35,10 +42,11 @@ def uniforms(keys: Sequence[int], places: Sequence[int]) -> np.ndarray:
 def pick(
     logits: torch.Tensor, sampling: Sequence[Sampling], draws: Sequence[float] | np.ndarray
 ) -> tuple[list[int], list[float], dict[int, dict[int, float]], dict[int, np.ndarray]]:
-    """Return the next tokens, their log-probabilities (rounded to float32), and of each row that asks the most probable tokens (``_top``)
-    and the ids that top-p and top-k left (``_support``).
+    """Return the next tokens, their log-probabilities (rounded to float32), and of each row that
+    asks the most probable tokens (``_top``) and the ids that top-p and top-k left (``_support``).
 
-    logits: float [rows, vocabulary], which are overwritten. sampling, draws: one Sampling and one uniform number per row.
+    logits: float [rows, vocabulary], which are overwritten. sampling, draws: one Sampling and one
+    uniform number per row.
     """
     scores = logits.float()
     heat = [s.temperature or 1.0 for s in sampling]
@@ -51,13 +59,17 @@ def pick(
     support: dict[int, np.ndarray] = {}
     for (top_p, top_k), rows in restricted.items():
         left = restrict(torch.log_softmax(scores[rows], -1), top_p, top_k)
-        support |= {row: _support(one) for row, one in zip(rows, left, strict=True) if sampling[row].support}
+        support |= {
+            row: _support(one) for row, one in zip(rows, left, strict=True) if sampling[row].support
+        }
         scores[rows] = left
     cold = [s.temperature == 0 for s in sampling]
     greedy = scores.argmax(-1, keepdim=True) if any(cold) else None
     # In place, because with a large vocabulary new memory costs more than the computation.
     weights = scores.sub_(scores.amax(-1, keepdim=True)).exp_()
-    tokens, total = _drawn(weights, torch.as_tensor(draws, dtype=torch.float64, device=scores.device)[:, None])
+    tokens, total = _drawn(
+        weights, torch.as_tensor(draws, dtype=torch.float64, device=scores.device)[:, None]
+    )
     if greedy is not None:
         tokens = torch.where(torch.tensor(cold, device=scores.device)[:, None], greedy, tokens)
     top = {row: s.top_logprobs for row, s in enumerate(sampling) if s.top_logprobs}
@@ -72,12 +84,16 @@ def _support(logprobs: torch.Tensor) -> np.ndarray:
 
 
 def _logprobs(weights: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
-    """Return the float32 log-probabilities of ``weights`` [rows, any] given ``total`` [rows, 1]. Sampled and top tokens both use this."""
+    """Return the float32 log-probabilities of ``weights`` [rows, any] given ``total`` [rows, 1].
+    Sampled and top tokens both use this."""
     return (weights.double() / total).log().float()
 
 
-def _top(weights: torch.Tensor, total: torch.Tensor, counts: dict[int, int]) -> dict[int, dict[int, float]]:
-    """Return, by row, the ``counts[row]`` most probable tokens and their log-probabilities, descending, without tokens of zero weight."""
+def _top(
+    weights: torch.Tensor, total: torch.Tensor, counts: dict[int, int]
+) -> dict[int, dict[int, float]]:
+    """Return, by row, the ``counts[row]`` most probable tokens and their log-probabilities,
+    descending, without tokens of zero weight."""
     if not counts:
         return {}
     rows = list(counts)
@@ -91,7 +107,8 @@ def _top(weights: torch.Tensor, total: torch.Tensor, counts: dict[int, int]) -> 
 
 
 def _drawn(weights: torch.Tensor, draws: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw a token [rows, 1] from each row of ``weights`` [rows, vocabulary] by inversion (block, then token). Also return the sums."""
+    """Draw a token [rows, 1] from each row of ``weights`` [rows, vocabulary] by inversion (block,
+    then token). Also return the sums."""
     rows, vocabulary = weights.shape
     whole = vocabulary - vocabulary % _BLOCK
     parts = [weights[:, :whole].view(rows, -1, _BLOCK).sum(-1)]
@@ -103,7 +120,11 @@ def _drawn(weights: torch.Tensor, draws: torch.Tensor) -> tuple[torch.Tensor, to
     block = torch.searchsorted(ends, drawn, right=True).clamp_max_(ends.shape[1] - 1)
     drawn -= torch.nn.functional.pad(ends, (1, 0)).gather(1, block)
     places = block * _BLOCK + torch.arange(_BLOCK, device=weights.device)
-    inside = weights.gather(1, places.clamp_max(vocabulary - 1)).double().masked_fill_(places >= vocabulary, 0.0)
+    inside = (
+        weights.gather(1, places.clamp_max(vocabulary - 1))
+        .double()
+        .masked_fill_(places >= vocabulary, 0.0)
+    )
     within = inside.cumsum(-1)
     # Rounding must not move a draw beyond the last token of its block that has any weight.
     drawn = torch.minimum(drawn, within[:, -1:] * (1 - 2.0**-50))
@@ -112,7 +133,8 @@ def _drawn(weights: torch.Tensor, draws: torch.Tensor) -> tuple[torch.Tensor, to
 
 
 def restrict(logprobs: torch.Tensor, top_p: float, top_k: int) -> torch.Tensor:
-    """Return renormalised log-probabilities [..., vocabulary] after top-k, then top-p (the smallest set whose mass reaches top_p)."""
+    """Return renormalised log-probabilities [..., vocabulary] after top-k, then top-p (the smallest
+    set whose mass reaches top_p)."""
     values, order = logprobs.sort(descending=True)
     keep = torch.ones_like(values, dtype=torch.bool)
     if top_k > 0:

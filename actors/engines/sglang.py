@@ -1,8 +1,11 @@
-"""SGLang as an engine: a server that the actor launches, an engine inside the actor's process, or servers that already run.
+"""SGLang as an engine: a server that the actor launches, an engine inside the actor's process, or
+servers that already run.
 
-SGLang's log-probabilities refer to the distribution after temperature. If top-p or top-k cut the distribution, its sampling mask gives the
-log-probabilities of the rest; a constraint is applied before both. At temperature 0 they refer to the untempered distribution. The policy
-version salts each request's cache entries (and an update that retracts flushes the cache), so no request reads another version's cache.
+SGLang's log-probabilities refer to the distribution after temperature. If top-p or top-k cut the
+distribution, its sampling mask gives the log-probabilities of the rest; a constraint is applied
+before both. At temperature 0 they refer to the untempered distribution. The policy version salts
+each request's cache entries (and an update that retracts flushes the cache), so no request reads
+another version's cache.
 """
 
 import asyncio
@@ -53,11 +56,15 @@ def ways(model: str, config: ActorsConfig, place: int) -> Way:
 
 
 class SGLangEngine:
-    """Implements ``actors.engines.base.Engine``. ``on_tokens`` gets all tokens of a sample at once, when the sample is done.
+    """Implements ``actors.engines.base.Engine``. ``on_tokens`` gets all tokens of a sample at once,
+    when the sample is done.
 
-    serving --whole weights--> requests wait --success--> serving; after a failure every request fails until a load succeeds."""
+    serving --whole weights--> requests wait --success--> serving; after a failure every request
+    fails until a load succeeds."""
 
-    def __init__(self, model: str, config: ActorsConfig = ActorsConfig(), seed: int = 0, place: int = 0):
+    def __init__(
+        self, model: str, config: ActorsConfig = ActorsConfig(), seed: int = 0, place: int = 0
+    ):
         self.folder, self.config, self.seed = Path(model), config, seed
         self.way: Way = ways(model, config, place)
         self.weights = sglang_weights.Weights(self.way, self.folder, config.sglang)
@@ -76,10 +83,12 @@ class SGLangEngine:
         self._busy_s = 0.0
         self._busy_since = 0.0
 
-    # ------------------------------------------------------------------------------------------ life
+    # ------------------------------------------------------------------------------------------
+    # life
 
     async def start(self) -> None:
-        """Start SGLang or connect to it. Raises InfrastructureFault, with the end of SGLang's log if there is one, when this fails."""
+        """Start SGLang or connect to it. Raises InfrastructureFault, with the end of SGLang's log
+        if there is one, when this fails."""
         await self.way.start()
         try:
             await self.weights.start()
@@ -95,7 +104,8 @@ class SGLangEngine:
             self._following = asyncio.create_task(self._follow(Fleet(self.way, self.weights)))
 
     async def _follow(self, fleet: Fleet) -> None:
-        """Follow the servers behind a router, every ``LOOK_S`` and whenever a request met one that is not ready. Generation goes on."""
+        """Follow the servers behind a router, every ``LOOK_S`` and whenever a request met one that
+        is not ready. Generation goes on."""
         try:
             while True:
                 with contextlib.suppress(TimeoutError):
@@ -121,19 +131,26 @@ class SGLangEngine:
         await self.way.close()
 
     async def died(self) -> str:
-        """Return the reason when SGLang is gone. Raises what ended the following of a router, which nothing should."""
+        """Return the reason when SGLang is gone. Raises what ended the following of a router, which
+        nothing should."""
         dying = asyncio.create_task(self.way.died())
         watched = [dying] if self._following is None else [dying, self._following]
         try:
             await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
-            return await (dying if dying.done() or self._following is None else self._following) or ""
+            return (
+                await (dying if dying.done() or self._following is None else self._following) or ""
+            )
         finally:
             dying.cancel()
 
-    # ------------------------------------------------------------------------------------------ requests
+    # ------------------------------------------------------------------------------------------
+    # requests
 
-    async def generate(self, request: GenerateRequest, on_tokens: OnTokens | None = None) -> GenerateResult:
-        """Sample ``request.n`` continuations of one prefix. When one fails or the coroutine is cancelled, all are aborted."""
+    async def generate(
+        self, request: GenerateRequest, on_tokens: OnTokens | None = None
+    ) -> GenerateResult:
+        """Sample ``request.n`` continuations of one prefix. When one fails or the coroutine is
+        cancelled, all are aborted."""
         checks.request(request, self.config.max_batch, self.longest)
         words = request.tokens if self._vision is None else request.tokens[request.tokens >= 0]
         checks.tokens(words, self.facts.vocabulary, self.folder)
@@ -151,14 +168,20 @@ class SGLangEngine:
         self._enter()
         try:
             begun = time.monotonic()
-            prefix = None if request.n == 1 else await self._prefill(self._prompt(request), names[0] + _PREFIX)
+            prefix = (
+                None
+                if request.n == 1
+                else await self._prefill(self._prompt(request), names[0] + _PREFIX)
+            )
             prefilled = time.monotonic()
             answers = await self._ask(self._body(request, names))
             ended = time.monotonic()
         finally:
             self._leave()
         if len(answers) != request.n:
-            raise InfrastructureFault(f"{self.way.name} answered {len(answers)} samples, expected n = {request.n}")
+            raise InfrastructureFault(
+                f"{self.way.name} answered {len(answers)} samples, expected n = {request.n}"
+            )
         self._check_read(request, answers)
         samples = [self._sample(answer, request.sampling) for answer in answers]
         cached = self._count(answers, prefix)
@@ -166,13 +189,17 @@ class SGLangEngine:
             if on_tokens is not None:
                 on_tokens(index, sample.tokens.tolist(), sample.logprobs.tolist())
         self.counts["decoded_tokens"] += sum(len(sample.tokens) for sample in samples)
-        phases = {} if prefix is None else {"prefill": prefilled - begun, "decode": ended - prefilled}
+        phases = (
+            {} if prefix is None else {"prefill": prefilled - begun, "decode": ended - prefilled}
+        )
         return GenerateResult(samples, len(request.tokens), cached, phases)
 
     async def load(self, request: LoadRequest) -> LoadResult:
-        """Verify the weights, update every server, and prove the update. After a failure this engine serves nothing until a load succeeds.
+        """Verify the weights, update every server, and prove the update. After a failure this
+        engine serves nothing until a load succeeds.
 
-        New requests wait only while whole weights are moved. An adapter comes into force between two requests.
+        New requests wait only while whole weights are moved. An adapter comes into force between
+        two requests.
         """
         async with self._updating:
             start = time.monotonic()
@@ -184,10 +211,13 @@ class SGLangEngine:
             self.counts["loaded_bytes"] += update.bytes
             self.counts["updates"] += 1
             await self.weights.tidy()
-            return LoadResult(request.version, request.digest, time.monotonic() - start, update.proof)
+            return LoadResult(
+                request.version, request.digest, time.monotonic() - start, update.proof
+            )
 
     async def _update(self, ready: sglang_weights.Ready) -> sglang_weights.Update:
-        """Change the weights. ``version`` changes in the same step of the event loop in which the weights come into force."""
+        """Change the weights. ``version`` changes in the same step of the event loop in which the
+        weights come into force."""
         version = ready.request.version
         if ready.chosen != "adapter":
             self._open.clear()
@@ -199,21 +229,30 @@ class SGLangEngine:
             self._failures += 1
             self._broken = f"the update to version {version} failed ({error!r}); weights are unknown until one succeeds"
             if isinstance(error, Exception) and not isinstance(error, InfrastructureFault):
-                raise InfrastructureFault(f"{self.way.name}: {type(error).__name__}: {error}") from error
+                raise InfrastructureFault(
+                    f"{self.way.name}: {type(error).__name__}: {error}"
+                ) from error
             raise
         finally:
             self._open.set()
 
     def stats(self) -> dict[str, float]:
-        """Return counters and gauges, see ``actors.engines.base``. busy_s: seconds with at least one open request."""
+        """Return counters and gauges, see ``actors.engines.base``. busy_s: seconds with at least
+        one open request."""
         busy = self._busy_s + (time.monotonic() - self._busy_since if self._in_flight else 0.0)
-        gauges = {"version": self.version, "running": self._in_flight, "kv_capacity_tokens": self.facts.capacity}
+        gauges = {
+            "version": self.version,
+            "running": self._in_flight,
+            "kv_capacity_tokens": self.facts.capacity,
+        }
         return {**self.counts, "busy_s": busy, **gauges}
 
-    # ------------------------------------------------------------------------------------------ bodies
+    # ------------------------------------------------------------------------------------------
+    # bodies
 
     def _prompt(self, request: GenerateRequest) -> dict[str, list[Any]]:
-        """Return the ids of the prefix, and its pictures in order. SGLang takes one placeholder per picture and repeats it itself."""
+        """Return the ids of the prefix, and its pictures in order. SGLang takes one placeholder per
+        picture and repeats it itself."""
         tokens = request.tokens
         if self._vision is None or not (tokens < 0).any():
             return {"input_ids": tokens.tolist()}
@@ -225,10 +264,14 @@ class SGLangEngine:
         kept = tokens >= 0
         kept[[run.start for run in shown]] = True
         ids = np.where(tokens < 0, self._vision.token, tokens)[kept]
-        return {"input_ids": ids.tolist(), "image_data": [vision.url(request.images[run.number]) for run in shown]}
+        return {
+            "input_ids": ids.tolist(),
+            "image_data": [vision.url(request.images[run.number]) for run in shown],
+        }
 
     def _check_read(self, request: GenerateRequest, answers: list[dict[str, Any]]) -> None:
-        """Raise InfrastructureFault if SGLang read other tokens than the tree holds: with pictures it may tokenize the prefix anew."""
+        """Raise InfrastructureFault if SGLang read other tokens than the tree holds: with pictures
+        it may tokenize the prefix anew."""
         text = request.tokens >= 0
         for answer in [] if text.all() else answers:
             read = np.asarray(answer.get("prompt_token_ids") or [])
@@ -260,13 +303,18 @@ class SGLangEngine:
             body["return_sampling_mask"] = True
             settings["top_k"] = self._most(sampling)
         if request.n == 1:
-            return body | prompt | {"rid": names[0], "sampling_params": self._seeded(settings, sampling, 0)}
+            return (
+                body
+                | prompt
+                | {"rid": names[0], "sampling_params": self._seeded(settings, sampling, 0)}
+            )
         rows = [self._seeded(settings, sampling, index) for index in range(request.n)]
         prompts = {key: [value] * request.n for key, value in prompt.items()}
         return body | prompts | {"rid": names, "sampling_params": rows}
 
     def _most(self, sampling: Sampling) -> int:
-        """Return a top-k for which SGLang can report the mask. If the request has no top-k, it is one that cuts nothing off."""
+        """Return a top-k for which SGLang can report the mask. If the request has no top-k, it is
+        one that cuts nothing off."""
         limit = self.facts.mask
         wanted = sampling.top_k or self.facts.vocabulary or limit + 1
         if wanted > limit:
@@ -277,13 +325,15 @@ class SGLangEngine:
         return wanted
 
     def _seeded(self, settings: dict[str, Any], sampling: Sampling, index: int) -> dict[str, Any]:
-        """Add a seed, different for each sibling. SGLang uses it only if it was started with enable_deterministic_inference."""
+        """Add a seed, different for each sibling. SGLang uses it only if it was started with
+        enable_deterministic_inference."""
         if sampling.seed is None:
             return settings
         return settings | {"sampling_seed": (sampling.seed * 1000003 + index) % 2**31}
 
     async def _ask(self, body: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return the answers for one or several sequences. Behind a router each is a request of its own."""
+        """Return the answers for one or several sequences. Behind a router each is a request of its
+        own."""
         if not self.way.elastic:
             return await self._once(body)
         if not isinstance(body["rid"], list):
@@ -298,8 +348,9 @@ class SGLangEngine:
             raise
 
     async def _again(self, body: dict[str, Any]) -> list[dict[str, Any]]:
-        """Ask for one sequence, again when the server that got it was leaving or not ready. Behind a router a server is only a part of this engine,
-        so that its failure must not count as the engine's."""
+        """Ask for one sequence, again when the server that got it was leaving or not ready. Behind
+        a router a server is only a part of this engine, so that its failure must not count as the
+        engine's."""
         end = time.monotonic() + PATIENCE_S
         for attempt in itertools.count(1):
             try:
@@ -313,12 +364,18 @@ class SGLangEngine:
         raise AssertionError
 
     async def _once(self, body: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return the answers for one or several sequences, sampled with the version now in force. A request that nobody waits for is aborted."""
+        """Return the answers for one or several sequences, sampled with the version now in force. A
+        request that nobody waits for is aborted."""
         await self._open.wait()
         if self._broken:
             raise InfrastructureFault(f"{self.way.name}: {self._broken}")
         many = isinstance(body["rid"], list)
-        version, named, adapter, failures = self.version, self.weights.named, self.weights.adapter, self._failures
+        version, named, adapter, failures = (
+            self.version,
+            self.weights.named,
+            self.weights.adapter,
+            self._failures,
+        )
         count, salt = len(body["rid"]), adapter or named
         body = body | {"extra_key": [salt] * count if many else salt}
         if adapter:
@@ -330,10 +387,15 @@ class SGLangEngine:
             if isinstance(fault, DataFault) and "never been loaded" in str(
                 fault
             ):  # somebody else has restarted the server
-                raise InfrastructureFault(f"{self.way.name} lost adapter {adapter}: {fault}") from None
+                raise InfrastructureFault(
+                    f"{self.way.name} lost adapter {adapter}: {fault}"
+                ) from None
             raise
-        if self._failures != failures:  # the server may have sampled this request after the failed update
-            raise InfrastructureFault(f"{self.way.name}: {self._broken or 'an update failed meanwhile'}")
+        # the server may have sampled this request after the failed update
+        if self._failures != failures:
+            raise InfrastructureFault(
+                f"{self.way.name}: {self._broken or 'an update failed meanwhile'}"
+            )
         answers = answer if isinstance(answer, list) else [answer]
         for row in answers:
             if not isinstance(row, dict) or not isinstance(row.get("meta_info"), dict):
@@ -352,7 +414,8 @@ class SGLangEngine:
         return answers
 
     def _check_named(self, meta: dict[str, Any], named: str) -> None:
-        """Raise InfrastructureFault unless this actor has proven all weights that sampled an answer, the last of them no older than ``named``."""
+        """Raise InfrastructureFault unless this actor has proven all weights that sampled an
+        answer, the last of them no older than ``named``."""
         spans = meta.get("weight_versions") or [{"version": meta.get("weight_version")}]
         given = [self.weights.given(span["version"]) for span in spans]
         if min(given) < 0 or given[-1] < self.weights.given(named):
@@ -362,17 +425,24 @@ class SGLangEngine:
                 " a server, or it has just joined"
             )
 
-    # ------------------------------------------------------------------------------------------ answers
+    # ------------------------------------------------------------------------------------------
+    # answers
 
     def _sample(self, answer: dict[str, Any], sampling: Sampling) -> Sample:
         meta = answer["meta_info"]
         try:
             tokens = np.array(answer["output_ids"], np.int32)
-            logprobs = np.array([row[0] for row in meta.get("output_token_logprobs") or []], np.float32)
+            logprobs = np.array(
+                [row[0] for row in meta.get("output_token_logprobs") or []], np.float32
+            )
             left = b"" if sampling.support else None
             if sampling.cuts and len(tokens):
                 logprobs = np.array(meta["output_token_sampling_logprobs"], np.float32).reshape(-1)
-                left = self._support(meta["output_token_sampling_mask"], len(tokens)) if sampling.support else None
+                left = (
+                    self._support(meta["output_token_sampling_mask"], len(tokens))
+                    if sampling.support
+                    else None
+                )
             finish = _FINISH[meta["finish_reason"]["type"]]
         except (KeyError, TypeError, ValueError) as error:
             raise self._strange(error) from None
@@ -384,13 +454,15 @@ class SGLangEngine:
         return Sample(tokens, logprobs, versions, finish, support=left)  # pyright: ignore[reportArgumentType]
 
     def _support(self, masks: list[list[int]], count: int) -> bytes:
-        """Return ``Sample.support``. masks: the ids that were left at each of ``count`` places, all of them where nothing was cut."""
+        """Return ``Sample.support``. masks: the ids that were left at each of ``count`` places, all
+        of them where nothing was cut."""
         if len(masks) != count:
             raise ValueError(f"{len(masks)} masks of {count} tokens")
         return support.encode([[] if len(ids) == self.facts.vocabulary else ids for ids in masks])
 
     def _versions(self, meta: dict[str, Any], count: int) -> np.ndarray:
-        """Return int32 [count], the policy version of each sampled token. Raises InfrastructureFault when one has none."""
+        """Return int32 [count], the policy version of each sampled token. Raises
+        InfrastructureFault when one has none."""
         spans: Sequence[dict[str, Any]] = meta.get("weight_versions") or [
             {"version": meta.get("weight_version"), "start": 0, "end": count}
         ]
@@ -404,9 +476,11 @@ class SGLangEngine:
         return versions
 
     def _count(self, answers: list[dict[str, Any]], prefix: dict[str, Any] | None) -> int:
-        """Count a request's prompt once, and the tokens computed for the prompt and all samples. Return the cached tokens of the prompt.
+        """Count a request's prompt once, and the tokens computed for the prompt and all samples.
+        Return the cached tokens of the prompt.
 
-        prefix: the answer of ``_prefill`` for several samples. Each sample computes the last token of the prefix again.
+        prefix: the answer of ``_prefill`` for several samples. Each sample computes the last token
+        of the prefix again.
         """
         first = (prefix or answers[0])["meta_info"]
         prompt, cached = int(first.get("prompt_tokens") or 0), int(first.get("cached_tokens") or 0)

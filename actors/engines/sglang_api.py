@@ -1,4 +1,5 @@
-"""The calls of an SGLang server, and the parts that the three ways to reach SGLang share: protocol, facts and arguments."""
+"""The calls of an SGLang server, and the parts that the three ways to reach SGLang share: protocol,
+facts and arguments."""
 
 import json
 import re
@@ -14,20 +15,23 @@ from wire.faults import DataFault, InfrastructureFault
 from wire.http import JsonClient
 
 NO_DUMPS = {"SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0"}
-"""Environment variables, unless the user sets them. Without them, after a child has died SGLang spends 65 s on dumps before it ends."""
+"""Environment variables, unless the user sets them. Without them, after a child has died SGLang
+spends 65 s on dumps before it ends."""
 
 FIXED = {"SGLANG_RETURN_ORIGINAL_LOGPROB": "0"}
-"""Environment variables, whatever the user sets. If this one were 1, log-probabilities would be those before temperature."""
+"""Environment variables, whatever the user sets. If this one were 1, log-probabilities would be
+those before temperature."""
 
 _AT_RANK = re.compile(r"@\d+$")
 """A router that knows the data-parallel ranks of a server lists each as URL@RANK."""
 
 
 class Facts(msgspec.Struct, frozen=True):
-    """What SGLang reports about itself. capacity, context: tokens. vocabulary: rows of the embedding, 0 when unknown.
+    """What SGLang reports about itself. capacity, context: tokens. vocabulary: rows of the
+    embedding, 0 when unknown.
 
-    version: the name of its weights that it was last told; "" or "default" when nobody told it. mask: SGLang can list the tokens that top-p
-    and top-k leave only if they are at most this many.
+    version: the name of its weights that it was last told; "" or "default" when nobody told it.
+    mask: SGLang can list the tokens that top-p and top-k leave only if they are at most this many.
     """
 
     capacity: int = 0
@@ -42,7 +46,8 @@ class Facts(msgspec.Struct, frozen=True):
     @property
     def updated(self) -> bool:
         """Whether somebody has changed SGLang's weights since it started."""
-        return self.version.partition("@")[0] not in ("", "default", "0")  # an actor names weights VERSION@MARK
+        # an actor names weights VERSION@MARK
+        return self.version.partition("@")[0] not in ("", "default", "0")
 
 
 class Api(Protocol):
@@ -50,13 +55,17 @@ class Api(Protocol):
 
     name: str
 
-    async def call(self, path: str, body: dict[str, Any], timeout_s: float, attempts: int = 1) -> dict[str, Any]:
-        """Return the answer to POST ``path``. Raises InfrastructureFault when the call fails or takes longer than ``timeout_s``."""
+    async def call(
+        self, path: str, body: dict[str, Any], timeout_s: float, attempts: int = 1
+    ) -> dict[str, Any]:
+        """Return the answer to POST ``path``. Raises InfrastructureFault when the call fails or
+        takes longer than ``timeout_s``."""
         ...
 
 
 class Way(Protocol):
-    """How one engine reaches SGLang. servers: all servers that take part in an update. elastic: they come and go behind a router."""
+    """How one engine reaches SGLang. servers: all servers that take part in an update. elastic:
+    they come and go behind a router."""
 
     name: str
     elastic: bool
@@ -97,7 +106,8 @@ class Http:
         await self._client.close()
 
     async def healthy(self) -> bool:
-        """Return whether the server answers /health. It does not while it starts or while its generation pauses."""
+        """Return whether the server answers /health. It does not while it starts or while its
+        generation pauses."""
         return await self._answers("/health")
 
     async def alive(self) -> bool:
@@ -112,10 +122,14 @@ class Http:
         return True
 
     async def workers(self) -> dict[str, str] | None:
-        """Return the servers behind a router: its numbers for them by their URLs. None if this is a server itself."""
+        """Return the servers behind a router: its numbers for them by their URLs. None if this is a
+        server itself."""
         try:
             answer = await self._client.get("/workers", timeout_s=10.0, attempts=1)
-            return {_AT_RANK.sub("", worker["url"]).rstrip("/"): worker["id"] for worker in answer["workers"]}
+            return {
+                _AT_RANK.sub("", worker["url"]).rstrip("/"): worker["id"]
+                for worker in answer["workers"]
+            }
         except InfrastructureFault as fault:
             if "HTTP 404" in str(fault):
                 return None
@@ -135,15 +149,22 @@ class Http:
         await self._client.send("DELETE", f"/workers/{worker}", timeout_s=10.0, attempts=1)
 
     async def facts(self, model: str = "") -> Facts:
-        """Return what the server reports. The vocabulary is read from the folder ``model``, because an update changes the model's name."""
+        """Return what the server reports. The vocabulary is read from the folder ``model``, because
+        an update changes the model's name."""
         info = await self._client.get("/server_info", timeout_s=30.0, attempts=3)
-        info |= await self._client.get("/model_info", timeout_s=30.0, attempts=3)  # has what updates have changed since
+        # has what updates have changed since
+        info |= await self._client.get("/model_info", timeout_s=30.0, attempts=3)
         return read_facts(model, info)
 
-    async def call(self, path: str, body: dict[str, Any], timeout_s: float, attempts: int = 1) -> dict[str, Any]:
-        """Return the answer to POST ``path``. SGLang answers a failed update with 400, which here is not a DataFault."""
+    async def call(
+        self, path: str, body: dict[str, Any], timeout_s: float, attempts: int = 1
+    ) -> dict[str, Any]:
+        """Return the answer to POST ``path``. SGLang answers a failed update with 400, which here
+        is not a DataFault."""
         try:
-            text = await self._client.send("POST", path, body, timeout_s=timeout_s, attempts=attempts)
+            text = await self._client.send(
+                "POST", path, body, timeout_s=timeout_s, attempts=attempts
+            )
             answer = msgspec.json.decode(text) if text else {}
         except jsonl.MALFORMED as error:
             raise InfrastructureFault(
@@ -173,7 +194,8 @@ class Http:
 
 
 def arguments(model: str, config: ActorsConfig) -> dict[str, Any]:
-    """Return the fields of sglang's ServerArgs that follow from the actor's settings, and the user's own arguments, which take precedence."""
+    """Return the fields of sglang's ServerArgs that follow from the actor's settings, and the
+    user's own arguments, which take precedence."""
     own = config.sglang.arguments
     derived = own.get("enable_lora") and "lora_target_modules" not in own
     adapters = {"lora_target_modules": linear_layers(Path(model))} if derived else {}
@@ -189,15 +211,19 @@ def arguments(model: str, config: ActorsConfig) -> dict[str, Any]:
 
 
 def linear_layers(model: Path) -> list[str]:
-    """Names of the layers that the learner's adapters change: all linear ones but the head, as PEFT's "all-linear" has them."""
+    """Names of the layers that the learner's adapters change: all linear ones but the head, as
+    PEFT's "all-linear" has them."""
     shapes = BaseWeights(model).shapes()
-    linear = (name for name, shape in shapes.items() if len(shape) == 2 and name.endswith(".weight"))
+    linear = (
+        name for name, shape in shapes.items() if len(shape) == 2 and name.endswith(".weight")
+    )
     names = [name.split(".") for name in linear if not name.startswith("visual.")]
     return sorted({parts[-2] for parts in names} - {"embed_tokens", "lm_head"})
 
 
 def read_facts(model: str, info: dict[str, Any]) -> Facts:
-    """Return the facts in SGLang's description of itself and, if the folder ``model`` exists, in the model's configuration."""
+    """Return the facts in SGLang's description of itself and, if the folder ``model`` exists, in
+    the model's configuration."""
     settings: dict[str, Any] = {}
     path = Path(model) / "config.json"
     if path.is_file():

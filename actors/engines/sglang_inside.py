@@ -1,7 +1,8 @@
 """SGLang inside the actor's process: ``sglang.Engine``, called like SGLang's HTTP server.
 
-The engine's tokenizer manager belongs to the event loop that calls it first. This module therefore awaits the manager's coroutines; the blocking
-methods of ``sglang.Engine`` would run a second loop. The engine spawns its children, so importing the main module must not run it.
+The engine's tokenizer manager belongs to the event loop that calls it first. This module therefore
+awaits the manager's coroutines; the blocking methods of ``sglang.Engine`` would run a second loop.
+The engine spawns its children, so importing the main module must not run it.
 """
 
 import asyncio
@@ -16,10 +17,19 @@ from wire.faults import DataFault, InfrastructureFault
 
 _CALLS = {
     "/update_weights_from_disk": ("UpdateWeightFromDiskReqInput", "update_weights_from_disk"),
-    "/update_weights_from_tensor": ("UpdateWeightsFromTensorReqInput", "update_weights_from_tensor"),
-    "/update_weights_from_distributed": ("UpdateWeightsFromDistributedReqInput", "update_weights_from_distributed"),
+    "/update_weights_from_tensor": (
+        "UpdateWeightsFromTensorReqInput",
+        "update_weights_from_tensor",
+    ),
+    "/update_weights_from_distributed": (
+        "UpdateWeightsFromDistributedReqInput",
+        "update_weights_from_distributed",
+    ),
     "/init_weights_update_group": ("InitWeightsUpdateGroupReqInput", "init_weights_update_group"),
-    "/destroy_weights_update_group": ("DestroyWeightsUpdateGroupReqInput", "destroy_weights_update_group"),
+    "/destroy_weights_update_group": (
+        "DestroyWeightsUpdateGroupReqInput",
+        "destroy_weights_update_group",
+    ),
     "/begin_weight_update": ("BeginWeightUpdateReqInput", "begin_weight_update"),
     "/end_weight_update": ("EndWeightUpdateReqInput", "end_weight_update"),
     "/pause_generation": ("PauseGenerationReqInput", "pause_generation"),
@@ -36,7 +46,8 @@ _STEP_S = 0.5
 
 
 class Inside:
-    """The way "inside": one engine, loaded by ``start`` and ended by ``close``, which is the only server."""
+    """The way "inside": one engine, loaded by ``start`` and ended by ``close``, which is the only
+    server."""
 
     elastic = False
 
@@ -50,9 +61,11 @@ class Inside:
         self._children: list[BaseProcess] = []
 
     async def start(self) -> None:
-        """Load the model, on this thread, because the children end with the thread that started them. Nothing is served yet.
+        """Load the model, on this thread, because the children end with the thread that started
+        them. Nothing is served yet.
 
-        Raises InfrastructureFault when the engine does not start. If a child of SGLang fails, SGLang may end this process instead.
+        Raises InfrastructureFault when the engine does not start. If a child of SGLang fails,
+        SGLang may end this process instead.
         """
         for name, value in NO_DUMPS.items():
             os.environ.setdefault(name, value)
@@ -71,12 +84,17 @@ class Inside:
                 f"actors.sglang.arguments: {error}; expected fields of sglang's ServerArgs"
             ) from None
         except (ValueError, RuntimeError, EOFError, OSError) as error:
-            raise InfrastructureFault(f"{self.name} did not start: {type(error).__name__}: {error}") from error
+            raise InfrastructureFault(
+                f"{self.name} did not start: {type(error).__name__}: {error}"
+            ) from error
         self._children = multiprocessing.active_children()
 
     async def facts(self) -> Facts:
         """Return what the engine reports about itself."""
-        info = self._engine.server_args.resolved_dict() | self._engine._scheduler_init_result.scheduler_infos[0]
+        info = (
+            self._engine.server_args.resolved_dict()
+            | self._engine._scheduler_init_result.scheduler_infos[0]
+        )
         return read_facts(self.arguments["model_path"], info | self._engine.get_model_info())
 
     async def generate(self, body: dict[str, Any]) -> Any:
@@ -87,11 +105,16 @@ class Inside:
         answers: list[Any] = []
         try:
             async with asyncio.timeout(self.config.request_timeout_s):
-                async for answer in self._engine.tokenizer_manager.generate_request(GenerateReqInput(**body), None):
-                    # There is one answer. The loop must run to its end, which releases the lock that updates wait for.
+                async for answer in self._engine.tokenizer_manager.generate_request(
+                    GenerateReqInput(**body), None
+                ):
+                    # There is one answer. The loop must run to its end, which releases the lock
+                    # that updates wait for.
                     answers.append(answer)
         except TimeoutError:
-            raise InfrastructureFault(f"{self.name}: no answer within {self.config.request_timeout_s:g} s") from None
+            raise InfrastructureFault(
+                f"{self.name}: no answer within {self.config.request_timeout_s:g} s"
+            ) from None
         except HTTPException as error:
             raise InfrastructureFault(f"{self.name}: {error.status_code} {error.detail}") from None
         except ValueError as error:
@@ -103,8 +126,11 @@ class Inside:
         for name in names:
             self._engine.tokenizer_manager.abort_request(rid=name)
 
-    async def call(self, path: str, body: dict[str, Any], timeout_s: float, attempts: int = 1) -> dict[str, Any]:
-        """Do what POST ``path`` of the server does. Raises InfrastructureFault when this fails or takes longer than ``timeout_s``."""
+    async def call(
+        self, path: str, body: dict[str, Any], timeout_s: float, attempts: int = 1
+    ) -> dict[str, Any]:
+        """Do what POST ``path`` of the server does. Raises InfrastructureFault when this fails or
+        takes longer than ``timeout_s``."""
         from sglang.srt.managers import io_struct  # pyright: ignore[reportMissingImports]
 
         manager = self._engine.tokenizer_manager
@@ -126,7 +152,9 @@ class Inside:
             running.add_done_callback(self._caught_up)
             if isinstance(error, asyncio.CancelledError):
                 raise
-            raise InfrastructureFault(f"{self.name}: {path} took longer than {timeout_s:g} s") from None
+            raise InfrastructureFault(
+                f"{self.name}: {path} took longer than {timeout_s:g} s"
+            ) from None
         return _answer(path, done, self.name)
 
     def _caught_up(self, ended: "asyncio.Future[Any]") -> None:
@@ -136,11 +164,14 @@ class Inside:
             ended.exception()
 
     async def died(self) -> str:
-        """Return the reason when a child has ended. If a child was killed or failed, SGLang may end this whole process first."""
+        """Return the reason when a child has ended. If a child was killed or failed, SGLang may end
+        this whole process first."""
         while True:
             for child in self._children:
                 if not child.is_alive():
-                    return f"{self.name}: its process {child.name} ended with status {child.exitcode}"
+                    return (
+                        f"{self.name}: its process {child.name} ended with status {child.exitcode}"
+                    )
             await asyncio.sleep(_STEP_S)
 
     async def close(self) -> None:
@@ -150,7 +181,8 @@ class Inside:
 
 
 def _answer(path: str, done: Any, name: str) -> dict[str, Any]:
-    """Return the JSON that the server would answer. Raises InfrastructureFault where that answer would report a failure."""
+    """Return the JSON that the server would answer. Raises InfrastructureFault where that answer
+    would report a failure."""
     if done is None:
         return {}
     if isinstance(done, tuple):  # success and message; the checker adds ranks and checksum

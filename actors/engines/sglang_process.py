@@ -1,7 +1,9 @@
-"""The SGLang server as a child process: ``python -m actors.engines.sglang_process < ARGUMENTS.json``.
+"""The SGLang server as a child process: ``python -m actors.engines.sglang_process <
+ARGUMENTS.json``.
 
-The arguments come through standard input, so that no process list shows the API key. The process runs under the interpreter that has
-sglang, which need not have Coppice's packages. This module therefore imports only the standard library.
+The arguments come through standard input, so that no process list shows the API key. The process
+runs under the interpreter that has sglang, which need not have Coppice's packages. This module
+therefore imports only the standard library.
 """
 
 import ctypes
@@ -14,7 +16,8 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    """Serve until killed. The process also ends when the actor that started it is gone, whatever killed the actor."""
+    """Serve until killed. The process also ends when the actor that started it is gone, whatever
+    killed the actor."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() == 1:  # the actor was gone before that call

@@ -1,7 +1,9 @@
-"""Move weights from the learner's memory into one SGLang server, bucket by bucket, as agreed at the learner's rendezvous (``learner.giver``).
+"""Move weights from the learner's memory into one SGLang server, bucket by bucket, as agreed at the
+learner's rendezvous (``learner.giver``).
 
-SGLang takes handles of shared memory as a pickle that SGLang made. The pickle goes from the learner to the server, and Coppice never reads it. An answer
-that is not sealed with the run's token is refused, so nobody else can have a server read a pickle of theirs.
+SGLang takes handles of shared memory as a pickle that SGLang made. The pickle goes from the learner
+to the server, and Coppice never reads it. An answer that is not sealed with the run's token is
+refused, so nobody else can have a server read a pickle of theirs.
 """
 
 import asyncio
@@ -20,28 +22,50 @@ from wire.published import Memory, opened, prefix, sealed
 log = logging.getLogger("actors.sglang")
 
 _CLEANUP_S = 30.0
-"""The limit of a call that cleans up a server after a failure. A longer wait would only delay the report of the failure."""
+"""The limit of a call that cleans up a server after a failure. A longer wait would only delay the
+report of the failure."""
 
 
 class Pull:
-    """One server's part of an update: ``asked`` while generation goes on, then ``take`` while it pauses, or ``release`` to give up."""
+    """One server's part of an update: ``asked`` while generation goes on, then ``take`` while it
+    pauses, or ``release`` to give up."""
 
-    def __init__(self, server: Any, talk: "Talk", ask: dict[str, Any], offer: dict[str, Any], config: SGLangConfig):
+    def __init__(
+        self,
+        server: Any,
+        talk: "Talk",
+        ask: dict[str, Any],
+        offer: dict[str, Any],
+        config: SGLangConfig,
+    ):
         self.server, self.talk, self.ask, self.offer, self.config = server, talk, ask, offer, config
 
     @classmethod
     async def asked(
-        cls, server: Any, facts: Facts, chosen: str, version: int, memory: Memory, config: SGLangConfig
+        cls,
+        server: Any,
+        facts: Facts,
+        chosen: str,
+        version: int,
+        memory: Memory,
+        config: SGLangConfig,
     ) -> "Pull":
-        """Ask the learner for a version. Raises InfrastructureFault when the learner does not offer it."""
+        """Ask the learner for a version. Raises InfrastructureFault when the learner does not offer
+        it."""
         gpus = memory.device == facts.device == "cuda"
-        ask = {"version": version, "transport": chosen, "ranks": facts.tp, "backend": "nccl" if gpus else "gloo"}
+        ask = {
+            "version": version,
+            "transport": chosen,
+            "ranks": facts.tp,
+            "backend": "nccl" if gpus else "gloo",
+        }
         ask |= {"group": f"coppice-{uuid.uuid4().hex[:12]}"}
         talk = await asyncio.to_thread(Talk, memory, config.update_timeout_s)
         return cls(server, talk, ask, await asyncio.to_thread(talk.ask, ask), config)
 
     async def take(self) -> int:
-        """Move all weights and return their bytes. After a failure the server's session and group and the learner's offer are released."""
+        """Move all weights and return their bytes. After a failure the server's session and group
+        and the learner's offer are released."""
         try:
             await self._begin()
             for index, bucket in enumerate(self.offer["buckets"]):
@@ -88,7 +112,8 @@ class Pull:
         await self.server.call(path, body, self.config.update_timeout_s)
 
     async def _tidy(self, path: str, body: dict[str, Any]) -> None:
-        """Make a call after a failure. If this call fails too, it is only logged, so that the first failure is the one reported."""
+        """Make a call after a failure. If this call fails too, it is only logged, so that the first
+        failure is the one reported."""
         try:
             await self.server.call(path, body, min(_CLEANUP_S, self.config.update_timeout_s))
         except InfrastructureFault as fault:
@@ -96,7 +121,8 @@ class Pull:
 
 
 class Talk:
-    """One conversation with the learner's rendezvous: ``ask``, then ``done``. Its calls block, and every wait has a limit."""
+    """One conversation with the learner's rendezvous: ``ask``, then ``done``. Its calls block, and
+    every wait has a limit."""
 
     def __init__(self, memory: Memory, timeout_s: float):
         from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
@@ -106,21 +132,28 @@ class Talk:
         try:
             store = TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=timeout_s))
         except (RuntimeError, ValueError) as error:
-            raise InfrastructureFault(f"the learner's rendezvous {memory.store} cannot be reached: {error}") from None
+            raise InfrastructureFault(
+                f"the learner's rendezvous {memory.store} cannot be reached: {error}"
+            ) from None
         self._store = PrefixStore(prefix(memory.token), store)
         self._number = 0
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Return the learner's answer. Raises InfrastructureFault when the learner already offers another version, or does not answer."""
+        """Return the learner's answer. Raises InfrastructureFault when the learner already offers
+        another version, or does not answer."""
         try:
             self._number = self._store.add("asked", 1)
             ask, answered = f"ask/{self._number}", f"answer/{self._number}"
             self._store.set(ask, sealed(self.memory.token, ask, json.dumps(request)))
             answer = json.loads(opened(self.memory.token, answered, self._store.get(answered)))
         except (RuntimeError, ValueError) as error:
-            raise InfrastructureFault(f"the learner at {self.memory.store} did not answer: {error}") from None
+            raise InfrastructureFault(
+                f"the learner at {self.memory.store} did not answer: {error}"
+            ) from None
         if "error" in answer or not answer.get("buckets"):
-            raise InfrastructureFault(f"the learner at {self.memory.store}: {answer.get('error', 'offers no weights')}")
+            raise InfrastructureFault(
+                f"the learner at {self.memory.store}: {answer.get('error', 'offers no weights')}"
+            )
         return answer
 
     def done(self) -> None:

@@ -17,7 +17,8 @@ _STEP_S = 1.0
 
 
 class Remote:
-    """The way "url": a server, or a router and the servers behind it, which may come and go. All of them go on after ``close``."""
+    """The way "url": a server, or a router and the servers behind it, which may come and go. All of
+    them go on after ``close``."""
 
     elastic = False
 
@@ -25,18 +26,23 @@ class Remote:
         settings, self.model = config.sglang, model
         self._key = os.environ.get(settings.api_key_env, "").strip() if settings.api_key_env else ""
         if settings.api_key_env and not self._key:
-            raise ValueError(f"environment variable {settings.api_key_env} is empty: it must hold the API key of {url}")
+            raise ValueError(
+                f"environment variable {settings.api_key_env} is empty: it must hold the API key of {url}"
+            )
         self.timeout_s, self.start_s = settings.request_timeout_s, settings.start_timeout_s
         self.front = Http(url, self._key, self.timeout_s, config.capacity)
         self.servers, self.name = [self.front], self.front.name
 
     async def start(self) -> None:
-        """Open the connections. When nothing answers there, all are closed again and InfrastructureFault is raised."""
+        """Open the connections. When nothing answers there, all are closed again and
+        InfrastructureFault is raised."""
         try:
             await self.front.start()
             await self._go_on(self.front)
             if not await self.front.healthy():
-                raise InfrastructureFault(f"{self.front.name} does not answer /health: is it running there?")
+                raise InfrastructureFault(
+                    f"{self.front.name} does not answer /health: is it running there?"
+                )
             if (listed := await self.front.workers()) is not None:
                 self.elastic = True
                 await self._first(listed)
@@ -45,7 +51,8 @@ class Remote:
             raise
 
     async def _first(self, listed: dict[str, str]) -> None:
-        """Wait until a server behind the router answers. Raises InfrastructureFault when none does in ``start_timeout_s``."""
+        """Wait until a server behind the router answers. Raises InfrastructureFault when none does
+        in ``start_timeout_s``."""
         self.servers, end = [], time.monotonic() + self.start_s
         while True:
             for url in listed:
@@ -62,7 +69,8 @@ class Remote:
             listed = await self.front.workers() or {}
 
     async def reached(self, url: str) -> Http:
-        """Return a server behind the router, not yet among ``servers``. Raises InfrastructureFault when it does not answer."""
+        """Return a server behind the router, not yet among ``servers``. Raises InfrastructureFault
+        when it does not answer."""
         server = Http(url, self._key, self.timeout_s, 1)
         try:
             await server.start()
@@ -99,8 +107,12 @@ class Remote:
         while silent < 3:
             await asyncio.sleep(10.0)
             alive = await asyncio.gather(*(server.alive() for server in self.servers))
-            silent = 0 if any(alive) and (not self.elastic or await self.front.healthy()) else silent + 1
-        return f"{self.name} no longer answers" + (", or no server behind it" if self.elastic else " /model_info")
+            silent = (
+                0 if any(alive) and (not self.elastic or await self.front.healthy()) else silent + 1
+            )
+        return f"{self.name} no longer answers" + (
+            ", or no server behind it" if self.elastic else " /model_info"
+        )
 
     async def close(self) -> None:
         """Close the connections. The servers go on."""

@@ -1,4 +1,5 @@
-"""An SGLang server as a child of the actor, which starts it on a free loopback port with a key of its own, watches it and ends it."""
+"""An SGLang server as a child of the actor, which starts it on a free loopback port with a key of
+its own, watches it and ends it."""
 
 import asyncio
 import contextlib
@@ -32,7 +33,8 @@ _TAIL = 40
 
 
 class Launched:
-    """The way "server": ``start`` starts the server and waits for it, ``close`` ends it. Each line of its output goes to this process's log."""
+    """The way "server": ``start`` starts the server and waits for it, ``close`` ends it. Each line
+    of its output goes to this process's log."""
 
     elastic = False
 
@@ -42,7 +44,9 @@ class Launched:
             raise ValueError(f"actors.sglang.arguments: {taken} are set by the actor: remove them")
         self.port = free_port()
         self._key = key = secrets.token_urlsafe(24)
-        self.front = Http(f"http://127.0.0.1:{self.port}", key, config.sglang.request_timeout_s, config.capacity)
+        self.front = Http(
+            f"http://127.0.0.1:{self.port}", key, config.sglang.request_timeout_s, config.capacity
+        )
         self.servers = [self.front]
         self.name = self.front.name
         here = {"host": "127.0.0.1", "port": self.port, "api_key": key}
@@ -52,11 +56,14 @@ class Launched:
         self._reading: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Start the server and wait until it answers. Raises InfrastructureFault with the end of its log when it does not."""
+        """Start the server and wait until it answers. Raises InfrastructureFault with the end of
+        its log when it does not."""
         own = {"PYTHONPATH": str(_ROOT), "PYTHONUNBUFFERED": "1", "SGL_FORCE_SHUTDOWN": "1"}
         environment = NO_DUMPS | os.environ | own | self.config.environment
         if "PYTHONPATH" in self.config.environment:
-            environment["PYTHONPATH"] = f"{self.config.environment['PYTHONPATH']}{os.pathsep}{_ROOT}"
+            environment["PYTHONPATH"] = (
+                f"{self.config.environment['PYTHONPATH']}{os.pathsep}{_ROOT}"
+            )
         environment |= FIXED
         python = self.config.python or sys.executable
         try:
@@ -66,7 +73,9 @@ class Launched:
                 env=environment, start_new_session=True,
             )  # fmt: skip
         except OSError as error:
-            raise InfrastructureFault(f"actors.sglang.python = {python!r} cannot be started: {error}") from None
+            raise InfrastructureFault(
+                f"actors.sglang.python = {python!r} cannot be started: {error}"
+            ) from None
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(self.arguments).encode())
         self._process.stdin.close()
@@ -102,7 +111,8 @@ class Launched:
                 continue
             if not line:
                 return
-            text = line.decode(errors="replace").rstrip().replace(self._key, "(key)")  # the server prints its arguments
+            # the server prints its arguments
+            text = line.decode(errors="replace").rstrip().replace(self._key, "(key)")
             self._log.append(text)
             log.info("%s", text)
 
@@ -131,13 +141,15 @@ class Launched:
         """End the server and its children."""
         await self.front.close()
         if self._process is not None and self._process.returncode is None:
-            # The signal goes to the server alone: it ends its children itself, but waits to diagnose children that it finds dead.
+            # The signal goes to the server alone: it ends its children itself, but waits to
+            # diagnose children that it finds dead.
             self._process.send_signal(signal.SIGTERM)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._process.wait(), _GRACE_S)
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)  # its scheduler and detokenizer are in the same session
+                # its scheduler and detokenizer are in the same session
+                os.killpg(self._process.pid, signal.SIGKILL)
             await self._process.wait()
         if self._reading is not None:
             self._reading.cancel()

@@ -1,4 +1,5 @@
-"""How whole weights reach SGLang: from the version's file, from the learner's memory on the same GPU, or by a broadcast between GPUs.
+"""How whole weights reach SGLang: from the version's file, from the learner's memory on the same
+GPU, or by a broadcast between GPUs.
 
 The last two transports are in ``sglang_pull``.
 """
@@ -21,10 +22,14 @@ from wire.published import Manifest
 Transport = Literal["disk", "merged", "adapter", "tensor", "distributed"]
 
 
-def choose(manifest: Manifest, facts: Facts, config: SGLangConfig, host: str, gpus: frozenset[str]) -> Transport:
-    """Return the transport of one version. host, gpus: where SGLang runs ("" and empty when unknown).
+def choose(
+    manifest: Manifest, facts: Facts, config: SGLangConfig, host: str, gpus: frozenset[str]
+) -> Transport:
+    """Return the transport of one version. host, gpus: where SGLang runs ("" and empty when
+    unknown).
 
-    Raises InfrastructureFault when the version is not published in the way that the config asks for.
+    Raises InfrastructureFault when the version is not published in the way that the config asks
+    for.
     """
     if manifest.kind == "lora":
         return config.lora
@@ -50,13 +55,16 @@ def choose(manifest: Manifest, facts: Facts, config: SGLangConfig, host: str, gp
 async def prepare(
     chosen: Transport, servers: Mapping[Any, Facts], manifest: Manifest, config: SGLangConfig
 ) -> dict[Any, Pull]:
-    """Prepare the pulls before generation pauses: for all servers at once, ask the learner to offer this version.
+    """Prepare the pulls before generation pauses: for all servers at once, ask the learner to offer
+    this version.
 
-    Raises InfrastructureFault when the learner does not offer it to one of them, and then nothing has changed.
+    Raises InfrastructureFault when the learner does not offer it to one of them, and then nothing
+    has changed.
     """
     assert manifest.memory is not None
     calls = [
-        Pull.asked(one, facts, chosen, manifest.version, manifest.memory, config) for one, facts in servers.items()
+        Pull.asked(one, facts, chosen, manifest.version, manifest.memory, config)
+        for one, facts in servers.items()
     ]
     asked = await asyncio.gather(*calls, return_exceptions=True)
     pulls = {pull.server: pull for pull in asked if isinstance(pull, Pull)}
@@ -67,7 +75,8 @@ async def prepare(
 
 
 async def move(server: Any, folder: Path, config: SGLangConfig, pull: Pull | None) -> int:
-    """Move the weights from the file in ``folder`` or from the learner's memory into a server whose generation pauses, and return their bytes.
+    """Move the weights from the file in ``folder`` or from the learner's memory into a server whose
+    generation pauses, and return their bytes.
 
     Raises InfrastructureFault when the server does not confirm them.
     """
@@ -88,7 +97,8 @@ async def gathered(calls: Iterable[Awaitable[Any]]) -> list[Any]:
 
 
 def merge(base: Path, adapter: Path) -> tempfile.TemporaryDirectory[str]:
-    """Write the weights that an adapter changes, merged, to a file in a new folder, in the base model's number type."""
+    """Write the weights that an adapter changes, merged, to a file in a new folder, in the base
+    model's number type."""
     from safetensors.torch import save_file
 
     from actors.engines.weights import BaseWeights, merged
@@ -96,7 +106,8 @@ def merge(base: Path, adapter: Path) -> tempfile.TemporaryDirectory[str]:
 
     stored = BaseWeights(base)
     tensors = {
-        name: tensor.to(stored.get(name).dtype).contiguous() for name, tensor in merged(base, adapter / FILES["lora"])
+        name: tensor.to(stored.get(name).dtype).contiguous()
+        for name, tensor in merged(base, adapter / FILES["lora"])
     }
     folder = tempfile.TemporaryDirectory(prefix="coppice-merged-")
     save_file(tensors, Path(folder.name) / FILES["full"], metadata={"format": "pt"})

@@ -1,10 +1,13 @@
-"""A thread that carries out commands in order, and runs steps while there is work. It does not know what a step does.
+"""A thread that carries out commands in order, and runs steps while there is work. It does not know
+what a step does.
 
-Invariant: every request is answered or failed. A RuntimeError or ValueError (no memory, a failing model) fails the open requests, and the
-thread goes on. Any other error ends the thread, and so do ``FAILED_STEPS`` failed steps without a successful one between them. A thread
-that has ended fails all requests and accepts no more. Unless it was closed, ``died`` returns the reason.
+Invariant: every request is answered or failed. A RuntimeError or ValueError (no memory, a failing
+model) fails the open requests, and the thread goes on. Any other error ends the thread, and so do
+``FAILED_STEPS`` failed steps without a successful one between them. A thread that has ended fails
+all requests and accepts no more. Unless it was closed, ``died`` returns the reason.
 
-    serving --failed step--> serving          serving --close--> ended          serving --other error, or one that stays--> ended, died
+    serving --failed step--> serving          serving --close--> ended          serving --other
+    error, or one that stays--> ended, died
 """
 
 import asyncio
@@ -21,18 +24,22 @@ from wire.faults import InfrastructureFault
 log = logging.getLogger("actors.engines.thread")
 
 FAILED_STEPS = 3
-"""This many failed steps in a row end the thread. Too little memory fails one step; after a CUDA assert every step in this process fails."""
+"""This many failed steps in a row end the thread. Too little memory fails one step; after a CUDA
+assert every step in this process fails."""
 _CLOSED = "the engine's thread has ended: it was closed"
 
 
 class EngineThread:
     """Runs three functions of its owner, only on its own thread.
 
-    busy: return whether there is a step to run. step: run a step. fail: free the memory of open requests, even if a failure left it half
-    changed, fail these requests with the reason, and return their number.
+    busy: return whether there is a step to run. step: run a step. fail: free the memory of open
+    requests, even if a failure left it half changed, fail these requests with the reason, and
+    return their number.
     """
 
-    def __init__(self, busy: Callable[[], bool], step: Callable[[], None], fail: Callable[[str], int]):
+    def __init__(
+        self, busy: Callable[[], bool], step: Callable[[], None], fail: Callable[[str], int]
+    ):
         self._busy, self._step, self._fail = busy, step, fail
         self._commands: queue.Queue[Callable[[], None] | None] = queue.Queue()
         self._thread: threading.Thread | None = None
@@ -43,7 +50,8 @@ class EngineThread:
         self._unanswered: set[Future[Any]] = set()
         """The futures of all open requests. The gate must be held to use them."""
 
-    # ------------------------------------------------------------------------------------------ any thread
+    # ------------------------------------------------------------------------------------------ any
+    # thread
 
     def start(self) -> None:
         """Start the thread, which begins with the commands given before."""
@@ -51,21 +59,24 @@ class EngineThread:
         self._thread.start()
 
     async def close(self) -> None:
-        """End the thread after the commands given before. Requests that are still open then are failed."""
+        """End the thread after the commands given before. Requests that are still open then are
+        failed."""
         self._commands.put(None)
         if self._thread is not None:
             await asyncio.to_thread(self._thread.join)
 
     async def died(self) -> str:
         """Return the reason when an error has ended the thread. After ``close`` this never returns."""
-        return await asyncio.shield(asyncio.wrap_future(self._death))  # a caller that stops waiting must not cancel it
+        # a caller that stops waiting must not cancel it
+        return await asyncio.shield(asyncio.wrap_future(self._death))
 
     def tell(self, command: Callable[[], None]) -> None:
         """Have ``command`` carried out without waiting for it. A thread that has ended ignores it."""
         self._commands.put(command)
 
     def ask(self, future: Future[Any], command: Callable[[], None]) -> None:
-        """Have ``command`` carried out, which must lead to an answer in ``future``. If the thread ends before, ``future`` is failed.
+        """Have ``command`` carried out, which must lead to an answer in ``future``. If the thread
+        ends before, ``future`` is failed.
 
         Raises InfrastructureFault when the thread has already ended.
         """
@@ -77,7 +88,8 @@ class EngineThread:
         future.add_done_callback(self._answered)
 
     async def run(self, work: Callable[[], Any]) -> Any:
-        """Run ``work`` on the thread and return its result. Raises InfrastructureFault when ``work`` fails without harm to the thread."""
+        """Run ``work`` on the thread and return its result. Raises InfrastructureFault when
+        ``work`` fails without harm to the thread."""
         future: Future[Any] = Future()
 
         def command() -> None:
@@ -95,10 +107,12 @@ class EngineThread:
         with self._gate:
             self._unanswered.discard(future)
 
-    # ------------------------------------------------------------------------------------------ the thread
+    # ------------------------------------------------------------------------------------------ the
+    # thread
 
     def _work(self) -> None:
-        """Serve, then fail everything that is still open, whatever ended the thread, so that nobody waits forever."""
+        """Serve, then fail everything that is still open, whatever ended the thread, so that nobody
+        waits forever."""
         try:
             self._serve()
             self._fail(_CLOSED)
@@ -118,7 +132,8 @@ class EngineThread:
                 future.set_exception(InfrastructureFault(reason))
 
     def _serve(self) -> None:
-        """Carry out commands as they arrive, otherwise steps, until closed. Raises RuntimeError when too many steps fail in a row."""
+        """Carry out commands as they arrive, otherwise steps, until closed. Raises RuntimeError
+        when too many steps fail in a row."""
         failed_steps = 0
         while True:
             try:
@@ -133,8 +148,13 @@ class EngineThread:
             except (RuntimeError, ValueError) as error:  # out of memory, or a model that fails
                 failed_steps += is_step
                 if failed_steps == FAILED_STEPS:
-                    reason = f"{FAILED_STEPS} steps failed one after another, the last with: {error}"
+                    reason = (
+                        f"{FAILED_STEPS} steps failed one after another, the last with: {error}"
+                    )
                     raise RuntimeError(reason) from error
-                log.exception("a step failed, and with it %d requests", self._fail(f"engine step failed: {error}"))
+                log.exception(
+                    "a step failed, and with it %d requests",
+                    self._fail(f"engine step failed: {error}"),
+                )
             else:
                 failed_steps = 0 if is_step else failed_steps

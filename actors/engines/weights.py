@@ -1,6 +1,8 @@
-"""Put a published policy version into a running model. The version's digest is verified before any weight changes.
+"""Put a published policy version into a running model. The version's digest is verified before any
+weight changes.
 
-``wire.published`` describes a version folder. An adapter (kind "lora") is merged into the base weights, which are read from the model folder.
+``wire.published`` describes a version folder. An adapter (kind "lora") is merged into the base
+weights, which are read from the model folder.
 """
 
 import json
@@ -16,7 +18,8 @@ from wire.faults import InfrastructureFault
 
 
 def verified_file(folder: Path, expected: str) -> tuple[str, Path]:
-    """Return the kind and the weights file of a version folder. Raises InfrastructureFault when it is missing or its digest disagrees."""
+    """Return the kind and the weights file of a version folder. Raises InfrastructureFault when it
+    is missing or its digest disagrees."""
     manifest = published.read(folder, expected)
     if not manifest.file:
         raise InfrastructureFault(
@@ -26,7 +29,9 @@ def verified_file(folder: Path, expected: str) -> tuple[str, Path]:
     try:
         actual = digest.safetensors_file(path)
     except (OSError, ValueError) as error:
-        raise InfrastructureFault(f"weights {folder} cannot be read: {type(error).__name__}: {error}") from None
+        raise InfrastructureFault(
+            f"weights {folder} cannot be read: {type(error).__name__}: {error}"
+        ) from None
     if actual != expected:
         raise InfrastructureFault(
             f"weights {folder}: digest {actual[:16]}, expected {expected[:16]}; the old weights stay in force"
@@ -42,7 +47,8 @@ class Mixed(Exception):
 def apply(model: Any, base: Path, kind: str, path: Path) -> None:
     """Copy the weights of ``path`` into ``model`` in place.
 
-    Raises ValueError, before any change, when the weights belong to another model, and Mixed when the copying fails midway.
+    Raises ValueError, before any change, when the weights belong to another model, and Mixed when
+    the copying fails midway.
     """
     parameters = {vision.stored(name): parameter for name, parameter in model.named_parameters()}
     check(kind, path, {name: list(parameter.shape) for name, parameter in parameters.items()})
@@ -56,12 +62,13 @@ def apply(model: Any, base: Path, kind: str, path: Path) -> None:
 def whole(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the names and tensors of a file."""
     with safe_open(path, framework="pt") as file:
-        for name in file.keys():  # noqa: SIM118 (safe_open is no mapping)
+        for name in file.keys():  # noqa: SIM118
             yield name, file.get_tensor(name)
 
 
 def check(kind: str, path: Path, held: dict[str, list[int]]) -> None:
-    """Raises ValueError unless every weight that ``path`` changes has its name and shape in ``held``."""
+    """Raises ValueError unless every weight that ``path`` changes has its name and shape in
+    ``held``."""
     if kind == "full":
         with safe_open(path, framework="pt") as file:
             shapes = {name: _shape(file, name) for name in file.keys()}  # noqa: SIM118
@@ -76,12 +83,16 @@ def check(kind: str, path: Path, held: dict[str, list[int]]) -> None:
 
 
 def adapter_targets(path: Path) -> dict[str, list[int]]:
-    """Return the names and shapes of the weights that an adapter changes. Raises ValueError for an adapter that is not a plain LoRA."""
+    """Return the names and shapes of the weights that an adapter changes. Raises ValueError for an
+    adapter that is not a plain LoRA."""
     _check_plain(json.loads((path.parent / "adapter_config.json").read_bytes()), path)
     with safe_open(path, framework="pt") as adapter:
         return {
-            _target(name): [_shape(adapter, name.replace("lora_A", "lora_B"))[0], _shape(adapter, name)[1]]
-            for name in adapter.keys()  # noqa: SIM118 (safe_open is no mapping)
+            _target(name): [
+                _shape(adapter, name.replace("lora_A", "lora_B"))[0],
+                _shape(adapter, name)[1],
+            ]
+            for name in adapter.keys()  # noqa: SIM118
             if name.endswith("lora_A.weight")
         }
 
@@ -97,15 +108,26 @@ def merged(base: Path, path: Path) -> Iterator[tuple[str, torch.Tensor]]:
             if name.endswith("lora_A.weight"):
                 down = adapter.get_tensor(name).float()
                 up = adapter.get_tensor(name.replace("lora_A", "lora_B")).float()
-                yield _target(name), torch.addmm(weights.get(_target(name)).float(), up, down, alpha=scale)
+                yield (
+                    _target(name),
+                    torch.addmm(weights.get(_target(name)).float(), up, down, alpha=scale),
+                )
 
 
 def _target(name: str) -> str:
     return name.removeprefix("base_model.model.").replace("lora_A.weight", "weight")
 
 
-_UNMERGED = ("use_rslora", "use_dora", "fan_in_fan_out", "rank_pattern", "alpha_pattern", "modules_to_save")
-"""If one of these settings of an adapter is on, the merged weights are not base + lora_alpha / r * B A."""
+_UNMERGED = (
+    "use_rslora",
+    "use_dora",
+    "fan_in_fan_out",
+    "rank_pattern",
+    "alpha_pattern",
+    "modules_to_save",
+)
+"""If one of these settings of an adapter is on, the merged weights are not base + lora_alpha / r *
+B A."""
 
 
 def _check_plain(settings: dict[str, Any], path: Path) -> None:
@@ -113,7 +135,9 @@ def _check_plain(settings: dict[str, Any], path: Path) -> None:
     if settings.get("bias", "none") != "none":
         unmerged["bias"] = settings["bias"]
     if unmerged:
-        raise ValueError(f"{path}: adapter settings {unmerged} cannot be merged here: expected a plain LoRA")
+        raise ValueError(
+            f"{path}: adapter settings {unmerged} cannot be merged here: expected a plain LoRA"
+        )
 
 
 def _shape(file: Any, name: str) -> list[int]:
@@ -121,7 +145,8 @@ def _shape(file: Any, name: str) -> list[int]:
 
 
 class BaseWeights:
-    """The tensors of a model folder by name, mapped from disk one at a time: a file that stays open keeps every page that was read."""
+    """The tensors of a model folder by name, mapped from disk one at a time: a file that stays open
+    keeps every page that was read."""
 
     def __init__(self, folder: Path):
         self._where: dict[str, Path] = {}
@@ -139,5 +164,5 @@ class BaseWeights:
         shapes = {}
         for path in set(self._where.values()):
             with safe_open(path, framework="pt") as file:
-                shapes |= {name: _shape(file, name) for name in file.keys()}  # noqa: SIM118 (safe_open is no mapping)
+                shapes |= {name: _shape(file, name) for name in file.keys()}  # noqa: SIM118
         return shapes

@@ -1,4 +1,5 @@
-"""The environment contract. States are immutable values and stepping is pure, so branching is free and a crash loses nothing."""
+"""The environment contract. States are immutable values and stepping is pure, so branching is free
+and a crash loses nothing."""
 
 import random
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -11,7 +12,8 @@ from wire.faults import DataFault
 from wire.messages import JudgedTurn, Passage
 
 SPLIT = "\x1e"
-"""A separator in a prompt's content. The text before it is the same in every turn of the episode; the text after it shows this turn's state."""
+"""A separator in a prompt's content. The text before it is the same in every turn of the episode;
+the text after it shows this turn's state."""
 POLICY = "policy"
 """The speaker that is the policy itself. Every other speaker is a service."""
 
@@ -27,19 +29,23 @@ def prompt_file(prompt: str, family: str = "") -> Path:
     path = PROMPTS / f"{prompt}.txt" if "/" not in prompt else Path(prompt)
     if not path.is_file():
         known = ", ".join(sorted(p.stem for p in PROMPTS.glob(f"{family}*.txt")))
-        raise FileNotFoundError(f"prompt {prompt!r}: no file {path}; expected one of {known}, or a path with a slash")
+        raise FileNotFoundError(
+            f"prompt {prompt!r}: no file {path}; expected one of {known}, or a path with a slash"
+        )
     return path
 
 
 HELD_OUT_SEEDS = range(2**30, 2_000_000_000)
-"""The seeds of held-out tasks that an environment makes. Training draws smaller seeds, and warm starts draw larger ones."""
+"""The seeds of held-out tasks that an environment makes. Training draws smaller seeds, and warm
+starts draw larger ones."""
 
 
 class Task(msgspec.Struct, frozen=True):
     """One problem, either read from a task file or made from ``seed`` by a game.
 
-    evidence: the supporting passages "Title\\nField: value", one per hop. row: all columns of the task file's row, as JSON has them, for environments
-    that take tasks as they stand (``Environment.verbatim``).
+    evidence: the supporting passages "Title\\nField: value", one per hop. row: all columns of the
+    task file's row, as JSON has them, for environments that take tasks as they stand
+    (``Environment.verbatim``).
     """
 
     id: str
@@ -62,8 +68,9 @@ class Rejected(msgspec.Struct, frozen=True):
 class Action(msgspec.Struct, frozen=True):
     """A parsed action.
 
-    kind: "search" or "answer" (search QA), "move" (a legal move of a game), "illegal" (readable, but against the rules) or
-    "invalid" (not readable). move: the integers that the game uses for a move, None when there is no move.
+    kind: "search" or "answer" (search QA), "move" (a legal move of a game), "illegal" (readable,
+    but against the rules) or "invalid" (not readable). move: the integers that the game uses for a
+    move, None when there is no move.
     """
 
     kind: str
@@ -79,7 +86,8 @@ class Action(msgspec.Struct, frozen=True):
 
 
 class Dropped(DataFault):
-    """An episode cannot go on, and the policy is not to blame: it has no outcome, and its task stays.
+    """An episode cannot go on, and the policy is not to blame: it has no outcome, and its task
+    stays.
 
     count: the metric that counts it; what: how the terminal names what failed.
     """
@@ -102,13 +110,16 @@ class TurnedAway(Dropped):
 class Transition(msgspec.Struct, frozen=True):
     """The result of a step.
 
-    observation: the text that answers the action. If turns are appended, the policy reads it next ("" when done). If each turn is a fresh
-    prompt, it is kept in the tree for readers only ("" keeps nothing). outcome: the episode's return, if the episode ends here and its rules
-    alone decide the return. measures: named results of a finished episode, such as success and completion. reward: the environment's own
-    reward of this step, which becomes the action's column "step_reward". messages: chat messages in the place of the observation, which follow
-    the reply to which they belong: the action's own, or that of the episode's earlier action number ``after``. An ``after`` of None
-    says that the next prompt is ``Environment.prompt`` of the state, which begins a branch at the root. fault: why something other than the rules
-    ended the episode, its first line for a terminal; it is kept with the action, as the note "crashed".
+    observation: the text that answers the action. If turns are appended, the policy reads it next
+    ("" when done). If each turn is a fresh prompt, it is kept in the tree for readers only (""
+    keeps nothing). outcome: the episode's return, if the episode ends here and its rules alone
+    decide the return. measures: named results of a finished episode, such as success and
+    completion. reward: the environment's own reward of this step, which becomes the action's column
+    "step_reward". messages: chat messages in the place of the observation, which follow the reply
+    to which they belong: the action's own, or that of the episode's earlier action number
+    ``after``. An ``after`` of None says that the next prompt is ``Environment.prompt`` of the
+    state, which begins a branch at the root. fault: why something other than the rules ended the
+    episode, its first line for a terminal; it is kept with the action, as the note "crashed".
     """
 
     state: Any
@@ -123,8 +134,9 @@ class Transition(msgspec.Struct, frozen=True):
 
 
 class Spent(msgspec.Struct, frozen=True):
-    """What one action took. prompt: tokens of its prompt; cached: those of them that the engine had cached; sampled: tokens of the action. finish: why
-    sampling ended, as in ``wire.messages.Sample``: "length" if a limit of tokens cut the action."""
+    """What one action took. prompt: tokens of its prompt; cached: those of them that the engine had
+    cached; sampled: tokens of the action. finish: why sampling ended, as in
+    ``wire.messages.Sample``: "length" if a limit of tokens cut the action."""
 
     prompt: int = 0
     cached: int = 0
@@ -133,58 +145,71 @@ class Spent(msgspec.Struct, frozen=True):
 
 
 class Tools(Protocol):
-    """The slow services that an environment may await while it steps, and the source of its randomness."""
+    """The slow services that an environment may await while it steps, and the source of its
+    randomness."""
 
     rng: random.Random
 
     async def retrieve(self, query: str, topk: int) -> list[Passage]: ...
 
     def check(self, transition: Transition) -> None:
-        """Raise unless the policy can be shown what follows ``transition``, and the journal can keep it."""
+        """Raise unless the policy can be shown what follows ``transition``, and the journal can
+        keep it."""
 
     def count(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[dict[str, Any]]) -> int:
-        """Return how many tokens the policy's prompt of a conversation has. Raises ValueError if the chat template refuses it."""
-        raise DataFault("these tools have no tokenizer, so they cannot count the tokens of a conversation")
+        """Return how many tokens the policy's prompt of a conversation has. Raises ValueError if
+        the chat template refuses it."""
+        raise DataFault(
+            "these tools have no tokenizer, so they cannot count the tokens of a conversation"
+        )
 
     def spent(self) -> Spent:
         """Return what the action took that is stepped."""
         return Spent()
 
     def replies(self) -> tuple[str, ...]:
-        """Return the texts of the trajectory's actions, from the first one up to the action that is stepped."""
+        """Return the texts of the trajectory's actions, from the first one up to the action that is
+        stepped."""
         return ()
 
     async def play(self, player: str, state: Any) -> tuple[int, ...]:
         """Return the move of the opponent that is served as ``player.<player>``."""
         ...
 
-    async def say(self, speaker: str, messages: list[dict[str, str]], max_tokens: int, stop: list[str]) -> str:
+    async def say(
+        self, speaker: str, messages: list[dict[str, str]], max_tokens: int, stop: list[str]
+    ) -> str:
         """Return a reply to chat messages, without the string of ``stop`` that ended it.
 
-        speaker: ``POLICY``, whose reply is sampled with the newest weights and never trained, or the speaker that is served as
-        ``speaker.<speaker>``. max_tokens: of the reply.
+        speaker: ``POLICY``, whose reply is sampled with the newest weights and never trained, or
+        the speaker that is served as ``speaker.<speaker>``. max_tokens: of the reply.
         """
         ...
 
 
 class Environment(Protocol):
-    """The pure rules of one kind of task, without the state of any episode. States are frozen, hashable structs.
+    """The pure rules of one kind of task, without the state of any episode. States are frozen,
+    hashable structs.
 
-    A subclass writes ``initial``, ``prompt``, ``read`` and ``step``. The defaults of everything else suit a game whose rules end the episode
-    and whose judge gives the reward (docs/extend.md).
+    A subclass writes ``initial``, ``prompt``, ``read`` and ``step``. The defaults of everything
+    else suit a game whose rules end the episode and whose judge gives the reward (docs/extend.md).
     """
 
     name: str
     stop: list[str] = []
     """Strings that end an action."""
     forced_prefix: str = ""
-    """Text that forces a final answer once the budget of steps is used up. With "", episodes end only by the rules."""
+    """Text that forces a final answer once the budget of steps is used up. With "", episodes end
+    only by the rules."""
     outcome_judge: str = ""
-    """The judge that gives the outcome of a finished episode. With "", the last transition gives it."""
+    """The judge that gives the outcome of a finished episode. With "", the last transition gives
+    it."""
     speakers: Sequence[str] = ()
-    """The names with which the environment calls ``Tools.say``. A run serves, and waits for, those other than ``POLICY``."""
+    """The names with which the environment calls ``Tools.say``. A run serves, and waits for, those
+    other than ``POLICY``."""
     measured: Sequence[str] = ()
-    """Score columns that the last turn of an episode has beside "outcome": the keys of ``Transition.measures``."""
+    """Score columns that the last turn of an episode has beside "outcome": the keys of
+    ``Transition.measures``."""
     gives_step_rewards: bool = False
     """Whether every transition has a ``reward``."""
     headline: str = "return"
@@ -198,9 +223,11 @@ class Environment(Protocol):
     pictures: bool = False
     """Whether prompts show pictures. Then the policy must be a model that reads them."""
     fresh: bool = True
-    """If True, each turn is a new prompt that shows the state. If False, observations are appended to one growing text."""
+    """If True, each turn is a new prompt that shows the state. If False, observations are appended
+    to one growing text."""
     rewarded_by_judge: bool = True
-    """If True, the judge sees every action and its column "reward" is the reward. If False, the reward is SLATE's composite."""
+    """If True, the judge sees every action and its column "reward" is the reward. If False, the
+    reward is SLATE's composite."""
 
     def initial(self, task: Task) -> Any:
         """Return the first state. This may take long (a generated puzzle)."""
@@ -210,30 +237,37 @@ class Environment(Protocol):
     """If False, the prompt is known only after ``open``, also where turns are appended."""
 
     def tools(self, state: Any) -> list[dict[str, Any]]:
-        """Return the functions that the policy may call in ``state``, in the form of chat completions."""
+        """Return the functions that the policy may call in ``state``, in the form of chat
+        completions."""
         return []
 
     async def open(self, state: Any, tools: Tools) -> Any:
-        """Return the state in which the policy acts first (after the move of an opponent that begins)."""
+        """Return the state in which the policy acts first (after the move of an opponent that
+        begins)."""
         return state
 
     def prompt(self, task: Task, state: Any) -> list[dict[str, Any]]:
-        """Return the chat messages to which the policy replies. ``SPLIT`` ends the part that all turns share.
+        """Return the chat messages to which the policy replies. ``SPLIT`` ends the part that all
+        turns share.
 
-        A message's content is a text, or a list of the parts {"type": "text", "text": str} and {"type": "image", "image": PNG bytes}.
+        A message's content is a text, or a list of the parts {"type": "text", "text": str} and
+        {"type": "image", "image": PNG bytes}.
         """
         ...
 
     def anchor(self, state: Any) -> str | None:
-        """Return what is equal for equal situations of one task, for GiGPO. With None, turns with equal prompts are in the same situation.
+        """Return what is equal for equal situations of one task, for GiGPO. With None, turns with
+        equal prompts are in the same situation.
 
-        An environment whose prompt shows the step count or earlier turns returns the situation without them.
+        An environment whose prompt shows the step count or earlier turns returns the situation
+        without them.
         """
         return None
 
     def beside(self, state: Any) -> AsyncIterator[tuple[str, Transition]] | None:
-        """Return what else waits for the policy in the same episode while it acts in ``state``, or comes meanwhile, each with a name of its own: what
-        ``step`` returns one after the other later. None where nothing can."""
+        """Return what else waits for the policy in the same episode while it acts in ``state``, or
+        comes meanwhile, each with a name of its own: what ``step`` returns one after the other
+        later. None where nothing can."""
         return None
 
     def stops(self, state: Any) -> list[str]:
@@ -241,11 +275,13 @@ class Environment(Protocol):
         return self.stop
 
     def most(self, state: Any) -> int:
-        """Return the most tokens of an action in ``state`` if it is fewer than the run's, 0 for no limit of its own."""
+        """Return the most tokens of an action in ``state`` if it is fewer than the run's, 0 for no
+        limit of its own."""
         return 0
 
     def beginning(self, state: Any) -> str:
-        """Return how every action in ``state`` begins: text that the policy is given and does not sample, so that it is not trained; "" for none."""
+        """Return how every action in ``state`` begins: text that the policy is given and does not
+        sample, so that it is not trained; "" for none."""
         return ""
 
     def read(self, state: Any, text: str) -> Action:
@@ -253,7 +289,8 @@ class Environment(Protocol):
         ...
 
     def replies(self, state: Any) -> list[str]:
-        """Return the replies among which a player without a model chooses, in a fixed order: none where replies need words of their own."""
+        """Return the replies among which a player without a model chooses, in a fixed order: none
+        where replies need words of their own."""
         return []
 
     def parse_forced(self, text: str) -> Action:
@@ -268,7 +305,8 @@ class Environment(Protocol):
         """End what episodes have started."""
 
     def outgrown(self, state: Any) -> Transition:
-        """Return the end of an episode in ``state``, whose prompt has no room in the policy's context: by default a failure that scores 0."""
+        """Return the end of an episode in ``state``, whose prompt has no room in the policy's
+        context: by default a failure that scores 0."""
         return Transition(state, "", True, 0.0, dict.fromkeys(self.measured, 0.0))
 
     def judged(self, task: Task, state: Any, action: Action, step: int, budget: int) -> JudgedTurn:
@@ -284,26 +322,32 @@ class Environment(Protocol):
             move=None if action.move is None else list(action.move),
         )
 
-    def recalled(self, turn: JudgedTurn, state: Any, before: Sequence[tuple[str, str]]) -> JudgedTurn:
-        """Return a turn with what its judge is to see of the turns before it, each the action's text and what the policy read next. Environments whose
-        states hold what happened have no need of it."""
+    def recalled(
+        self, turn: JudgedTurn, state: Any, before: Sequence[tuple[str, str]]
+    ) -> JudgedTurn:
+        """Return a turn with what its judge is to see of the turns before it, each the action's
+        text and what the policy read next. Environments whose states hold what happened have no
+        need of it."""
         return turn
 
     def concluded(
         self, task: Task, before: Any, action: Action, after: Any | None, step: int, budget: int
     ) -> JudgedTurn:
-        """Return what the outcome judge sees of a finished episode: by default what a judge sees of its last action.
+        """Return what the outcome judge sees of a finished episode: by default what a judge sees of
+        its last action.
 
-        before, after: the states around the last action. after is None if each turn is no fresh prompt, or if the last transition had
-        no observation, because only an observation keeps the last state.
+        before, after: the states around the last action. after is None if each turn is no fresh
+        prompt, or if the last transition had no observation, because only an observation keeps the
+        last state.
         """
         return self.judged(task, before, action, step, budget)
 
     def measures(self, task: Task, turns: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
-        """Return named results of a finished episode. turns: the score columns of its turns, in order; "forced" is 1 for a forced answer.
+        """Return named results of a finished episode. turns: the score columns of its turns, in
+        order; "forced" is 1 for a forced answer.
 
-        By default: return, turns, the measures of the last turn, and per turn "valid" and "oracle" (its reward; a share if it is binary). An episode
-        without an outcome has its turns alone.
+        By default: return, turns, the measures of the last turn, and per turn "valid" and "oracle"
+        (its reward; a share if it is binary). An episode without an outcome has its turns alone.
         """
         last = turns[-1]
         if "outcome" not in last:

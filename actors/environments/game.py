@@ -1,15 +1,25 @@
-"""The common part of the games: each turn a fresh prompt shows the full state, and an unusable action ends the episode as a loss.
+"""The common part of the games: each turn a fresh prompt shows the full state, and an unusable
+action ends the episode as a loss.
 
-A prompt file in prompts/ has the placeholders of its game ({board}, ..) and {past}, and {picture} in a game that draws its states. The text
-before the first placeholder is the same in every turn and is prefilled once. An action is ``<action> .. </action>`` (methods.md 3.1). Only the last action block counts, so that a policy
-may think first.
+A prompt file in prompts/ has the placeholders of its game ({board}, ..) and {past}, and {picture}
+in a game that draws its states. The text before the first placeholder is the same in every turn and
+is prefilled once. An action is ``<action> .. </action>`` (methods.md 3.1). Only the last action
+block counts, so that a policy may think first.
 """
 
 import re
 from collections.abc import Sequence
 from typing import Any
 
-from actors.environments.base import SPLIT, Action, Environment, Task, Tools, Transition, prompt_file
+from actors.environments.base import (
+    SPLIT,
+    Action,
+    Environment,
+    Task,
+    Tools,
+    Transition,
+    prompt_file,
+)
 from wire.numbers import Natural
 
 _BLOCK = re.compile(r"<action>(.*?)</action>", re.DOTALL)
@@ -19,12 +29,13 @@ PICTURE = "{picture}"
 
 
 class Game(Environment):
-    """Base of the games. A subclass sets ``name`` and ``headline``, and writes ``initial``, ``view``, ``move``, ``legal``, ``moves``, ``notation``, ``apply``
-    and ``lost``.
+    """Base of the games. A subclass sets ``name`` and ``headline``, and writes ``initial``,
+    ``view``, ``move``, ``legal``, ``moves``, ``notation``, ``apply`` and ``lost``.
 
-    prompt: the name of a file in prompts/ without its ending, or a path with a slash. history: how many earlier moves of the policy {past}
-    lists. boxed: also accept ``\\boxed{..}`` as an action. stop_at_action: end the generation at "</action>"; must be off if the policy
-    may write the tag while it thinks.
+    prompt: the name of a file in prompts/ without its ending, or a path with a slash. history: how
+    many earlier moves of the policy {past} lists. boxed: also accept ``\\boxed{..}`` as an action.
+    stop_at_action: end the generation at "</action>"; must be off if the policy may write the tag
+    while it thinks.
     """
 
     name = ""
@@ -32,22 +43,33 @@ class Game(Environment):
     loss = -1.0
     """The outcome of an episode that an invalid or illegal action ended."""
 
-    def __init__(self, prompt: str, history: Natural = 0, boxed: bool = False, stop_at_action: bool = True):
+    def __init__(
+        self, prompt: str, history: Natural = 0, boxed: bool = False, stop_at_action: bool = True
+    ):
         path = prompt_file(prompt, self.name)
         self.template = path.read_text().strip()
         first = _PLACEHOLDER.search(self.template)
-        if first is None or not {"board", "row", "picture"} & set(_PLACEHOLDER.findall(self.template)):
-            raise ValueError(f"prompt file {path} has none of the placeholders {{board}}, {{row}} and {{picture}}")
+        if first is None or not {"board", "row", "picture"} & set(
+            _PLACEHOLDER.findall(self.template)
+        ):
+            raise ValueError(
+                f"prompt file {path} has none of the placeholders {{board}}, {{row}} and {{picture}}"
+            )
         self.pictures = PICTURE in self.template
         if self.pictures and type(self).picture is Game.picture:
-            raise ValueError(f"prompt file {path} has a {PICTURE} placeholder, and {self.name} draws no pictures")
+            raise ValueError(
+                f"prompt file {path} has a {PICTURE} placeholder, and {self.name} draws no pictures"
+            )
         if history and "{past}" not in self.template:
-            raise ValueError(f"history = {history} has no effect: prompt file {path} has no {{past}} placeholder")
+            raise ValueError(
+                f"history = {history} has no effect: prompt file {path} has no {{past}} placeholder"
+            )
         self._shared = first.start()
         self.history, self.stop = history, ["</action>"] if stop_at_action else []
         self._pattern = _BLOCK_OR_BOX if boxed else _BLOCK
 
-    # ------------------------------------------------------------------------------------------ of each game
+    # ------------------------------------------------------------------------------------------ of
+    # each game
 
     def initial(self, task: Task) -> Any:
         """Return the first state of the task."""
@@ -89,7 +111,8 @@ class Game(Environment):
         """Return the measures of an episode that an unusable action ended in ``state``."""
         raise NotImplementedError
 
-    # ------------------------------------------------------------------------------------------ the contract
+    # ------------------------------------------------------------------------------------------ the
+    # contract
 
     def task(self, seed: int) -> Task:
         """Return the task of ``seed``."""
@@ -100,12 +123,19 @@ class Game(Environment):
         past = "\n".join(getattr(state, "past", ())) or "none"
         shown = {**self.view(state), "past": past}
         head, tail = self.template[: self._shared], self.template[self._shared :]
-        filled = _PLACEHOLDER.sub(lambda match: shown[match[1]] if match[1] in shown else match[0], tail)
+        filled = _PLACEHOLDER.sub(
+            lambda match: shown[match[1]] if match[1] in shown else match[0], tail
+        )
         text = f"{head}{SPLIT}{filled}"
         if not self.pictures:
             return [{"role": "user", "content": text}]
         before, after = ({"type": "text", "text": part} for part in text.split(PICTURE, 1))
-        return [{"role": "user", "content": [before, {"type": "image", "image": self.picture(state)}, after]}]
+        return [
+            {
+                "role": "user",
+                "content": [before, {"type": "image", "image": self.picture(state)}, after],
+            }
+        ]
 
     def replies(self, state: Any) -> list[str]:
         """Return a reply for every legal move."""
@@ -113,7 +143,10 @@ class Game(Environment):
 
     def read(self, state: Any, text: str) -> Action:
         """Return the action of the last action block, checked against the rules."""
-        blocks = [next((g for g in match.groups() if g is not None), "") for match in self._pattern.finditer(text)]
+        blocks = [
+            next((g for g in match.groups() if g is not None), "")
+            for match in self._pattern.finditer(text)
+        ]
         move = self.move(blocks[-1]) if blocks else None
         if move is None:
             return Action("invalid", text)

@@ -1,7 +1,8 @@
-"""Data sets of the Hugging Face hub: ``owner/name[:split]``, or ``owner/name/folder[:split]`` for a folder with one file per split.
+"""Data sets of the Hugging Face hub: ``owner/name[:split]``, or ``owner/name/folder[:split]`` for a
+folder with one file per split.
 
-The hub is asked only when no file of this machine has the name. Every error is a FileNotFoundError or ValueError that names the data set
-and the remedy.
+The hub is asked only when no file of this machine has the name. Every error is a FileNotFoundError
+or ValueError that names the data set and the remedy.
 """
 
 import re
@@ -15,7 +16,8 @@ _NAME = re.compile(r"([\w-]+/[\w.-]+)(?:/([\w-]+))?(?::(\w+))?")
 
 
 class HubSet(msgspec.Struct, frozen=True):
-    """The name of a data set. folder: "" if the data set itself has the splits. split: "" if the name has no split."""
+    """The name of a data set. folder: "" if the data set itself has the splits. split: "" if the
+    name has no split."""
 
     repository: str
     folder: str
@@ -31,7 +33,8 @@ def named(source: str) -> HubSet | None:
 
 
 def chosen(source: str, splits: Sequence[str]) -> str:
-    """Return a data set named without a split with the first of ``splits`` that it has. Any other source is returned unchanged."""
+    """Return a data set named without a split with the first of ``splits`` that it has. Any other
+    source is returned unchanged."""
     hub_set = None if Path(source).exists() else named(source)
     if hub_set is None or hub_set.split:
         return source
@@ -41,7 +44,9 @@ def chosen(source: str, splits: Sequence[str]) -> str:
     for split in splits:
         if split in known:
             return f"{source}:{split}"
-    raise ValueError(f"it has the splits {sorted(known)}, none of {', '.join(splits)}: name one, owner/name:split")
+    raise ValueError(
+        f"it has the splits {sorted(known)}, none of {', '.join(splits)}: name one, owner/name:split"
+    )
 
 
 def file_of(hub_set: HubSet) -> Path:
@@ -52,7 +57,9 @@ def file_of(hub_set: HubSet) -> Path:
 def rows_of(hub_set: HubSet) -> Iterator[dict[str, Any]]:
     """Yield the rows of the split (default: train) of a data set without a folder."""
     split = hub_set.split or "train"
-    yield from _asked(hub_set.repository, lambda hub: hub.load_dataset(hub_set.repository, split=split))
+    yield from _asked(
+        hub_set.repository, lambda hub: hub.load_dataset(hub_set.repository, split=split)
+    )
 
 
 def _first(hub_set: HubSet, splits: Sequence[str]) -> tuple[str, Path]:
@@ -63,8 +70,11 @@ def _first(hub_set: HubSet, splits: Sequence[str]) -> tuple[str, Path]:
     folder = hub_set.folder
     for split in splits:
         try:
-            return split, Path(hf_hub_download(hub_set.repository, f"{folder}/{split}.jsonl", repo_type="dataset"))
-        except LocalEntryNotFoundError:  # without a network, another split must not replace this one
+            return split, Path(
+                hf_hub_download(hub_set.repository, f"{folder}/{split}.jsonl", repo_type="dataset")
+            )
+        # without a network, another split must not replace this one
+        except LocalEntryNotFoundError:
             raise FileNotFoundError(
                 f"the hub cannot be reached and {folder}/{split}.jsonl is not in its cache: give a path instead"
             ) from None
@@ -82,7 +92,9 @@ def _asked(name: str, ask: Any) -> Any:
     try:
         import datasets  # pyright: ignore[reportMissingImports] (only sets without a folder need it)
     except ImportError:
-        raise FileNotFoundError(f"{name!r} is no file; as a hub dataset it needs `pip install datasets`") from None
+        raise FileNotFoundError(
+            f"{name!r} is no file; as a hub dataset it needs `pip install datasets`"
+        ) from None
     try:
         return ask(datasets)
     except (OSError, ValueError) as error:

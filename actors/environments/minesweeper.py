@@ -1,8 +1,10 @@
-"""Minesweeper: reveal every cell without a mine, with one reveal or one flag per turn (methods.md 3.4).
+"""Minesweeper: reveal every cell without a mine, with one reveal or one flag per turn (methods.md
+3.4).
 
-The first reveal places the mines, from the seed of the state, outside the 3x3 around the revealed cell, so that it always opens a region. By
-default the first reveal is a free one, of the centre, before turn 1. If it already solves the board, the board is drawn again. This does not
-change the odds of the mines that a player faces, because a solved board would have shown other numbers.
+The first reveal places the mines, from the seed of the state, outside the 3x3 around the revealed
+cell, so that it always opens a region. By default the first reveal is a free one, of the centre,
+before turn 1. If it already solves the board, the board is drawn again. This does not change the
+odds of the mines that a player faces, because a solved board would have shown other numbers.
 """
 
 import random
@@ -20,7 +22,8 @@ from wire.messages import JudgedTurn
 from wire.numbers import Count, Natural
 
 HIDDEN, FLAG, ZERO, HIT = "#", "F", ".", "*"
-"""The marks on a board beside the digits 1..8: unknown, flagged by the player, no mine around, and the mine that ended the game."""
+"""The marks on a board beside the digits 1..8: unknown, flagged by the player, no mine around, and
+the mine that ended the game."""
 MINE, SAFE = "*", "."
 """The marks of a layout."""
 REVEAL, MARK = 0, 1
@@ -28,15 +31,18 @@ REVEAL, MARK = 0, 1
 TRIES, STRIDE = 256, 1_000_003
 """Try n of a task draws its mines with the seed ``seed + n * STRIDE``, as in Sudoku."""
 
-_MOVE = re.compile(r"\s*(reveal|open|click|flag|mark)[\s,]+([0-9]{1,4})[\s,]+([0-9]{1,4})\s*", re.ASCII | re.IGNORECASE)
+_MOVE = re.compile(
+    r"\s*(reveal|open|click|flag|mark)[\s,]+([0-9]{1,4})[\s,]+([0-9]{1,4})\s*",
+    re.ASCII | re.IGNORECASE,
+)
 
 
 class State(msgspec.Struct, frozen=True):
     """A game under way. Boards are ``rows * columns`` characters row by row.
 
-    board: what the player sees: "#" hidden, "F" flagged, "." for 0, "1".."8". layout: "*" where a mine is; empty before the first reveal.
-    flag_all: every mine must also be flagged. turn: turns used. past: the last moves with their results. over: no move can be played any
-    more.
+    board: what the player sees: "#" hidden, "F" flagged, "." for 0, "1".."8". layout: "*" where a
+    mine is; empty before the first reveal. flag_all: every mine must also be flagged. turn: turns
+    used. past: the last moves with their results. over: no move can be played any more.
     """
 
     rows: int
@@ -54,8 +60,9 @@ class State(msgspec.Struct, frozen=True):
 class Minesweeper(Game):
     """The Minesweeper rules. prompt, history, boxed, stop_at_action: see ``Game``.
 
-    centre_start: the centre is revealed before turn 1. success_rule: with "reveal" all safe cells must be revealed; with "flags", GEM's rule,
-    also exactly the mines must be flagged. Both are measured. max_turns: turns until the episode ends with outcome 0.
+    centre_start: the centre is revealed before turn 1. success_rule: with "reveal" all safe cells
+    must be revealed; with "flags", GEM's rule, also exactly the mines must be flagged. Both are
+    measured. max_turns: turns until the episode ends with outcome 0.
     """
 
     name = "minesweeper"
@@ -77,24 +84,33 @@ class Minesweeper(Game):
         super().__init__(prompt, history, boxed, stop_at_action)
         most = rows * columns - min(rows, 3) * min(columns, 3) - centre_start
         if not 1 <= mines <= most:
-            kept = "the 3x3 around the first reveal" + (", and one safe cell, are" if centre_start else " is")
+            kept = "the 3x3 around the first reveal" + (
+                ", and one safe cell, are" if centre_start else " is"
+            )
             raise ValueError(
                 f"mines = {mines}: expected 1 to {most} on {rows}x{columns}, where {kept} kept free"
                 if most > 0
                 else f"rows = {rows}, columns = {columns}: expected a board larger than the 3x3 kept free of mines"
             )
         self.rows, self.columns, self.mines = rows, columns, mines
-        self.centre_start, self.flag_all, self.max_turns = centre_start, success_rule == "flags", max_turns
+        self.centre_start, self.flag_all, self.max_turns = (
+            centre_start,
+            success_rule == "flags",
+            max_turns,
+        )
 
     def initial(self, task: Task) -> State:
-        """Return the first board of the task's seed. Raises DataFault when the free reveal solves the board in every try."""
+        """Return the first board of the task's seed. Raises DataFault when the free reveal solves
+        the board in every try."""
         board = HIDDEN * (self.rows * self.columns)
         state = State(self.rows, self.columns, self.mines, task.seed, board, flag_all=self.flag_all)
         if not self.centre_start:
             return state
         centre = self.rows // 2 * self.columns + self.columns // 2
         for attempt in range(TRIES):
-            opened = revealed(msgspec.structs.replace(state, seed=task.seed + attempt * STRIDE), centre)
+            opened = revealed(
+                msgspec.structs.replace(state, seed=task.seed + attempt * STRIDE), centre
+            )
             if not all_revealed(opened):
                 return opened
         raise DataFault(
@@ -103,19 +119,22 @@ class Minesweeper(Game):
         )
 
     def view(self, state: State) -> dict[str, str]:
-        """{board}: a labelled grid. {row}: its characters alone. {flags_left}: mines minus flags. Also {mines}, {goal}, {rows}, {columns}."""
+        """{board}: a labelled grid. {row}: its characters alone. {flags_left}: mines minus flags.
+        Also {mines}, {goal}, {rows}, {columns}."""
         return {
             "board": labelled(state.board, state.columns),
             "row": state.board,
             "mines": str(state.mines),
             "flags_left": str(state.mines - state.board.count(FLAG)),
-            "goal": "reveal every cell without a mine" + (", and flag every mine and nothing else" * state.flag_all),
+            "goal": "reveal every cell without a mine"
+            + (", and flag every mine and nothing else" * state.flag_all),
             "rows": str(state.rows),
             "columns": str(state.columns),
         }
 
     def move(self, text: str) -> tuple[int, int, int] | None:
-        """Read "reveal R C" (or open, click) or "flag R C" (or mark), counted from 1, as (kind, row, column) with row and column from 0."""
+        """Read "reveal R C" (or open, click) or "flag R C" (or mark), counted from 1, as (kind,
+        row, column) with row and column from 0."""
         match = _MOVE.fullmatch(text)
         if match is None:
             return None
@@ -123,7 +142,8 @@ class Minesweeper(Game):
         return kind, int(match[2]) - 1, int(match[3]) - 1
 
     def legal(self, state: State, move: tuple[int, ...]) -> bool:
-        """Return whether the move is legal: a hidden cell may be revealed or flagged, a flagged cell only unflagged."""
+        """Return whether the move is legal: a hidden cell may be revealed or flagged, a flagged
+        cell only unflagged."""
         return cell_of(state, move) is not None
 
     def moves(self, state: State) -> list[tuple[int, ...]]:
@@ -131,7 +151,9 @@ class Minesweeper(Game):
         if state.over:
             return []
         cells = [(mark, divmod(cell, state.columns)) for cell, mark in enumerate(state.board)]
-        reveals: list[tuple[int, ...]] = [(REVEAL, *place) for mark, place in cells if mark == HIDDEN]
+        reveals: list[tuple[int, ...]] = [
+            (REVEAL, *place) for mark, place in cells if mark == HIDDEN
+        ]
         return reveals + [(MARK, *place) for mark, place in cells if mark in (HIDDEN, FLAG)]
 
     def notation(self, move: tuple[int, ...]) -> str:
@@ -140,7 +162,8 @@ class Minesweeper(Game):
         return f"{'flag' if kind == MARK else 'reveal'} {row + 1} {column + 1}"
 
     async def apply(self, state: State, move: tuple[int, ...], tools: Tools) -> Transition:
-        """Toggle a flag or reveal a cell. The outcome is 1 when solved, -1 after a mine, 0 when out of turns (methods.md 3.4, 3.6)."""
+        """Toggle a flag or reveal a cell. The outcome is 1 when solved, -1 after a mine, 0 when out
+        of turns (methods.md 3.4, 3.6)."""
         after = played(state, move)
         cell = move[1] * state.columns + move[2]
         result = {HIT: "mine", FLAG: "flagged", HIDDEN: "unflagged"}.get(after.board[cell], "safe")
@@ -160,26 +183,33 @@ class Minesweeper(Game):
         return Transition(after, "", after.over, outcome, self.lost(after) if after.over else {})
 
     def lost(self, state: State) -> dict[str, float]:
-        """Return success by the chosen rule, success_reveal and success_flags by each rule, and completion, the share of revealed safe cells."""
+        """Return success by the chosen rule, success_reveal and success_flags by each rule, and
+        completion, the share of revealed safe cells."""
         safe = state.rows * state.columns - state.mines
         return {
             "success": float(solved(state)),
             "success_reveal": float(all_revealed(state)),
             "success_flags": float(all_revealed(state) and all_flagged(state)),
-            "completion": (len(state.board) - sum(map(state.board.count, (HIDDEN, FLAG, HIT)))) / safe,
+            "completion": (len(state.board) - sum(map(state.board.count, (HIDDEN, FLAG, HIT))))
+            / safe,
         }
 
-    def judged(self, task: Task, state: State, action: Action, step: int, budget: int) -> JudgedTurn:
+    def judged(
+        self, task: Task, state: State, action: Action, step: int, budget: int
+    ) -> JudgedTurn:
         """Like every game, but with this game's own budget of turns."""
         return super().judged(task, state, action, step, self.max_turns)
 
     def measures(self, task: Task, turns: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
         """Return the measures of ``Game`` and success by each rule."""
         both = ("success_reveal", "success_flags")
-        return super().measures(task, turns) | {name: [turns[-1][name]] for name in both if name in turns[-1]}
+        return super().measures(task, turns) | {
+            name: [turns[-1][name]] for name in both if name in turns[-1]
+        }
 
 
-# ---------------------------------------------------------------------------------------------- the rules
+# ---------------------------------------------------------------------------------------------- the
+# rules
 
 
 @cache
@@ -200,7 +230,11 @@ def neighbours(rows: int, columns: int) -> tuple[tuple[int, ...], ...]:
 def lay(rows: int, columns: int, mines: int, cell: int, seed: int) -> str:
     """Return a layout whose mines are drawn uniformly outside the 3x3 around ``cell``."""
     kept = {cell, *neighbours(rows, columns)[cell]}
-    laid = set(random.Random(seed).sample([other for other in range(rows * columns) if other not in kept], mines))
+    laid = set(
+        random.Random(seed).sample(
+            [other for other in range(rows * columns) if other not in kept], mines
+        )
+    )
     return "".join(MINE if other in laid else SAFE for other in range(rows * columns))
 
 
@@ -212,7 +246,11 @@ def cell_of(state: State, move: Sequence[int]) -> int | None:
     if kind not in (REVEAL, MARK) or not (0 <= row < state.rows and 0 <= column < state.columns):
         return None
     cell = row * state.columns + column
-    return cell if state.board[cell] == HIDDEN or (kind == MARK and state.board[cell] == FLAG) else None
+    return (
+        cell
+        if state.board[cell] == HIDDEN or (kind == MARK and state.board[cell] == FLAG)
+        else None
+    )
 
 
 def played(state: State, move: Sequence[int]) -> State:
@@ -226,7 +264,8 @@ def played(state: State, move: Sequence[int]) -> State:
 
 
 def revealed(state: State, cell: int) -> State:
-    """Reveal the hidden ``cell``. A revealed cell without mines around it also reveals all its neighbours without a flag, and so on."""
+    """Reveal the hidden ``cell``. A revealed cell without mines around it also reveals all its
+    neighbours without a flag, and so on."""
     layout = state.layout or lay(state.rows, state.columns, state.mines, cell, state.seed)
     near, board, reached = neighbours(state.rows, state.columns), list(state.board), [cell]
     while reached:
@@ -249,7 +288,11 @@ def all_revealed(state: State) -> bool:
 def all_flagged(state: State) -> bool:
     """Return whether exactly the mines have flags."""
     flags = [cell for cell, mark in enumerate(state.board) if mark == FLAG]
-    return state.layout != "" and len(flags) == state.mines and all(state.layout[cell] == MINE for cell in flags)
+    return (
+        state.layout != ""
+        and len(flags) == state.mines
+        and all(state.layout[cell] == MINE for cell in flags)
+    )
 
 
 def solved(state: State) -> bool:

@@ -25,7 +25,8 @@ KNOWN = {
 
 
 def load(name: str, options: dict[str, Any]) -> Environment:
-    """Return the environment ``name`` with these options. Raises ValueError or FileNotFoundError, which say what was expected."""
+    """Return the environment ``name`` with these options. Raises ValueError or FileNotFoundError,
+    which say what was expected."""
     setting = f"data.environment = {name!r}"
     if ":" not in name:
         known(setting, name, KNOWN, ", or module:Class")
@@ -38,5 +39,6 @@ def load(name: str, options: dict[str, Any]) -> Environment:
 
 
 def makes_tasks(environment: Environment) -> bool:
-    """Return whether the environment makes its own tasks (``Generator``). Otherwise tasks come from task files."""
+    """Return whether the environment makes its own tasks (``Generator``). Otherwise tasks come from
+    task files."""
     return hasattr(environment, "task")

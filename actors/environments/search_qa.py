@@ -1,6 +1,8 @@
-"""Question answering with a search tool: think, then search or answer. A search appends its passages (methods.md 1.4, 1.5).
+"""Question answering with a search tool: think, then search or answer. A search appends its
+passages (methods.md 1.4, 1.5).
 
-An action is ``<think> .. </think> <search> query </search>`` or ``<think> .. </think> <answer> answer </answer>``.
+An action is ``<think> .. </think> <search> query </search>`` or ``<think> .. </think> <answer>
+answer </answer>``.
 """
 
 import re
@@ -46,10 +48,12 @@ class State(msgspec.Struct, frozen=True):
 
 
 class SearchQA(Environment):
-    """The search-QA rules. prompt: the name of a file in prompts/, or a path. topk: the number of passages that a search shows.
+    """The search-QA rules. prompt: the name of a file in prompts/, or a path. topk: the number of
+    passages that a search shows.
 
-    think: with "required" (SLATE), a block without a think block right before it is invalid; with "optional" (Search-R1, PPR), the first
-    search or answer block counts, whatever precedes it. newlines: line feeds before and after an information block (SLATE 1, PPR 2).
+    think: with "required" (SLATE), a block without a think block right before it is invalid; with
+    "optional" (Search-R1, PPR), the first search or answer block counts, whatever precedes it.
+    newlines: line feeds before and after an information block (SLATE 1, PPR 2).
     """
 
     name = "search_qa"
@@ -78,7 +82,8 @@ class SearchQA(Environment):
 
     @property
     def shown(self) -> list[Any]:
-        """Everything, besides question, actions and passages, on which the text of an episode depends."""
+        """Everything, besides question, actions and passages, on which the text of an episode
+        depends."""
         return [self.template, self.topk, self.max_observation_characters, self.newlines]
 
     def initial(self, task: Task) -> State:
@@ -94,7 +99,8 @@ class SearchQA(Environment):
         return self.parse(text)
 
     def parse(self, text: str) -> Action:
-        """Return the action in generated text: a think block (unless optional), then a search or answer block; otherwise it is invalid."""
+        """Return the action in generated text: a think block (unless optional), then a search or
+        answer block; otherwise it is invalid."""
         parts = _strict(text) if self.think == "required" else _free(text)
         if parts is None:
             return Action("invalid", text)
@@ -104,11 +110,13 @@ class SearchQA(Environment):
         return Action("answer", text, think=think, answer=content)
 
     def parse_forced(self, text: str) -> Action:
-        """Return the answer generated after ``forced_prefix``: the text from the last opening tag to the closing tag."""
+        """Return the answer generated after ``forced_prefix``: the text from the last opening tag
+        to the closing tag."""
         return Action("answer", text, answer=_last(text.split("</answer>")[0], "answer").strip())
 
     async def step(self, state: State, action: Action, tools: Tools) -> Transition:
-        """An answer ends the episode, a search shows passages, and an invalid action shows a notice. Each of them uses one step."""
+        """An answer ends the episode, a search shows passages, and an invalid action shows a
+        notice. Each of them uses one step."""
         if action.kind == "answer":
             return Transition(msgspec.structs.replace(state, done=True), "", True)
         if action.kind == "search":
@@ -117,7 +125,9 @@ class SearchQA(Environment):
         else:
             observation = INVALID_NOTICE
         step = Step(action.think or "", action.query or "", observation)
-        return Transition(msgspec.structs.replace(state, steps=(*state.steps, step)), observation, False)
+        return Transition(
+            msgspec.structs.replace(state, steps=(*state.steps, step)), observation, False
+        )
 
     def render(self, passages: list[Passage]) -> str:
         """Return the information block of methods.md 1.5, cut at ``max_observation_characters``."""
@@ -137,7 +147,9 @@ class SearchQA(Environment):
             lines += [f"Thinking: {step.think}", f"Query: {step.query}", f"Retrieved: {retrieved}"]
         return "\n".join(lines)
 
-    def judged(self, task: Task, state: State, action: Action, step: int, budget: int) -> JudgedTurn:
+    def judged(
+        self, task: Task, state: State, action: Action, step: int, budget: int
+    ) -> JudgedTurn:
         """Return what a judge sees of ``action`` taken in ``state``. ``step`` counts from 1."""
         return JudgedTurn(
             question=task.question,
@@ -155,10 +167,11 @@ class SearchQA(Environment):
         )
 
     def measures(self, task: Task, turns: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
-        """Return em (also by hops), f1, valid actions, answered (without force), turns and searches.
+        """Return em (also by hops), f1, valid actions, answered (without force), turns and
+        searches.
 
-        If turns have rewards, also return their sum as "return". If turns were judged after their search (PPR), also return their process
-        and judge_valid.
+        If turns have rewards, also return their sum as "return". If turns were judged after their
+        search (PPR), also return their process and judge_valid.
         """
         own = [turn for turn in turns if not turn["forced"]]
         em, f1 = turns[-1].get("outcome", 0.0), turns[-1].get("f1", 0.0)
@@ -179,9 +192,11 @@ class SearchQA(Environment):
 
 
 def _strict(text: str) -> tuple[str, str, str] | None:
-    """Return think, kind and content of a text that has a think block and then a search or answer block, None for any other text.
+    """Return think, kind and content of a text that has a think block and then a search or answer
+    block, None for any other text.
 
-    The block ends at its first closing tag and begins at the last opening tag before that tag, as ``judges.exact_match`` reads answers.
+    The block ends at its first closing tag and begins at the last opening tag before that tag, as
+    ``judges.exact_match`` reads answers.
     """
     opened = _OPENS.match(text)
     if opened is None:
@@ -196,15 +211,18 @@ def _strict(text: str) -> tuple[str, str, str] | None:
 
 
 def _free(text: str) -> tuple[str, str, str] | None:
-    """Return the same for the first search or answer block, whatever precedes it, with the last think block before it, if any."""
+    """Return the same for the first search or answer block, whatever precedes it, with the last
+    think block before it, if any."""
     block = _BLOCK.search(text)
     if block is None:
         return None
-    thoughts, closing, _ = text[: block.start()].rpartition("</think>")  # text that no tag closes is not searched
+    # text that no tag closes is not searched
+    thoughts, closing, _ = text[: block.start()].rpartition("</think>")
     thinks = _THINK.findall(thoughts + closing)
     return thinks[-1] if thinks else "", block[1], block[2]
 
 
 def _last(content: str, kind: str) -> str:
-    """Return the text after the last opening tag in a block. An earlier tag, left open or only mentioned, is not part of the answer."""
+    """Return the text after the last opening tag in a block. An earlier tag, left open or only
+    mentioned, is not part of the answer."""
     return content.rsplit(f"<{kind}>", 1)[-1]

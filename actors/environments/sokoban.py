@@ -1,8 +1,10 @@
 """Sokoban: push every box onto a target, one step of the player per turn (methods.md 4.6).
 
-A step costs 0.1, a box that comes onto a target or leaves one brings +1 or -1, and the solution brings +10. A step against a wall or against a
-box that is stuck is legal and changes nothing. A reply that cannot be read changes nothing either, costs the step, and the episode goes on.
-The episode ends with the solution or after ``horizon`` turns; a position that can no longer be solved does not end it.
+A step costs 0.1, a box that comes onto a target or leaves one brings +1 or -1, and the solution
+brings +10. A step against a wall or against a box that is stuck is legal and changes nothing. A
+reply that cannot be read changes nothing either, costs the step, and the episode goes on. The
+episode ends with the solution or after ``horizon`` turns; a position that can no longer be solved
+does not end it.
 """
 
 import re
@@ -14,7 +16,16 @@ import msgspec
 from actors.environments import sokoban_pictures, sokoban_rooms
 from actors.environments.base import HELD_OUT_SEEDS, Action, Task, Tools, Transition
 from actors.environments.game import Game
-from actors.environments.sokoban_rooms import BOXES, PLACED, SIZES, Position, layout_digest, parse, pushed, written
+from actors.environments.sokoban_rooms import (
+    BOXES,
+    PLACED,
+    SIZES,
+    Position,
+    layout_digest,
+    parse,
+    pushed,
+    written,
+)
 from wire.messages import JudgedTurn
 
 WORDS = ("up", "down", "left", "right")
@@ -33,7 +44,8 @@ _BLOCK = re.compile(r"<action>(.*?)</action>", re.DOTALL)
 class State(msgspec.Struct, frozen=True):
     """An episode under way. board: see ``sokoban_rooms``.
 
-    turn: turns used. score: the rewards so far. past: the last boards and what was done there. over: no move can be made any more.
+    turn: turns used. score: the rewards so far. past: the last boards and what was done there.
+    over: no move can be made any more.
     """
 
     board: str
@@ -44,13 +56,16 @@ class State(msgspec.Struct, frozen=True):
 
 
 class Sokoban(Game):
-    """The Sokoban rules. prompt, stop_at_action: see ``Game``. history: how many earlier turns {past} shows.
+    """The Sokoban rules. prompt, stop_at_action: see ``Game``. history: how many earlier turns
+    {past} shows.
 
-    size: of the square room, outer walls included. boxes: 1 to 3. horizon: turns until the episode ends. split: with "rooms", the walls and
-    targets of a held-out room occur in no training room, however turned or mirrored; with "released", held-out rooms only have other seeds.
-    reading: "strict" takes exactly one of the four words from the last action block, in any case; "released" takes the first of up, down,
-    left, right and still that the first block contains. outcome: the episode's "return", or its "success" (1 or 0). side: the pixels of a
-    side of {picture}; 0 draws 16 per cell.
+    size: of the square room, outer walls included. boxes: 1 to 3. horizon: turns until the episode
+    ends. split: with "rooms", the walls and targets of a held-out room occur in no training room,
+    however turned or mirrored; with "released", held-out rooms only have other seeds. reading:
+    "strict" takes exactly one of the four words from the last action block, in any case; "released"
+    takes the first of up, down, left, right and still that the first block contains. outcome: the
+    episode's "return", or its "success" (1 or 0). side: the pixels of a side of {picture}; 0 draws
+    16 per cell.
     """
 
     name = "sokoban"
@@ -90,10 +105,13 @@ class Sokoban(Game):
         def wanted(room: Position) -> bool:
             return self.split == "released" or held_out == is_held_out(room)
 
-        return State(written(sokoban_rooms.generate(self.size, self.boxes, task.seed, self.horizon, wanted)))
+        return State(
+            written(sokoban_rooms.generate(self.size, self.boxes, task.seed, self.horizon, wanted))
+        )
 
     def view(self, state: State) -> dict[str, str]:
-        """{board}: one line per row. {row}: the cells inside the outer walls without a break. {turn}, {left}: this turn, and the turns left.
+        """{board}: one line per row. {row}: the cells inside the outer walls without a break.
+        {turn}, {left}: this turn, and the turns left.
 
         {size} and {boxes} are the room's.
         """
@@ -116,11 +134,14 @@ class Sokoban(Game):
         return shown(state.board)
 
     def read(self, state: State, text: str) -> Action:
-        """Return the step that a reply means. reading = "released" looks for words inside the first action block (methods.md 4.6)."""
+        """Return the step that a reply means. reading = "released" looks for words inside the first
+        action block (methods.md 4.6)."""
         if self.reading == "strict":
             return super().read(state, text)
         block = _BLOCK.search(text)
-        contained = (move for move, word in enumerate((*WORDS, STILL)) if block and word in block[1].lower())
+        contained = (
+            move for move, word in enumerate((*WORDS, STILL)) if block and word in block[1].lower()
+        )
         move = next(contained, None)
         return Action("invalid", text) if move is None else Action("move", text, move=(move,))
 
@@ -139,7 +160,11 @@ class Sokoban(Game):
 
     def good_moves(self, state: State) -> list[tuple[int, ...]]:
         """Return the steps with which a shortest solution begins."""
-        return [] if state.over else [(direction,) for direction in sokoban_rooms.optimal(parse(state.board))]
+        return (
+            []
+            if state.over
+            else [(direction,) for direction in sokoban_rooms.optimal(parse(state.board))]
+        )
 
     def notation(self, move: tuple[int, ...]) -> str:
         """Return the word of a move."""
@@ -158,9 +183,12 @@ class Sokoban(Game):
         after = pushed(before, move[0]) if move is not None and move[0] < len(WORDS) else before
         reward = STEP + ON_TARGET * (after.placed - before.placed) + SOLUTION * after.solved
         over = after.solved or state.turn + 1 >= self.horizon
-        word = "nothing, because the reply could not be read" if move is None else self.notation(move)
+        word = (
+            "nothing, because the reply could not be read" if move is None else self.notation(move)
+        )
         past = self.remember(state.past, f"{shown(state.board)}\nYou did: {word}\n")
-        score = round(state.score + reward, 1)  # all rewards are tenths, so this only removes rounding errors
+        # all rewards are tenths, so this only removes rounding errors
+        score = round(state.score + reward, 1)
         reached = State(written(after), state.turn + 1, score, past, over)
         if not over:
             return Transition(reached, "", False, reward=reward)
@@ -169,20 +197,29 @@ class Sokoban(Game):
 
     def outgrown(self, state: State) -> Transition:
         """Return the end that the last turn would bring in ``state``, which is not solved."""
-        return Transition(state, "", True, state.score if self.outcome == "return" else 0.0, self.lost(state))
+        return Transition(
+            state, "", True, state.score if self.outcome == "return" else 0.0, self.lost(state)
+        )
 
     def lost(self, state: State) -> dict[str, float]:
-        """Return success (1 when every box is on a target) and completion (the share of the boxes on targets)."""
+        """Return success (1 when every box is on a target) and completion (the share of the boxes
+        on targets)."""
         position = parse(state.board)
-        return {"success": float(position.solved), "completion": position.placed / position.boxes.bit_count()}
+        return {
+            "success": float(position.solved),
+            "completion": position.placed / position.boxes.bit_count(),
+        }
 
-    def judged(self, task: Task, state: State, action: Action, step: int, budget: int) -> JudgedTurn:
+    def judged(
+        self, task: Task, state: State, action: Action, step: int, budget: int
+    ) -> JudgedTurn:
         """Like every game, but with this game's own budget of turns."""
         return super().judged(task, state, action, step, self.horizon)
 
 
 def is_held_out(room: Position) -> bool:
-    """Return whether the split "rooms" holds a room out. All rooms with the same walls and targets are on the same side."""
+    """Return whether the split "rooms" holds a room out. All rooms with the same walls and targets
+    are on the same side."""
     return layout_digest(room)[0] % HELD_OUT_SHARE == 0
 
 

@@ -1,10 +1,13 @@
-"""Sokoban rooms: boards, pushes, exact distances to the solution, and a generator whose rooms are always solvable.
+"""Sokoban rooms: boards, pushes, exact distances to the solution, and a generator whose rooms are
+always solvable.
 
-A board is ``size * size`` characters row by row, with the glyphs of the released text observation. Its outer cells are walls. Sets of cells
-are bit masks, bit ``cell`` for each cell. A position is ``boxes << CELL_BITS | player``.
+A board is ``size * size`` characters row by row, with the glyphs of the released text observation.
+Its outer cells are walls. Sets of cells are bit masks, bit ``cell`` for each cell. A position is
+``boxes << CELL_BITS | player``.
 
-The distances come from reverse play: from every solved position the player walks and pulls instead of pushing, breadth first. The generator
-starts a room only at a position that reverse play has reached, and the oracle looks moves up in the same table.
+The distances come from reverse play: from every solved position the player walks and pulls instead
+of pushing, breadth first. The generator starts a room only at a position that reverse play has
+reached, and the oracle looks moves up in the same table.
 """
 
 import hashlib
@@ -21,11 +24,13 @@ from wire.faults import DataFault
 WALL, FLOOR, TARGET, PLACED, BOX, PLAYER, PLAYER_ON_TARGET = GLYPHS = "#_O√XPS"
 """Wall, floor, target, box on a target, box, player, player on a target."""
 SIZES, BOXES = range(5, 9), range(1, 4)
-"""The sizes and numbers of boxes for which the table of distances stays small: at most some 100,000 positions for three boxes in 8x8."""
+"""The sizes and numbers of boxes for which the table of distances stays small: at most some 100,000
+positions for three boxes in 8x8."""
 CELL_BITS = 6
 """The bits of a position that hold the player's cell, which is below 64."""
 TURNING, SIDEWAYS = 0.35, 0.6
-"""Of each step of the walk that opens a room: the chance that it turns, and the chance that it opens a cell beside its way as well."""
+"""Of each step of the walk that opens a room: the chance that it turns, and the chance that it
+opens a cell beside its way as well."""
 ROOMS_CACHED, TRIES = 64, 4096
 
 
@@ -60,21 +65,38 @@ def directions(size: int) -> tuple[int, int, int, int]:
 
 
 def parse(board: str) -> Position:
-    """Return the position of a board. Raises ValueError unless it is a walled square with one player and as many boxes as targets."""
+    """Return the position of a board. Raises ValueError unless it is a walled square with one
+    player and as many boxes as targets."""
     size = isqrt(len(board))
-    cells = {glyph: sum(1 << cell for cell, other in enumerate(board) if other == glyph) for glyph in GLYPHS}
-    border = sum(1 << cell for cell in range(size * size) if {cell // size, cell % size} & {0, size - 1})
+    cells = {
+        glyph: sum(1 << cell for cell, other in enumerate(board) if other == glyph)
+        for glyph in GLYPHS
+    }
+    border = sum(
+        1 << cell for cell in range(size * size) if {cell // size, cell % size} & {0, size - 1}
+    )
     targets = cells[TARGET] | cells[PLACED] | cells[PLAYER_ON_TARGET]
     boxes, players = cells[PLACED] | cells[BOX], cells[PLAYER] | cells[PLAYER_ON_TARGET]
-    if size * size != len(board) or size not in SIZES or set(board) - set(GLYPHS) or border & ~cells[WALL]:
+    if (
+        size * size != len(board)
+        or size not in SIZES
+        or set(board) - set(GLYPHS)
+        or border & ~cells[WALL]
+    ):
         raise ValueError(
             f"board {board!r}: expected a square of size {SIZES[0]} to {SIZES[-1]} of {GLYPHS!r} inside walls"
         )
-    if players.bit_count() != 1 or boxes.bit_count() != targets.bit_count() or boxes.bit_count() not in BOXES:
+    if (
+        players.bit_count() != 1
+        or boxes.bit_count() != targets.bit_count()
+        or boxes.bit_count() not in BOXES
+    ):
         raise ValueError(
             f"board {board!r}: expected one player, and as many boxes as targets, {BOXES[0]} to {BOXES[-1]}"
         )
-    return Position(size, ~cells[WALL] & (1 << size * size) - 1, targets, boxes, players.bit_length() - 1)
+    return Position(
+        size, ~cells[WALL] & (1 << size * size) - 1, targets, boxes, players.bit_length() - 1
+    )
 
 
 def written(position: Position) -> str:
@@ -93,7 +115,8 @@ def written(position: Position) -> str:
 
 
 def pushed(position: Position, direction: int) -> Position:
-    """Return the position after a move (0 up, 1 down, 2 left, 3 right). A move against a wall, or against a box that is stuck, changes nothing."""
+    """Return the position after a move (0 up, 1 down, 2 left, 3 right). A move against a wall, or
+    against a box that is stuck, changes nothing."""
     step = directions(position.size)[direction]
     ahead, beyond = position.player + step, position.player + 2 * step
     if not position.floor >> ahead & 1:
@@ -107,7 +130,8 @@ def pushed(position: Position, direction: int) -> Position:
 
 @lru_cache(maxsize=ROOMS_CACHED)
 def distances(size: int, floor: int, targets: int) -> dict[int, int]:
-    """Return the fewest steps to the solution by ``Position.key``, for every position of the room from which it can be solved."""
+    """Return the fewest steps to the solution by ``Position.key``, for every position of the room
+    from which it can be solved."""
     frontier = [targets << CELL_BITS | player for player in cells_of(floor & ~targets)]
     table, steps = dict.fromkeys(frontier, 0), directions(size)
     depth = 0
@@ -123,21 +147,28 @@ def distances(size: int, floor: int, targets: int) -> dict[int, int]:
                     continue
                 reached.append(boxes << CELL_BITS | behind)  # walk back
                 if boxes >> ahead & 1:
-                    reached.append((boxes ^ (1 << ahead | 1 << player)) << CELL_BITS | behind)  # and pull the box along
+                    # and pull the box along
+                    reached.append((boxes ^ (1 << ahead | 1 << player)) << CELL_BITS | behind)
         frontier = [key for key in dict.fromkeys(reached) if key not in table]
         table.update(dict.fromkeys(frontier, depth))
     return table
 
 
 def shortest(position: Position) -> int | None:
-    """Return the length of a shortest solution in steps, None if the position cannot be solved any more."""
+    """Return the length of a shortest solution in steps, None if the position cannot be solved any
+    more."""
     return distances(position.size, position.floor, position.targets).get(position.key)
 
 
 def optimal(position: Position) -> list[int]:
-    """Return the directions with which a shortest solution begins, in ascending order, none if the position cannot be solved."""
+    """Return the directions with which a shortest solution begins, in ascending order, none if the
+    position cannot be solved."""
     steps = shortest(position)
-    return [] if steps is None else [way for way in range(4) if shortest(pushed(position, way)) == steps - 1]
+    return (
+        []
+        if steps is None
+        else [way for way in range(4) if shortest(pushed(position, way)) == steps - 1]
+    )
 
 
 def cells_of(mask: int) -> list[int]:
@@ -146,8 +177,12 @@ def cells_of(mask: int) -> list[int]:
 
 
 def layout_digest(position: Position) -> bytes:
-    """Return a digest of the walls and targets, the same for all turned and mirrored forms of a room and for all positions in it."""
-    layout = [(position.floor >> cell & 1) + (position.targets >> cell & 1) for cell in range(position.size**2)]
+    """Return a digest of the walls and targets, the same for all turned and mirrored forms of a
+    room and for all positions in it."""
+    layout = [
+        (position.floor >> cell & 1) + (position.targets >> cell & 1)
+        for cell in range(position.size**2)
+    ]
     grid = np.array(layout, np.uint8).reshape(position.size, position.size)
     forms = (np.rot90(side, turns) for side in (grid, grid.T) for turns in range(4))
     return hashlib.sha256(min(form.tobytes() for form in forms)).digest()
@@ -155,7 +190,9 @@ def layout_digest(position: Position) -> bytes:
 
 def carved(size: int, rng: random.Random) -> int:
     """Return the cells that a random walk inside the outer walls opens."""
-    inside = sum(1 << row * size + column for row in range(1, size - 1) for column in range(1, size - 1))
+    inside = sum(
+        1 << row * size + column for row in range(1, size - 1) for column in range(1, size - 1)
+    )
     cell, step = rng.choice(cells_of(inside)), rng.choice(directions(size))
     floor = 1 << cell
     for _ in range(int(1.7 * 2 * size)):
@@ -170,11 +207,17 @@ def carved(size: int, rng: random.Random) -> int:
 
 
 def generate(
-    size: int, boxes: int, seed: int, longest: int, wanted: Callable[[Position], bool] = lambda room: True
+    size: int,
+    boxes: int,
+    seed: int,
+    longest: int,
+    wanted: Callable[[Position], bool] = lambda room: True,
 ) -> Position:
-    """Return the first room of ``seed`` that is ``wanted``. By construction it has a solution of ``longest`` steps or fewer.
+    """Return the first room of ``seed`` that is ``wanted``. By construction it has a solution of
+    ``longest`` steps or fewer.
 
-    The start is drawn uniformly from the positions in which no box is on a target. Raises DataFault if no room of ``TRIES`` has a start.
+    The start is drawn uniformly from the positions in which no box is on a target. Raises DataFault
+    if no room of ``TRIES`` has a start.
     """
     rng = random.Random(f"sokoban/{size}/{boxes}/{seed}")
     for _ in range(TRIES):
@@ -187,7 +230,11 @@ def generate(
         if not wanted(room):
             continue
         table = distances(size, floor, targets)
-        starts = [key for key, steps in table.items() if steps <= longest and not key >> CELL_BITS & targets]
+        starts = [
+            key
+            for key, steps in table.items()
+            if steps <= longest and not key >> CELL_BITS & targets
+        ]
         if starts:
             key = rng.choice(starts)
             return room._replace(boxes=key >> CELL_BITS, player=key & (1 << CELL_BITS) - 1)

@@ -1,8 +1,11 @@
-"""Sudoku, 9x9 or 4x4: one digit per turn. A wrong digit is not written and costs the turn (methods.md 3.3).
+"""Sudoku, 9x9 or 4x4: one digit per turn. A wrong digit is not written and costs the turn
+(methods.md 3.3).
 
-Puzzles are made like GEM's: in a random full grid, cells are emptied in random order as long as the solution stays unique, with one attempt
-per blank wanted. A puzzle gets all its blanks only if every attempt succeeds, so a try is one uniqueness check of the grid with all these
-cells empty. (If GEM refused a removal, the grid without that cell would have a second solution, and so would this emptier grid.)
+Puzzles are made like GEM's: in a random full grid, cells are emptied in random order as long as the
+solution stays unique, with one attempt per blank wanted. A puzzle gets all its blanks only if every
+attempt succeeds, so a try is one uniqueness check of the grid with all these cells empty. (If GEM
+refused a removal, the grid without that cell would have a second solution, and so would this
+emptier grid.)
 """
 
 import random
@@ -21,7 +24,8 @@ from wire.numbers import Count, Natural
 
 BLANK = "."
 MOST_BLANKS = {4: 12, 9: 64}
-"""The most blanks by size: a puzzle with fewer than 4 (4x4) or 17 (9x9) clues has more than one solution."""
+"""The most blanks by size: a puzzle with fewer than 4 (4x4) or 17 (9x9) clues has more than one
+solution."""
 TRIES, STRIDE = 256, 1_000_003
 """Try n of a task uses the seed ``seed + n * STRIDE`` (methods.md 3.3)."""
 
@@ -31,7 +35,8 @@ _MOVE = re.compile(r"\s*([0-9]{1,3})[\s,]+([0-9]{1,3})[\s,]+([0-9]{1,3})\s*")
 class State(msgspec.Struct, frozen=True):
     """A puzzle under way. Boards are ``size * size`` characters row by row, "." for a blank.
 
-    turn: turns used. past: the last moves, each with "right" or "wrong". over: no move can be played any more.
+    turn: turns used. past: the last moves, each with "right" or "wrong". over: no move can be
+    played any more.
     """
 
     size: int
@@ -44,9 +49,11 @@ class State(msgspec.Struct, frozen=True):
 
 
 class Sudoku(Game):
-    """The Sudoku rules. size: 9 or 4. blanks: cells to fill. max_turns: turns until the episode ends with outcome 0.
+    """The Sudoku rules. size: 9 or 4. blanks: cells to fill. max_turns: turns until the episode
+    ends with outcome 0.
 
-    terminate_on_wrong: if True, a wrong digit ends the episode as a loss; otherwise the digit is refused and the episode goes on.
+    terminate_on_wrong: if True, a wrong digit ends the episode as a loss; otherwise the digit is
+    refused and the episode goes on.
     """
 
     name = "sudoku"
@@ -67,7 +74,9 @@ class Sudoku(Game):
         if size not in MOST_BLANKS:
             raise ValueError(f"size = {size}: expected 9 or 4")
         if not 1 <= blanks <= MOST_BLANKS[size]:
-            raise ValueError(f"blanks = {blanks}: expected 1 to {MOST_BLANKS[size]} for size {size}")
+            raise ValueError(
+                f"blanks = {blanks}: expected 1 to {MOST_BLANKS[size]} for size {size}"
+            )
         self.size, self.blanks = size, blanks
         self.terminate_on_wrong, self.max_turns = terminate_on_wrong, max_turns
 
@@ -77,7 +86,8 @@ class Sudoku(Game):
         return State(self.size, puzzle, solution, puzzle)
 
     def view(self, state: State) -> dict[str, str]:
-        """{board}: a labelled grid. {row}: its characters alone. {blanks}: the number of empty cells. {empty}: their places. {size}, {box}."""
+        """{board}: a labelled grid. {row}: its characters alone. {blanks}: the number of empty
+        cells. {empty}: their places. {size}, {box}."""
         empty = [divmod(cell, state.size) for cell in empty_cells(state.board)]
         return {
             "board": labelled(state.board),
@@ -89,7 +99,8 @@ class Sudoku(Game):
         }
 
     def move(self, text: str) -> tuple[int, int, int] | None:
-        """Read "ROW COL DIGIT", counted from 1 and separated by spaces or commas, as (row, column, digit) with row and column from 0."""
+        """Read "ROW COL DIGIT", counted from 1 and separated by spaces or commas, as (row, column,
+        digit) with row and column from 0."""
         match = _MOVE.fullmatch(text)
         return None if match is None else (int(match[1]) - 1, int(match[2]) - 1, int(match[3]))
 
@@ -101,7 +112,9 @@ class Sudoku(Game):
 
     def moves(self, state: State) -> list[tuple[int, ...]]:
         """Return every digit in every blank cell, row by row."""
-        cells = [] if state.over else [divmod(cell, state.size) for cell in empty_cells(state.board)]
+        cells = (
+            [] if state.over else [divmod(cell, state.size) for cell in empty_cells(state.board)]
+        )
         return [(row, column, digit) for row, column in cells for digit in range(1, state.size + 1)]
 
     def notation(self, move: tuple[int, ...]) -> str:
@@ -110,7 +123,8 @@ class Sudoku(Game):
         return f"{row + 1} {column + 1} {digit}"
 
     async def apply(self, state: State, move: tuple[int, ...], tools: Tools) -> Transition:
-        """Write a right digit or refuse a wrong one. The outcome is 1 when solved, -1 when lost, 0 when out of turns (methods.md 3.6)."""
+        """Write a right digit or refuse a wrong one. The outcome is 1 when solved, -1 when lost, 0
+        when out of turns (methods.md 3.6)."""
         row, column, digit = move
         cell = row * state.size + column
         right = state.solution[cell] == str(digit)
@@ -126,22 +140,28 @@ class Sudoku(Game):
             state,
             board=board,
             turn=state.turn + 1,
-            past=self.remember(state.past, f"{self.notation(move)} {'right' if right else 'wrong'}"),
+            past=self.remember(
+                state.past, f"{self.notation(move)} {'right' if right else 'wrong'}"
+            ),
             over=outcome is not None,
         )
         return Transition(after, "", after.over, outcome, self.lost(after) if after.over else {})
 
     def lost(self, state: State) -> dict[str, float]:
-        """Return success (1 when all blanks are filled) and completion (the share of the puzzle's blanks that are filled)."""
+        """Return success (1 when all blanks are filled) and completion (the share of the puzzle's
+        blanks that are filled)."""
         blanks, left = state.puzzle.count(BLANK), state.board.count(BLANK)
         return {"success": float(left == 0), "completion": (blanks - left) / blanks}
 
-    def judged(self, task: Task, state: State, action: Action, step: int, budget: int) -> JudgedTurn:
+    def judged(
+        self, task: Task, state: State, action: Action, step: int, budget: int
+    ) -> JudgedTurn:
         """Like every game, but with this game's own budget of turns."""
         return super().judged(task, state, action, step, self.max_turns)
 
 
-# ---------------------------------------------------------------------------------------------- boards
+# ----------------------------------------------------------------------------------------------
+# boards
 
 
 def cell_of(size: int, row: int, column: int, digit: int) -> int | None:
@@ -161,7 +181,9 @@ def labelled(board: str) -> str:
     box = isqrt(size)
 
     def line(label: str, cells: Sequence[str]) -> str:
-        parts = [" ".join(cell.rjust(2) for cell in cells[at : at + box]) for at in range(0, size, box)]
+        parts = [
+            " ".join(cell.rjust(2) for cell in cells[at : at + box]) for at in range(0, size, box)
+        ]
         return f"{label} {' | '.join(parts)}"
 
     lines = [line("  ", [f"C{column + 1}" for column in range(size)])]
@@ -185,7 +207,8 @@ def _places(size: int) -> tuple[tuple[int, int, int, int], ...]:
 
 
 def _free(board: str) -> Masks:
-    """Return for each row, column and box a bit mask of the digits that it does not hold (bit d - 1 for digit d)."""
+    """Return for each row, column and box a bit mask of the digits that it does not hold (bit d - 1
+    for digit d)."""
     size = isqrt(len(board))
     every = (1 << size) - 1
     rows, columns, boxes = [every] * size, [every] * size, [every] * size
@@ -202,11 +225,16 @@ def candidates(board: str) -> dict[int, int]:
     """Return for each blank cell how many digits its row, column and box leave."""
     rows, columns, boxes = _free(board)
     places = _places(isqrt(len(board)))
-    return {cell: (rows[r] & columns[c] & boxes[b]).bit_count() for cell, r, c, b in places if board[cell] == BLANK}
+    return {
+        cell: (rows[r] & columns[c] & boxes[b]).bit_count()
+        for cell, r, c, b in places
+        if board[cell] == BLANK
+    }
 
 
 def solutions(board: str, limit: int) -> list[str]:
-    """Return at most ``limit`` solutions, none if digits clash. Searches depth first, always in the cell with the fewest candidates."""
+    """Return at most ``limit`` solutions, none if digits clash. Searches depth first, always in the
+    cell with the fewest candidates."""
     size, cells, solved = isqrt(len(board)), list(board), list[str]()
     rows, columns, boxes = masks = _free(board)
     filled = size * size - board.count(BLANK)
@@ -274,7 +302,8 @@ def full_grid(size: int, rng: random.Random) -> str:
 
 
 def generate(size: int, blanks: int, seed: int) -> tuple[str, str]:
-    """Return a puzzle with exactly ``blanks`` blanks and one solution, and the solution. Raises DataFault after ``TRIES`` tries."""
+    """Return a puzzle with exactly ``blanks`` blanks and one solution, and the solution. Raises
+    DataFault after ``TRIES`` tries."""
     for attempt in range(TRIES):
         rng = random.Random(seed + attempt * STRIDE)
         solution = full_grid(size, rng)

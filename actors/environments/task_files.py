@@ -1,7 +1,8 @@
-"""Read tasks in the Search-R1 / FlashRAG format (methods.md 1.8), JSONL or Parquet, from one or several paths or hub names.
+"""Read tasks in the Search-R1 / FlashRAG format (methods.md 1.8), JSONL or Parquet, from one or
+several paths or hub names.
 
-A row without a question or a gold answer is rejected with its place and the reason, and so is a line that is not JSON. No row is dropped
-silently.
+A row without a question or a gold answer is rejected with its place and the reason, and so is a
+line that is not JSON. No row is dropped silently.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,11 +15,14 @@ from actors.environments import hub
 from actors.environments.base import Rejected, Task
 from wire import jsonl
 
-EXPECTED = "a .jsonl or .parquet path, or a hub dataset owner/name[:split] or owner/name/folder[:split]"
+EXPECTED = (
+    "a .jsonl or .parquet path, or a hub dataset owner/name[:split] or owner/name/folder[:split]"
+)
 
 
 def listed(setting: str | Sequence[str]) -> list[str]:
-    """Return the sources of a setting that takes one or several. Raises ValueError when there is none or one is named twice."""
+    """Return the sources of a setting that takes one or several. Raises ValueError when there is
+    none or one is named twice."""
     sources = [setting] if isinstance(setting, str) else list(setting)
     if not sources:
         raise ValueError(f"[] names no source: expected {EXPECTED}, or several")
@@ -30,17 +34,25 @@ def listed(setting: str | Sequence[str]) -> list[str]:
 def check_form(source: str) -> None:
     """Raises ValueError for a text that cannot be a source. No file is read and no hub is asked."""
     path = Path(source)
-    if path.suffix not in (".jsonl", ".parquet") and not path.is_file() and hub.named(source) is None:
+    if (
+        path.suffix not in (".jsonl", ".parquet")
+        and not path.is_file()
+        and hub.named(source) is None
+    ):
         raise ValueError(f"{source!r}: expected {EXPECTED}")
 
 
-def load_tasks(setting: str | Sequence[str], verbatim: bool = False) -> tuple[list[Task], list[Rejected]]:
+def load_tasks(
+    setting: str | Sequence[str], verbatim: bool = False
+) -> tuple[list[Task], list[Rejected]]:
     """Return the tasks of one source or of several sources in turn, and the rejected rows.
 
-    A source is a .jsonl or .parquet file, a hub dataset ``owner/name[:split]``, or a folder of such a dataset, ``owner/name/folder[:split]``;
-    the default split is train. verbatim: questions are taken as they stand, and a row may lack a gold answer, or have an id instead of a question
-    (``Environment.verbatim``). Tasks of several sources get ids ``source#id``, because each source may count from 0.
-    Raises FileNotFoundError or ValueError (with the remedy) when a source cannot be read at all or has no usable task.
+    A source is a .jsonl or .parquet file, a hub dataset ``owner/name[:split]``, or a folder of such
+    a dataset, ``owner/name/folder[:split]``; the default split is train. verbatim: questions are
+    taken as they stand, and a row may lack a gold answer, or have an id instead of a question
+    (``Environment.verbatim``). Tasks of several sources get ids ``source#id``, because each source
+    may count from 0. Raises FileNotFoundError or ValueError (with the remedy) when a source cannot
+    be read at all or has no usable task.
     """
     sources = listed(setting)
     tasks: list[Task] = []
@@ -48,13 +60,18 @@ def load_tasks(setting: str | Sequence[str], verbatim: bool = False) -> tuple[li
     for source in sources:
         some, unusable = _load(source, verbatim)
         alone = len(sources) == 1
-        tasks += some if alone else [msgspec.structs.replace(task, id=f"{source}#{task.id}") for task in some]
+        tasks += (
+            some
+            if alone
+            else [msgspec.structs.replace(task, id=f"{source}#{task.id}") for task in some]
+        )
         rejected += unusable
     return tasks, rejected
 
 
 def unusable(of: str, rejected: Sequence[Rejected], usable: int) -> list[str]:
-    """Return a sentence on the rejected rows of a set named ``of``, with their number and the first one, or none if there are none."""
+    """Return a sentence on the rejected rows of a set named ``of``, with their number and the first
+    one, or none if there are none."""
     if not rejected:
         return []
     first = rejected[0]
@@ -65,7 +82,9 @@ def unusable(of: str, rejected: Sequence[Rejected], usable: int) -> list[str]:
 
 def too_few(of: str, tasks: int, asked: int) -> list[str]:
     """Return a sentence if a set has fewer than the ``asked`` tasks, else none."""
-    return [f"{of}: {asked} questions are asked for and {tasks} are there, so all of them are used"] * (tasks < asked)
+    return [
+        f"{of}: {asked} questions are asked for and {tasks} are there, so all of them are used"
+    ] * (tasks < asked)
 
 
 def _load(source: str, verbatim: bool) -> tuple[list[Task], list[Rejected]]:
@@ -120,7 +139,11 @@ def _json_row(line: bytes) -> dict[str, Any] | Rejected:
         return Rejected("", jsonl.fault(error))
     except jsonl.MALFORMED as error:
         return Rejected("", f"not JSON: {jsonl.fault(error)}")
-    return row if isinstance(row, dict) else Rejected("", f"a {type(row).__name__}, expected an object")
+    return (
+        row
+        if isinstance(row, dict)
+        else Rejected("", f"a {type(row).__name__}, expected an object")
+    )
 
 
 def _task(row: dict[str, Any], where: str, verbatim: bool) -> Task | Rejected:
@@ -128,7 +151,9 @@ def _task(row: dict[str, Any], where: str, verbatim: bool) -> Task | Rejected:
     if verbatim and question in (None, "") and row.get("id") not in (None, ""):
         question = ""
     elif not isinstance(question, str) or not question.strip():
-        return Rejected(where, "no question: expected a field question, or prompt=[{role, content}]")
+        return Rejected(
+            where, "no question: expected a field question, or prompt=[{role, content}]"
+        )
     golds = row.get("golden_answers")
     if golds is None:
         golds = _inside(_inside(row, "reward_model"), "ground_truth").get("target")
@@ -136,7 +161,9 @@ def _task(row: dict[str, Any], where: str, verbatim: bool) -> Task | Rejected:
     if verbatim and not golds:
         golds = []
     elif not isinstance(golds, list) or not [g for g in golds if isinstance(g, str) and g.strip()]:
-        return Rejected(where, "no gold answer: expected golden_answers or reward_model.ground_truth.target")
+        return Rejected(
+            where, "no gold answer: expected golden_answers or reward_model.ground_truth.target"
+        )
     if not verbatim:
         question = question.strip()
         question += "" if question[-1] in "?.!" else "?"
@@ -167,7 +194,8 @@ def _inside(row: dict[str, Any], key: str) -> dict[str, Any]:
 
 
 def _prompt_question(prompt: Any) -> str | None:
-    """Return the question in a Search-R1 row, which has only the rendered prompt: the text after its last "Question:"."""
+    """Return the question in a Search-R1 row, which has only the rendered prompt: the text after
+    its last "Question:"."""
     if not isinstance(prompt, list) or not prompt or not isinstance(prompt[-1], dict):
         return None
     content = prompt[-1].get("content", "")

@@ -1,7 +1,8 @@
 """Tic-Tac-Toe against an opponent (methods.md 3.2).
 
-An action is ``<action>N</action>``, where N is a cell number from 1 to 9, row by row from the top left (the v2 format, methods.md 3.1). Inside
-the program a move is ``(cell,)``, and cells count from 0. A board is a string of nine characters of "XO."; X moves first.
+An action is ``<action>N</action>``, where N is a cell number from 1 to 9, row by row from the top
+left (the v2 format, methods.md 3.1). Inside the program a move is ``(cell,)``, and cells count from
+0. A board is a string of nine characters of "XO."; X moves first.
 """
 
 import random
@@ -23,11 +24,13 @@ LINES = ((0, 1, 2), (3, 4, 5), (6, 7, 8), (0, 3, 6), (1, 4, 7), (2, 5, 8), (0, 4
 RANDOM = "random"
 """The opponent that the environment itself plays. Every other name is a service."""
 MOST_OPENING = 3
-"""The most plies of an opening. After a fourth ply the opponent could win before the policy has acted."""
+"""The most plies of an opening. After a fourth ply the opponent could win before the policy has
+acted."""
 
 _CELL = re.compile(r"\s*([1-9])\s*")
 
-# ------------------------------------------------------------------------------------------ the rules
+# ------------------------------------------------------------------------------------------ the
+# rules
 
 
 def to_move(board: str) -> str:
@@ -37,7 +40,9 @@ def to_move(board: str) -> str:
 
 def winner(board: str) -> str:
     """Return the mark that has a line, "" when neither has."""
-    return next((board[a] for a, b, c in LINES if board[a] != "." and board[a] == board[b] == board[c]), "")
+    return next(
+        (board[a] for a, b, c in LINES if board[a] != "." and board[a] == board[b] == board[c]), ""
+    )
 
 
 def legal_cells(board: str) -> tuple[int, ...]:
@@ -58,7 +63,8 @@ def returns(board: str, mark: str) -> float:
 
 @cache  # 5,478 boards
 def value(board: str) -> int:
-    """Return the exact minimax value for the side to move: 1 for a win, 0 for a draw, -1 for a loss."""
+    """Return the exact minimax value for the side to move: 1 for a win, 0 for a draw, -1 for a
+    loss."""
     if winner(board):
         return -1  # the other side won with the last move
     return max((-value(play(board, cell)) for cell in legal_cells(board)), default=0)
@@ -70,11 +76,13 @@ def optimal(board: str) -> tuple[int, ...]:
     return tuple(cell for cell in legal_cells(board) if -value(play(board, cell)) == value(board))
 
 
-# ------------------------------------------------------------------------------------------ the environment
+# ------------------------------------------------------------------------------------------ the
+# environment
 
 
 class State(msgspec.Struct, frozen=True):
-    """A position of an episode. me: the policy's mark. opponent: the other player's name. past: the last moves of the policy, as written."""
+    """A position of an episode. me: the policy's mark. opponent: the other player's name. past: the
+    last moves of the policy, as written."""
 
     board: str
     me: str
@@ -85,9 +93,10 @@ class State(msgspec.Struct, frozen=True):
 class TicTacToe(Game):
     """The game for one policy. prompt, history, boxed, stop_at_action: see ``Game``.
 
-    opponents: by name, the weight with which an episode draws its opponent: "random", or the name of a served player. The default is half
-    "tictactoe_mcts", half "random" (methods.md 3.2). second: the share of the episodes that the opponent begins. opening: the number of random
-    plies (0 to 3) before the first player acts; after an odd number this player has O.
+    opponents: by name, the weight with which an episode draws its opponent: "random", or the name
+    of a served player. The default is half "tictactoe_mcts", half "random" (methods.md 3.2).
+    second: the share of the episodes that the opponent begins. opening: the number of random plies
+    (0 to 3) before the first player acts; after an odd number this player has O.
     """
 
     name = "tictactoe"
@@ -106,8 +115,14 @@ class TicTacToe(Game):
         super().__init__(prompt, history, boxed, stop_at_action)
         weights = {"tictactoe_mcts": 0.5, RANDOM: 0.5} if opponents is None else opponents
         total = sum(weights.values())
-        if "" in weights or not all(w >= 0 for w in weights.values()) or not (isfinite(total) and total > 0):
-            raise ValueError(f"opponents = {weights}: expected player names with weights >= 0, one of them above 0")
+        if (
+            "" in weights
+            or not all(w >= 0 for w in weights.values())
+            or not (isfinite(total) and total > 0)
+        ):
+            raise ValueError(
+                f"opponents = {weights}: expected player names with weights >= 0, one of them above 0"
+            )
         self.opponents = {name: weights[name] for name in sorted(weights)}
         self.second, self.opening = second, opening
 
@@ -128,7 +143,8 @@ class TicTacToe(Game):
         return msgspec.structs.replace(state, board=await _reply(state, tools))
 
     def view(self, state: State) -> dict[str, str]:
-        """{board}: 3 lines. {row}: the board in one line. {legal}: the numbers of the free cells. {me}, {opponent_mark}: X or O."""
+        """{board}: 3 lines. {row}: the board in one line. {legal}: the numbers of the free cells.
+        {me}, {opponent_mark}: X or O."""
         return {
             "board": "\n".join(state.board[i : i + 3] for i in (0, 3, 6)),
             "row": state.board,
@@ -155,7 +171,8 @@ class TicTacToe(Game):
         return str(move[0] + 1)
 
     async def apply(self, state: State, move: tuple[int, ...], tools: Tools) -> Transition:
-        """Play the policy's move and, if the game goes on, the opponent's. Raises InfrastructureFault when the opponent's is not legal."""
+        """Play the policy's move and, if the game goes on, the opponent's. Raises
+        InfrastructureFault when the opponent's is not legal."""
         past = self.remember(state.past, self.notation(move))
         after = msgspec.structs.replace(state, board=play(state.board, move[0]), past=past)
         if legal_cells(after.board):
@@ -163,19 +180,28 @@ class TicTacToe(Game):
         if legal_cells(after.board):
             return Transition(after, "", False)
         outcome = returns(after.board, state.me)
-        return Transition(after, "", True, outcome, {"success": float(outcome > 0), "draw": float(outcome == 0)})
+        return Transition(
+            after, "", True, outcome, {"success": float(outcome > 0), "draw": float(outcome == 0)}
+        )
 
     def lost(self, state: State) -> dict[str, float]:
         """Return the measures of a loss: neither won nor drawn."""
         return {"success": 0.0, "draw": 0.0}
 
     def measures(self, task: Task, turns: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
-        """Return the measures of ``Game``, draw, optimal (per turn, if the oracle gives it), and the return by side and by opponent."""
+        """Return the measures of ``Game``, draw, optimal (per turn, if the oracle gives it), and
+        the return by side and by opponent."""
         results, start = super().measures(task, turns), self.initial(task)
         results |= {"draw": [turns[-1]["draw"]]} if "draw" in turns[-1] else {}
-        results |= {"optimal": best} if (best := [turn["optimal"] for turn in turns if "optimal" in turn]) else {}
+        results |= (
+            {"optimal": best}
+            if (best := [turn["optimal"] for turn in turns if "optimal" in turn])
+            else {}
+        )
         results |= {"return_first" if start.me == "X" else "return_second": results["return"]}
-        return results | ({f"return_vs_{start.opponent}": results["return"]} if len(self.opponents) > 1 else {})
+        return results | (
+            {f"return_vs_{start.opponent}": results["return"]} if len(self.opponents) > 1 else {}
+        )
 
 
 def _other(mark: str) -> str:

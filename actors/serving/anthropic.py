@@ -26,7 +26,12 @@ _UNTHREADED = "thread_unsupported_request"
 """The reason after which Anthropic's clients send the whole conversation instead of the id of a
 message."""
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
-_ERRORS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large"}
+_ERRORS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+}
 
 
 def chat_body(body: dict[str, Any], counted: bool = False) -> dict[str, Any]:
@@ -43,7 +48,10 @@ def chat_body(body: dict[str, Any], counted: bool = False) -> dict[str, Any]:
     if body.get("mcp_servers"):
         raise Refused("`mcp_servers`: tools of the provider are not there: expected none")
     if body.get("thread"):
-        raise Refused("`thread`: no conversation is held here: send the whole one without it", code=_UNTHREADED)
+        raise Refused(
+            "`thread`: no conversation is held here: send the whole one without it",
+            code=_UNTHREADED,
+        )
     fields = {
         "messages": [*_system(body.get("system")), *messages],
         "tools": [_tool(tool) for tool in _list(body, "tools")],
@@ -67,7 +75,9 @@ def _system(system: Any) -> list[dict[str, Any]]:
     try:
         text = "".join(_BILLING.sub("", text_of([block])) for block in blocks)
     except (TypeError, ValueError):
-        raise Refused(f"`system`: {str(system)[:80]}: expected a text or a list of text blocks") from None
+        raise Refused(
+            f"`system`: {str(system)[:80]}: expected a text or a list of text blocks"
+        ) from None
     return [{"role": "system", "content": text}] if text else []
 
 
@@ -76,11 +86,15 @@ def _messages(message: Any) -> list[dict[str, Any]]:
     own there."""
     role = message.get("role") if isinstance(message, dict) else None
     if role not in ("system", "user", "assistant"):
-        raise Refused(f"`messages`: {str(message)[:80]}: expected an object with the role user or assistant")
+        raise Refused(
+            f"`messages`: {str(message)[:80]}: expected an object with the role user or assistant"
+        )
     content = message.get("content")
     blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
     if not isinstance(blocks, list) or not all(isinstance(block, dict) for block in blocks):
-        raise Refused(f"`messages`: `content`: {str(content)[:80]}: expected a text or a list of blocks")
+        raise Refused(
+            f"`messages`: `content`: {str(content)[:80]}: expected a text or a list of blocks"
+        )
     results, texts, calls = list[dict[str, Any]](), list[dict[str, Any]](), list[dict[str, Any]]()
     for block in blocks:
         kind = block.get("type")
@@ -90,7 +104,13 @@ def _messages(message: Any) -> list[dict[str, Any]]:
             calls.append(_call(block))
         elif kind == "tool_result" and role == "user":
             results += [{"role": role, "content": texts}] if texts else []
-            results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": _result(block)})
+            results.append(
+                {
+                    "role": "tool",
+                    "tool_call_id": block.get("tool_use_id"),
+                    "content": _result(block),
+                }
+            )
             texts = []
         elif kind not in ("thinking", "redacted_thinking"):
             raise Refused(
@@ -104,9 +124,15 @@ def _messages(message: Any) -> list[dict[str, Any]]:
 def _call(block: dict[str, Any]) -> dict[str, Any]:
     name, arguments = block.get("name"), block.get("input")
     if not isinstance(name, str) or not isinstance(arguments, dict):
-        raise Refused(f"`messages`: {str(block)[:80]}: expected a tool_use with a `name` and an object as `input`")
+        raise Refused(
+            f"`messages`: {str(block)[:80]}: expected a tool_use with a `name` and an object as `input`"
+        )
     written = json.dumps(arguments, ensure_ascii=False)
-    return {"id": block.get("id"), "type": "function", "function": {"name": name, "arguments": written}}
+    return {
+        "id": block.get("id"),
+        "type": "function",
+        "function": {"name": name, "arguments": written},
+    }
 
 
 def _result(block: dict[str, Any]) -> str:
@@ -122,8 +148,14 @@ def _result(block: dict[str, Any]) -> str:
 def _tool(tool: Any) -> dict[str, Any]:
     kind = tool.get("type") if isinstance(tool, dict) else ""
     if kind not in (None, "custom") or not isinstance(tool.get("input_schema"), dict):
-        raise Refused(f"`tools`: {str(tool)[:80]}: expected an `input_schema`; tools of the provider are not there")
-    function = {"name": tool.get("name"), "description": tool.get("description"), "parameters": tool["input_schema"]}
+        raise Refused(
+            f"`tools`: {str(tool)[:80]}: expected an `input_schema`; tools of the provider are not there"
+        )
+    function = {
+        "name": tool.get("name"),
+        "description": tool.get("description"),
+        "parameters": tool["input_schema"],
+    }
     return {"type": "function", "function": function}
 
 
@@ -132,17 +164,23 @@ def _choice(choice: Any) -> Any:
     if kind == "tool":
         return {"type": "function", "function": {"name": choice.get("name")}}
     if choice is not None and kind not in _CHOICES:
-        raise Refused(f"`tool_choice`: {str(choice)[:80]}: expected the type auto, any, none, or tool with a `name`")
+        raise Refused(
+            f"`tool_choice`: {str(choice)[:80]}: expected the type auto, any, none, or tool with a `name`"
+        )
     return _CHOICES.get(kind or "auto")
 
 
 def _format(body: dict[str, Any]) -> dict[str, Any] | None:
     config = body.get("output_config")
-    wanted = body.get("output_format") or (config.get("format") if isinstance(config, dict) else None)
+    wanted = body.get("output_format") or (
+        config.get("format") if isinstance(config, dict) else None
+    )
     if not wanted:
         return None
     if not isinstance(wanted, dict) or wanted.get("type") != "json_schema":
-        raise Refused(f"`output_config`: `format`: {str(wanted)[:80]}: expected the type json_schema with a `schema`")
+        raise Refused(
+            f"`output_config`: `format`: {str(wanted)[:80]}: expected the type json_schema with a `schema`"
+        )
     return {"type": "json_schema", "json_schema": {"schema": wanted.get("schema")}}
 
 
@@ -160,11 +198,22 @@ class MessagesForm(Form):
 
     def events(self, reply: Reply, usage: bool) -> list[bytes]:
         start = self._message([], {**_usage(reply), "output_tokens": 0})
-        events: list[dict[str, Any]] = [{"type": "message_start", "message": start}, {"type": "ping"}]
+        events: list[dict[str, Any]] = [
+            {"type": "message_start", "message": start},
+            {"type": "ping"},
+        ]
         for index, block in enumerate(self._content(reply)):
             deltas, emptied = _deltas(block)
-            events.append({"type": "content_block_start", "index": index, "content_block": {**block, **emptied}})
-            events += [{"type": "content_block_delta", "index": index, "delta": delta} for delta in deltas]
+            events.append(
+                {
+                    "type": "content_block_start",
+                    "index": index,
+                    "content_block": {**block, **emptied},
+                }
+            )
+            events += [
+                {"type": "content_block_delta", "index": index, "delta": delta} for delta in deltas
+            ]
             events.append({"type": "content_block_stop", "index": index})
         events.append({"type": "message_delta", "delta": self._end(reply), "usage": _usage(reply)})
         events.append({"type": "message_stop"})
@@ -177,7 +226,13 @@ class MessagesForm(Form):
         return f"toolu_{self.id.rpartition('-')[2]}_{place}"
 
     def _message(self, content: list[dict[str, Any]], usage: dict[str, int]) -> dict[str, Any]:
-        head = {"id": self.id, "type": "message", "role": "assistant", "model": self.model, "content": content}
+        head = {
+            "id": self.id,
+            "type": "message",
+            "role": "assistant",
+            "model": self.model,
+            "content": content,
+        }
         return head | {"stop_reason": None, "stop_sequence": None, "usage": usage}
 
     def _content(self, reply: Reply) -> list[dict[str, Any]]:
@@ -187,8 +242,16 @@ class MessagesForm(Form):
         if reply.text or not reply.calls:
             blocks.append({"type": "text", "text": reply.text})
         for place, call in enumerate(reply.calls):
-            arguments = json.loads(call.arguments, parse_constant=lambda _: None)  # NaN and Infinity are no JSON
-            blocks.append({"type": "tool_use", "id": self.call_id(place), "name": call.name, "input": arguments})
+            # NaN and Infinity are no JSON
+            arguments = json.loads(call.arguments, parse_constant=lambda _: None)
+            blocks.append(
+                {
+                    "type": "tool_use",
+                    "id": self.call_id(place),
+                    "name": call.name,
+                    "input": arguments,
+                }
+            )
         return blocks
 
     def _end(self, reply: Reply) -> dict[str, Any]:
@@ -202,10 +265,15 @@ class MessagesForm(Form):
 def _deltas(block: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Return the deltas of a block, and the fields in which it begins empty."""
     if block["type"] == "tool_use":
-        return [{"type": "input_json_delta", "partial_json": json.dumps(block["input"])}], {"input": {}}
+        return [{"type": "input_json_delta", "partial_json": json.dumps(block["input"])}], {
+            "input": {}
+        }
     if block["type"] == "text":
         return [{"type": "text_delta", "text": block["text"]}], {"text": ""}
-    deltas = [{"type": "thinking_delta", "thinking": block["thinking"]}, {"type": "signature_delta", "signature": ""}]
+    deltas = [
+        {"type": "thinking_delta", "thinking": block["thinking"]},
+        {"type": "signature_delta", "signature": ""},
+    ]
     return deltas, {"thinking": ""}
 
 
@@ -225,7 +293,9 @@ def refusal(path: str, refused: Refused) -> dict[str, Any]:
 
 
 def _error(refused: Refused) -> dict[str, Any]:
-    kind = _ERRORS.get(refused.status, "invalid_request_error" if refused.status < 500 else "api_error")
+    kind = _ERRORS.get(
+        refused.status, "invalid_request_error" if refused.status < 500 else "api_error"
+    )
     details = {"error_code": _UNTHREADED, "unsupported": ["thread"]}
     more = {"details": details} if refused.code == _UNTHREADED else {}
     return {"type": "error", "error": {"type": kind, "message": str(refused), **more}}

@@ -1,7 +1,8 @@
-"""What agents and their libraries ask, read from the bodies of /v1/chat/completions and /v1/responses. Fields that do not change what is asked are ignored.
+"""What agents and their libraries ask, read from the bodies of /v1/chat/completions and
+/v1/responses. Fields that do not change what is asked are ignored.
 
-Clients write one conversation in many ways: part lists, null, other names of roles, tools flat or nested. All become the messages and tools of chat
-completions, in which chat templates read them.
+Clients write one conversation in many ways: part lists, null, other names of roles, tools flat or
+nested. All become the messages and tools of chat completions, in which chat templates read them.
 """
 
 import json
@@ -22,10 +23,12 @@ LONGEST = 2**31 - 1
 
 
 class Asked(msgspec.Struct, frozen=True):
-    """One request: the conversation so far, the tools that are offered, and whether one must be called (a name: that one).
+    """One request: the conversation so far, the tools that are offered, and whether one must be
+    called (a name: that one).
 
-    allowed: the names of the tools that may be called, all if empty. most: tokens of the reply, 0 if the client does not say. id: names
-    the request in its session; its response id ends with it. stop: strings that end the reply, which ends before them.
+    allowed: the names of the tools that may be called, all if empty. most: tokens of the reply, 0
+    if the client does not say. id: names the request in its session; its response id ends with it.
+    stop: strings that end the reply, which ends before them.
     """
 
     messages: list[Message]
@@ -42,7 +45,11 @@ class Asked(msgspec.Struct, frozen=True):
         names = [tool["function"]["name"] for tool in self.tools]
         if self.choice in names:
             return [self.choice]
-        return [] if self.choice == "none" else [name for name in names if name in (self.allowed or names)]
+        return (
+            []
+            if self.choice == "none"
+            else [name for name in names if name in (self.allowed or names)]
+        )
 
     @property
     def must_call(self) -> bool:
@@ -51,24 +58,35 @@ class Asked(msgspec.Struct, frozen=True):
 
 
 def chat_of(body: dict[str, Any], shown: Sequence[str] = ()) -> Asked:
-    """Read the body of /v1/chat/completions. shown: further fields of a message, texts, that reach the template. Raises Refused, which names the field."""
+    """Read the body of /v1/chat/completions. shown: further fields of a message, texts, that reach
+    the template. Raises Refused, which names the field."""
     messages = _messages(body.get("messages"))
     if shown:
-        further = [{key: m[key] for key in shown if isinstance(m.get(key), str)} for m in body["messages"]]
+        further = [
+            {key: m[key] for key in shown if isinstance(m.get(key), str)} for m in body["messages"]
+        ]
         messages = [message | more for message, more in zip(messages, further, strict=True)]
     return _asked(body, messages)
 
 
-def responses_of(body: dict[str, Any], remembered: Remembered) -> tuple[Asked, Callable[[dict[str, Any]], None]]:
-    """Read the body of /v1/responses. remembered: what its ids refer to. Also returns what must be called with the body of the answer, so that later
-    requests can refer to it. Raises Refused, which names the field."""
+def responses_of(
+    body: dict[str, Any], remembered: Remembered
+) -> tuple[Asked, Callable[[dict[str, Any]], None]]:
+    """Read the body of /v1/responses. remembered: what its ids refer to. Also returns what must be
+    called with the body of the answer, so that later requests can refer to it. Raises Refused,
+    which names the field."""
     for name in ("conversation", "prompt"):
         if body.get(name):
-            raise Refused(f"`{name}`: {shown(body[name])}: nothing of this name is stored here: send the whole input")
+            raise Refused(
+                f"`{name}`: {shown(body[name])}: nothing of this name is stored here: send the whole input"
+            )
     said = body.get("instructions")
-    instructions = [_message({"role": "system", "content": said})] if said else []  # not carried over to later requests
+    # not carried over to later requests
+    instructions = [_message({"role": "system", "content": said})] if said else []
     messages = _input(body, remembered)
-    return _asked(body, [*instructions, *messages]), lambda answer: remembered.note(answer, messages)
+    return _asked(body, [*instructions, *messages]), lambda answer: remembered.note(
+        answer, messages
+    )
 
 
 def _asked(body: dict[str, Any], messages: list[Message]) -> Asked:
@@ -108,17 +126,21 @@ def _message(message: Any) -> Message:
             kept["tool_call_id"] = message.get("tool_call_id") or message.get("name")
         if calls := message.get("tool_calls"):
             kept["tool_calls"] = [
-                _call(call.get("id"), call["function"]["name"], call["function"].get("arguments")) for call in calls
+                _call(call.get("id"), call["function"]["name"], call["function"].get("arguments"))
+                for call in calls
             ]
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise Refused(f"`messages`: {shown(message)}: {type(error).__name__} {error}") from None
     if role not in ("system", "user", "assistant", "tool"):
-        raise Refused(f"`messages`: role {role!r}: expected system, developer, user, assistant or tool")
+        raise Refused(
+            f"`messages`: role {role!r}: expected system, developer, user, assistant or tool"
+        )
     return kept
 
 
 def _call(name: Any, function: Any, arguments: Any) -> dict[str, Any]:
-    """Return a call of an earlier reply as chat completions write it. Raises ValueError for values of other types."""
+    """Return a call of an earlier reply as chat completions write it. Raises ValueError for values
+    of other types."""
     if not isinstance(function, str) or not isinstance(arguments, str | dict | None):
         raise ValueError("a tool call: expected a name and arguments as JSON text")
     return {"id": name, "type": "function", "function": {"name": function, "arguments": arguments}}
@@ -138,18 +160,26 @@ def _tools(given: Any) -> list[dict[str, Any]]:
             or not isinstance(flat.get("parameters"), dict | None)
             or tool.get("type") not in (None, "function")
         ):
-            raise Refused(f"`tools`: {shown(tool)}: expected functions; tools of the provider are not there")
-        kept = {key: flat[key] for key in ("name", "description", "parameters") if flat.get(key) is not None}
+            raise Refused(
+                f"`tools`: {shown(tool)}: expected functions; tools of the provider are not there"
+            )
+        kept = {
+            key: flat[key]
+            for key in ("name", "description", "parameters")
+            if flat.get(key) is not None
+        }
         tools.append({"type": "function", "function": kept})
     return tools
 
 
 def _choice(given: Any, tools: list[dict[str, Any]]) -> tuple[str, list[str]]:
-    """Return "auto", "none", "required" or the name of the tool that must be called, and the names of the allowed tools (empty: all)."""
+    """Return "auto", "none", "required" or the name of the tool that must be called, and the names
+    of the allowed tools (empty: all)."""
     names, allowed = [tool["function"]["name"] for tool in tools], list[str]()
     choice = _name(given) or given
     if isinstance(given, dict) and given.get("type") == "allowed_tools":
-        subset = given.get("allowed_tools") or given  # nested in chat completions, flat in responses
+        # nested in chat completions, flat in responses
+        subset = given.get("allowed_tools") or given
         listed = subset.get("tools") if isinstance(subset, dict) else None
         allowed = [_name(tool) for tool in listed] if isinstance(listed, list) else []
         choice = subset.get("mode") if allowed and set(allowed) <= set(names) else None
@@ -197,9 +227,12 @@ def _input(body: dict[str, Any], remembered: Remembered) -> list[Message]:
 
 
 def _add(item: Any, messages: list[Message], remembered: Remembered) -> None:
-    """Add an item to a conversation. A reply's text and the calls after it are one message, as in chat completions."""
+    """Add an item to a conversation. A reply's text and the calls after it are one message, as in
+    chat completions."""
     kind = (
-        item.get("type") or ("item_reference" if [*item] == ["id"] else "message") if isinstance(item, dict) else None
+        item.get("type") or ("item_reference" if [*item] == ["id"] else "message")
+        if isinstance(item, dict)
+        else None
     )
     if kind == "item_reference":
         _add(remembered.item(item.get("id")), messages, remembered)
@@ -207,7 +240,9 @@ def _add(item: Any, messages: list[Message], remembered: Remembered) -> None:
         messages.append(_message(item))
     elif kind == "function_call":
         last = (
-            messages.pop() if messages and messages[-1]["role"] == "assistant" else {"role": "assistant", "content": ""}
+            messages.pop()
+            if messages and messages[-1]["role"] == "assistant"
+            else {"role": "assistant", "content": ""}
         )
         try:
             call = _call(item.get("call_id"), item.get("name"), item.get("arguments"))

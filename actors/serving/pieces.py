@@ -1,4 +1,5 @@
-"""The text of a sample in pieces, while it grows. Only complete characters are given out, and no text that may belong to a stop string.
+"""The text of a sample in pieces, while it grows. Only complete characters are given out, and no
+text that may belong to a stop string.
 
 The joined pieces equal the text of all tokens decoded at once and cut at the first stop string.
 """
@@ -13,9 +14,11 @@ _BROKEN = "\ufffd"
 
 
 class TokenText(msgspec.Struct):
-    """One sampled token. text: the token decoded alone, even if it is a special token. offset: characters before it in the whole text.
+    """One sampled token. text: the token decoded alone, even if it is a special token. offset:
+    characters before it in the whole text.
 
-    top: texts and log-probabilities of the most probable tokens in its place, descending; empty unless they are asked for.
+    top: texts and log-probabilities of the most probable tokens in its place, descending; empty
+    unless they are asked for.
     """
 
     text: str
@@ -27,14 +30,16 @@ class TokenText(msgspec.Struct):
 class Pieces:
     """The text of one sample.
 
-    growing --feed--> growing --feed (which completes a stop string) or finish--> ended, where ``feed`` returns ""
+    growing --feed--> growing --feed (which completes a stop string) or finish--> ended, where
+    ``feed`` returns ""
     """
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, stops: Sequence[str]):
         self._tokenizer, self._stops = tokenizer, stops
         self._tokens: list[int] = []
         self._from, self._read = 0, 0
-        """The index of the first token that is decoded for context, and of the first token whose text is still unknown."""
+        """The index of the first token that is decoded for context, and of the first token whose
+        text is still unknown."""
         self._held = ""
         self._length = 0
         self.stopped = False
@@ -64,8 +69,11 @@ class Pieces:
         return self._tokenizer.decode([token], skip_special_tokens=False)
 
     def _decoded(self, whole: bool) -> str:
-        """Return the new text. If it ends in an incomplete character, it waits for more tokens unless ``whole``."""
-        before = self._tokenizer.decode(self._tokens[self._from : self._read], skip_special_tokens=True)
+        """Return the new text. If it ends in an incomplete character, it waits for more tokens
+        unless ``whole``."""
+        before = self._tokenizer.decode(
+            self._tokens[self._from : self._read], skip_special_tokens=True
+        )
         text = self._tokenizer.decode(self._tokens[self._from :], skip_special_tokens=True)
         if text.endswith(_BROKEN) and not whole:
             return ""
@@ -86,6 +94,7 @@ class Pieces:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Return the length of the longest end of ``text`` that is a beginning of ``stop`` but not all of it."""
+    """Return the length of the longest end of ``text`` that is a beginning of ``stop`` but not all
+    of it."""
     longest = min(len(text), len(stop) - 1)
     return next((size for size in range(longest, 0, -1) if text.endswith(stop[:size])), 0)

@@ -1,7 +1,9 @@
-"""Requests of the OpenAI-compatible protocol, checked: an unsupported field that would change the answer is refused by its name.
+"""Requests of the OpenAI-compatible protocol, checked: an unsupported field that would change the
+answer is refused by its name.
 
-Fields beyond OpenAI's own: ``top_k``, ``chat_template_kwargs``, and a constraint with the field names of SGLang (``regex``, ``json_schema``)
-or vLLM (``guided_regex``, ``guided_json``, ``structured_outputs``). A field that is null counts as absent, and so does one that nobody knows.
+Fields beyond OpenAI's own: ``top_k``, ``chat_template_kwargs``, and a constraint with the field
+names of SGLang (``regex``, ``json_schema``) or vLLM (``guided_regex``, ``guided_json``,
+``structured_outputs``). A field that is null counts as absent, and so does one that nobody knows.
 """
 
 import math
@@ -18,7 +20,8 @@ _Positive = Annotated[int, msgspec.Meta(ge=1)]
 _Token = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
 COMPLETION_TOKENS = 16
-"""The max_tokens of a completion that does not set it, as in the protocol. A chat gets the rest of the context."""
+"""The max_tokens of a completion that does not set it, as in the protocol. A chat gets the rest of
+the context."""
 MOST_PROMPTS = 128
 """The most prompts of one completions request."""
 
@@ -72,7 +75,8 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 
 
 class Refused(Exception):
-    """A request that is answered with ``status`` and the reason. code: the protocol's short name of the reason."""
+    """A request that is answered with ``status`` and the reason. code: the protocol's short name of
+    the reason."""
 
     def __init__(self, reason: str, status: int = 400, code: str | None = None):
         super().__init__(reason)
@@ -85,7 +89,8 @@ class Refused(Exception):
 
 
 def http_refused(method: str, path: str, status: int, largest: int) -> Refused:
-    """Return an error of HTTP itself (no such path, a body of more than ``largest`` bytes) as a refusal in the protocol's form."""
+    """Return an error of HTTP itself (no such path, a body of more than ``largest`` bytes) as a
+    refusal in the protocol's form."""
     if status == HTTPStatus.REQUEST_ENTITY_TOO_LARGE:
         return Refused(f"the body is too long, expected at most {largest} bytes", status)
     return Refused(f"{method} {path}: {HTTPStatus(status).phrase}", status)
@@ -108,14 +113,16 @@ class ResponseFormat(msgspec.Struct):
 
 
 class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
-    """A constraint with vLLM's field names. Its other fields are constraints too, so an unknown one is refused."""
+    """A constraint with vLLM's field names. Its other fields are constraints too, so an unknown one
+    is refused."""
 
     regex: str | None = None
     json: str | dict[str, Any] | None = None
 
 
 class StreamOptions(msgspec.Struct):
-    """include_usage: send one more chunk at the end with the counts of tokens. include_obfuscation: has no effect here."""
+    """include_usage: send one more chunk at the end with the counts of tokens. include_obfuscation:
+    has no effect here."""
 
     include_usage: bool = False
     include_obfuscation: bool = False
@@ -143,7 +150,9 @@ class Asked(msgspec.Struct, kw_only=True):
 
     def __post_init__(self) -> None:
         if 0 < self.temperature < 1e-3:  # float32 could not hold the scaled logits
-            raise ValueError(f"`temperature`: {self.temperature}: expected 0 (greedy) or at least 0.001")
+            raise ValueError(
+                f"`temperature`: {self.temperature}: expected 0 (greedy) or at least 0.001"
+            )
         if self.stream_options is not None and not self.stream:
             raise ValueError("`stream_options` has no effect without `stream`: true")
 
@@ -185,8 +194,14 @@ class Asked(msgspec.Struct, kw_only=True):
     def constraint(self) -> Constraint | None:
         """Return the constraint of the request, if any. Raises Refused when there are several."""
         outputs = self.structured_outputs or StructuredOutputs()
-        regexes = {"regex": self.regex, "guided_regex": self.guided_regex, "structured_outputs.regex": outputs.regex}
-        constraints = {name: Constraint("regex", text) for name, text in regexes.items() if text is not None}
+        regexes = {
+            "regex": self.regex,
+            "guided_regex": self.guided_regex,
+            "structured_outputs.regex": outputs.regex,
+        }
+        constraints = {
+            name: Constraint("regex", text) for name, text in regexes.items() if text is not None
+        }
         schemas: dict[str, Any] = {
             "json_schema": self.json_schema,
             "guided_json": self.guided_json,
@@ -198,7 +213,9 @@ class Asked(msgspec.Struct, kw_only=True):
                 text = schema if isinstance(schema, str) else msgspec.json.encode(schema).decode()
                 constraints[name] = Constraint("json_schema", text)
         if len(constraints) > 1:
-            raise Refused(f"{' and '.join(f'`{name}`' for name in constraints)}: expected one constraint")
+            raise Refused(
+                f"{' and '.join(f'`{name}`' for name in constraints)}: expected one constraint"
+            )
         return next(iter(constraints.values()), None)
 
     def _schema(self) -> dict[str, Any] | bool | None:
@@ -208,12 +225,15 @@ class Asked(msgspec.Struct, kw_only=True):
         if wanted.type == "json_object":
             return {"type": "object"}
         if wanted.json_schema is None:
-            raise Refused("`response_format`: of type json_schema, expected `json_schema`: {`schema`: ...}")
+            raise Refused(
+                "`response_format`: of type json_schema, expected `json_schema`: {`schema`: ...}"
+            )
         return wanted.json_schema.schema
 
 
 class Chat(Asked, kw_only=True):
-    """How the body of POST /v1/chat/completions is sampled. ``actors.serving.asked`` reads its messages and tools."""
+    """How the body of POST /v1/chat/completions is sampled. ``actors.serving.asked`` reads its
+    messages and tools."""
 
     max_completion_tokens: _Positive | None = None
     logprobs: bool = False
@@ -222,12 +242,17 @@ class Chat(Asked, kw_only=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+        if (
+            None not in (self.max_tokens, self.max_completion_tokens)
+            and self.max_tokens != self.max_completion_tokens
+        ):
             raise ValueError(
                 f"`max_tokens`: {self.max_tokens} and `max_completion_tokens`: {self.max_completion_tokens}: expected one"
             )
         if self.top_logprobs and not self.logprobs:
-            raise ValueError(f"`top_logprobs`: {self.top_logprobs}: has no effect without `logprobs`: true")
+            raise ValueError(
+                f"`top_logprobs`: {self.top_logprobs}: has no effect without `logprobs`: true"
+            )
 
     @property
     def wants_logprobs(self) -> bool:
@@ -242,7 +267,8 @@ class Chat(Asked, kw_only=True):
 
 
 class Completion(Asked, kw_only=True):
-    """The body of POST /v1/completions. prompt: one or several, each a text or token ids. No special token is put before a text.
+    """The body of POST /v1/completions. prompt: one or several, each a text or token ids. No
+    special token is put before a text.
 
     logprobs: how many of the most probable tokens are reported with each sampled token.
     """
@@ -263,7 +289,8 @@ class Completion(Asked, kw_only=True):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """The prompts of the request. Raises Refused when there is none or too many, or when one is empty."""
+        """The prompts of the request. Raises Refused when there is none or too many, or when one is
+        empty."""
         parts: Any = [self.prompt] if isinstance(self.prompt, str) else self.prompt
         kinds = {type(part) for part in parts}
         if len(kinds) > 1:
@@ -296,11 +323,19 @@ def read(body: Mapping[str, Any], kind: type[_Kind]) -> _Kind:
 
 def _check_neutral(name: str, value: Any) -> None:
     neutral = _NEUTRAL[name]
-    if not any(value == good and isinstance(value, bool) == isinstance(good, bool) for good in neutral):
+    if not any(
+        value == good and isinstance(value, bool) == isinstance(good, bool) for good in neutral
+    ):
         shown = "".join(f"{msgspec.json.encode(good).decode()} or " for good in neutral)
-        raise Refused(f"`{name}`: {_short(value)}: this server does not support it, expected {shown}nothing")
+        raise Refused(
+            f"`{name}`: {_short(value)}: this server does not support it, expected {shown}nothing"
+        )
 
 
 def _short(value: Any) -> str:
-    text = "NaN" if isinstance(value, float) and math.isnan(value) else msgspec.json.encode(value).decode()
+    text = (
+        "NaN"
+        if isinstance(value, float) and math.isnan(value)
+        else msgspec.json.encode(value).decode()
+    )
     return text if len(text) <= 80 else f"{text[:80]}..."

@@ -1,4 +1,5 @@
-"""Replies to agents in the words of /v1/chat/completions and /v1/responses, whole or replayed as server-sent events."""
+"""Replies to agents in the words of /v1/chat/completions and /v1/responses, whole or replayed as
+server-sent events."""
 
 import time
 from collections.abc import Callable
@@ -12,8 +13,9 @@ from wire.tool_calls import ToolCall
 
 
 class Reply(msgspec.Struct, frozen=True):
-    """What the policy answered. think: its thought, which clients get beside the reply. stop: the stop string that ended it, "" if none did.
-    logprobs: as chat completions write them, None if nobody asks. others: further replies to the same request (a chat's ``n``)."""
+    """What the policy answered. think: its thought, which clients get beside the reply. stop: the
+    stop string that ended it, "" if none did. logprobs: as chat completions write them, None if
+    nobody asks. others: further replies to the same request (a chat's ``n``)."""
 
     text: str
     calls: list[ToolCall] = []
@@ -40,7 +42,8 @@ class Form:
         raise NotImplementedError
 
     def events(self, reply: Reply, usage: bool) -> list[bytes]:
-        """Return the events of a stream. usage: whether the client asks a chat for the counts of tokens."""
+        """Return the events of a stream. usage: whether the client asks a chat for the counts of
+        tokens."""
         raise NotImplementedError
 
     def refusal(self, refused: Refused) -> bytes:
@@ -65,9 +68,15 @@ class ChatForm(Form):
         for index, each in enumerate([reply, *reply.others]):
             *deltas, last = self._deltas(index, each)
             chunks += [_chunk(index, delta) for delta in deltas]
-            chunks += [_chunk(index, last, logprobs=each.logprobs), _chunk(index, {}, finish_reason=each.finish)]
+            chunks += [
+                _chunk(index, last, logprobs=each.logprobs),
+                _chunk(index, {}, finish_reason=each.finish),
+            ]
         chunks += [{"choices": [], "usage": _usage(reply)}] if usage else []
-        return [*(sse({**self._head("chat.completion.chunk"), **chunk}) for chunk in chunks), b"data: [DONE]\n\n"]
+        return [
+            *(sse({**self._head("chat.completion.chunk"), **chunk}) for chunk in chunks),
+            b"data: [DONE]\n\n",
+        ]
 
     def _choice(self, index: int, reply: Reply) -> dict[str, Any]:
         message: dict[str, Any] = {
@@ -78,13 +87,21 @@ class ChatForm(Form):
         }
         if reply.calls:
             message["tool_calls"] = self._calls(index, reply)
-        return {"index": index, "message": message, "logprobs": reply.logprobs, "finish_reason": reply.finish}
+        return {
+            "index": index,
+            "message": message,
+            "logprobs": reply.logprobs,
+            "finish_reason": reply.finish,
+        }
 
     def _deltas(self, index: int, reply: Reply) -> list[dict[str, Any]]:
         deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
         deltas += [{"reasoning_content": reply.think}] if reply.think else []
         deltas += [{"content": reply.text}] if reply.text else []
-        return deltas + [{"tool_calls": [{"index": i, **call}]} for i, call in enumerate(self._calls(index, reply))]
+        return deltas + [
+            {"tool_calls": [{"index": i, **call}]}
+            for i, call in enumerate(self._calls(index, reply))
+        ]
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
@@ -123,7 +140,9 @@ class ResponsesForm(Form):
 
     def events(self, reply: Reply, usage: bool) -> list[bytes]:
         final = self.whole(reply)
-        events: list[dict[str, Any]] = [{"type": "response.created", "response": self._body("in_progress", [], None)}]
+        events: list[dict[str, Any]] = [
+            {"type": "response.created", "response": self._body("in_progress", [], None)}
+        ]
         for index, item in enumerate(final["output"]):
             place = {"output_index": index, "item_id": item["id"]}
             events.append(
@@ -137,13 +156,27 @@ class ResponsesForm(Form):
                 part, place = item["content"][0], {**place, "content_index": 0}
                 events += [
                     {"type": "response.content_part.added", **place, "part": {**part, "text": ""}},
-                    {"type": "response.output_text.delta", **place, "delta": part["text"], "logprobs": []},
-                    {"type": "response.output_text.done", **place, "text": part["text"], "logprobs": []},
+                    {
+                        "type": "response.output_text.delta",
+                        **place,
+                        "delta": part["text"],
+                        "logprobs": [],
+                    },
+                    {
+                        "type": "response.output_text.done",
+                        **place,
+                        "text": part["text"],
+                        "logprobs": [],
+                    },
                     {"type": "response.content_part.done", **place, "part": part},
                 ]
             else:
                 events += [
-                    {"type": "response.function_call_arguments.delta", **place, "delta": item["arguments"]},
+                    {
+                        "type": "response.function_call_arguments.delta",
+                        **place,
+                        "delta": item["arguments"],
+                    },
                     {
                         "type": "response.function_call_arguments.done",
                         **place,
@@ -151,23 +184,42 @@ class ResponsesForm(Form):
                         "arguments": item["arguments"],
                     },
                 ]
-            events.append({"type": "response.output_item.done", "output_index": index, "item": item})
+            events.append(
+                {"type": "response.output_item.done", "output_index": index, "item": item}
+            )
         events.append({"type": f"response.{final['status']}", "response": final})
-        return [sse({**event, "sequence_number": i}, event["type"]) for i, event in enumerate(events)]
+        return [
+            sse({**event, "sequence_number": i}, event["type"]) for i, event in enumerate(events)
+        ]
 
     def _items(self, reply: Reply) -> list[dict[str, Any]]:
         name, items = self.id.rpartition("-")[2], []
         if reply.text or not reply.calls:
-            content = [{"type": "output_text", "text": reply.text, "annotations": [], "logprobs": []}]
+            content = [
+                {"type": "output_text", "text": reply.text, "annotations": [], "logprobs": []}
+            ]
             items.append(
-                {"type": "message", "id": f"msg_{name}", "status": "completed", "role": "assistant", "content": content}
+                {
+                    "type": "message",
+                    "id": f"msg_{name}",
+                    "status": "completed",
+                    "role": "assistant",
+                    "content": content,
+                }
             )
         for i, call in enumerate(reply.calls):
-            known = {"call_id": self.call_id(i), "name": call.name, "arguments": call.arguments, "status": "completed"}
+            known = {
+                "call_id": self.call_id(i),
+                "name": call.name,
+                "arguments": call.arguments,
+                "status": "completed",
+            }
             items.append({"type": "function_call", "id": f"fc_{name}_{i}", **known})
         return items
 
-    def _body(self, status: str, output: list[dict[str, Any]], usage: dict[str, Any] | None) -> dict[str, Any]:
+    def _body(
+        self, status: str, output: list[dict[str, Any]], usage: dict[str, Any] | None
+    ) -> dict[str, Any]:
         return {
             "id": self.id, "object": "response", "created_at": self.created, "status": status, "model": self.model, "output": output,
             "usage": usage, "error": None, "incomplete_details": None, "instructions": None, "metadata": {}, "parallel_tool_calls": True,
@@ -181,7 +233,11 @@ def _emptied(item: dict[str, Any]) -> dict[str, Any]:
 
 def _chunk(index: int, delta: dict[str, Any], **fields: Any) -> dict[str, Any]:
     """Return what a chunk of one choice says."""
-    return {"choices": [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **fields}]}
+    return {
+        "choices": [
+            {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **fields}
+        ]
+    }
 
 
 def _usage(reply: Reply) -> dict[str, Any]:
@@ -196,4 +252,9 @@ def _usage(reply: Reply) -> dict[str, Any]:
 
 def sse(value: dict[str, Any], name: str = "") -> bytes:
     """Return a server-sent event of a name, or without one."""
-    return (b"event: " + name.encode() + b"\n" if name else b"") + b"data: " + msgspec.json.encode(value) + b"\n\n"
+    return (
+        (b"event: " + name.encode() + b"\n" if name else b"")
+        + b"data: "
+        + msgspec.json.encode(value)
+        + b"\n\n"
+    )

@@ -1,8 +1,9 @@
-"""An HTTP server over the embedded engine, compatible with OpenAI's and Anthropic's: /v1/models, /v1/completions, /v1/chat/completions, /v1/responses,
-/v1/messages, /health.
+"""An HTTP server over the embedded engine, compatible with OpenAI's and Anthropic's: /v1/models,
+/v1/completions, /v1/chat/completions, /v1/responses, /v1/messages, /health.
 
-A malformed request, or one with a field that is known to change the answer and not supported, is answered with status 400 and the reason. A request waits
-while the engine is full. When a client hangs up, its samples are aborted. ``tools/serve-model`` starts a server (docs/serve-model.md).
+A malformed request, or one with a field that is known to change the answer and not supported, is
+answered with status 400 and the reason. A request waits while the engine is full. When a client
+hangs up, its samples are aborted. ``tools/serve-model`` starts a server (docs/serve-model.md).
 """
 
 import asyncio
@@ -34,11 +35,13 @@ LARGEST_BODY = 4 << 20
 
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _Grown = tuple[int, list[int], list[float], list[dict[int, float]]]
-"""A choice, its new tokens, their log-probabilities, and the most probable tokens if they are asked for."""
+"""A choice, its new tokens, their log-probabilities, and the most probable tokens if they are asked
+for."""
 
 
 class Server:
-    """Translates HTTP requests to requests of a started engine. api_key: the key that clients must send ("" for none)."""
+    """Translates HTTP requests to requests of a started engine. api_key: the key that clients must
+    send ("" for none)."""
 
     def __init__(self, engine: LocalEngine, folder: Path, *, name: str = "", api_key: str = ""):
         self.engine, self.name, self._api_key = engine, name or folder.name, api_key
@@ -67,17 +70,28 @@ class Server:
 
     @web.middleware
     async def _authorized(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
-        keys = request.headers.get("Authorization", ""), f"Bearer {request.headers.get('X-Api-Key', '')}"
+        keys = (
+            request.headers.get("Authorization", ""),
+            f"Bearer {request.headers.get('X-Api-Key', '')}",
+        )
         expected = f"Bearer {self._api_key}".encode()
-        known = any(hmac.compare_digest(key.encode("utf-8", "surrogateescape"), expected) for key in keys)
+        known = any(
+            hmac.compare_digest(key.encode("utf-8", "surrogateescape"), expected) for key in keys
+        )
         if self._api_key and request.path != "/health" and not known:
-            raise Refused("expected this server's API key as a bearer token or as x-api-key", 401, "invalid_api_key")
+            raise Refused(
+                "expected this server's API key as a bearer token or as x-api-key",
+                401,
+                "invalid_api_key",
+            )
         return await handler(request)
 
-    # ------------------------------------------------------------------------------------------ routes
+    # ------------------------------------------------------------------------------------------
+    # routes
 
     async def health(self, request: web.Request) -> web.Response:
-        """Answer that the server is healthy. Raises Refused with status 503 and the reason when the engine no longer serves."""
+        """Answer that the server is healthy. Raises Refused with status 503 and the reason when the
+        engine no longer serves."""
         if self.engine.ended:
             raise Refused(self.engine.ended, 503)
         return web.json_response({"status": "ok"})
@@ -108,7 +122,9 @@ class Server:
 
     async def messages(self, request: web.Request) -> web.StreamResponse:
         """Answer POST /v1/messages."""
-        return await self._converse(request, tools.messages(body_of(await request.read()), self.name))
+        return await self._converse(
+            request, tools.messages(body_of(await request.read()), self.name)
+        )
 
     async def count_tokens(self, request: web.Request) -> web.Response:
         """Answer POST /v1/messages/count_tokens."""
@@ -122,7 +138,8 @@ class Server:
         asked = read(body_of(await request.read()), Completion)
         return await self._answer(request, asked, asked.prompts)
 
-    # ------------------------------------------------------------------------------------------ answers
+    # ------------------------------------------------------------------------------------------
+    # answers
 
     async def _converse(self, request: web.Request, talk: Conversation) -> web.StreamResponse:
         """Answer whole, because calls are known at the end; a stream is replayed."""
@@ -133,7 +150,9 @@ class Server:
         reply = self.tools.reply(talk, result)
         if not talk.sampled.stream:
             return web.json_response(talk.form.whole(reply))
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        response = web.StreamResponse(
+            headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+        )
         await response.prepare(request)
         for event in talk.form.events(reply, talk.sampled.wants_usage):
             await response.write(event)
@@ -147,9 +166,13 @@ class Server:
 
     def _check(self, model: str) -> None:
         if model not in ("", self.name):
-            raise Refused(f"`model`: {model!r}: this server has {self.name!r}", 404, "model_not_found")
+            raise Refused(
+                f"`model`: {model!r}: this server has {self.name!r}", 404, "model_not_found"
+            )
 
-    async def _answer(self, request: web.Request, asked: Asked, prompts: list[str | list[int]]) -> web.StreamResponse:
+    async def _answer(
+        self, request: web.Request, asked: Asked, prompts: list[str | list[int]]
+    ) -> web.StreamResponse:
         self._check(asked.model)
         asks = [await self._ask(asked, prompt) for prompt in prompts]
         answer = Answer(asked, self.name, self.tokenizer, len(asks) * asked.n)
@@ -159,7 +182,9 @@ class Server:
 
     async def _ask(self, asked: Asked, prompt: str | list[int]) -> GenerateRequest:
         """Return the engine's request for one prompt. Raises Refused when it can never fit."""
-        tokens = await asyncio.to_thread(self._encode, prompt) if isinstance(prompt, str) else prompt
+        tokens = (
+            await asyncio.to_thread(self._encode, prompt) if isinstance(prompt, str) else prompt
+        )
         longest, most = self.engine.longest, self.engine.config.max_batch
         sampling = asked.sampling(longest - len(tokens))
         if asked.n > most:
@@ -180,7 +205,8 @@ class Server:
     async def _generate(
         self, asks: list[GenerateRequest], on_grown: Callable[[_Grown], None] | None = None
     ) -> list[GenerateResult]:
-        """Return one result per prompt. All are started together, so that a shared prefix is computed once. If one fails, all are aborted."""
+        """Return one result per prompt. All are started together, so that a shared prefix is
+        computed once. If one fails, all are aborted."""
         running = []
         for i, ask in enumerate(asks):
             hook = None if on_grown is None else _counted_from(i * ask.n, on_grown)
@@ -191,12 +217,17 @@ class Server:
             for task in running:
                 task.cancel()
 
-    async def _stream(self, request: web.Request, answer: Answer, asks: list[GenerateRequest]) -> web.StreamResponse:
-        """Send server-sent events. A failure before the first token is an ordinary refusal; a later failure is an event with the error."""
+    async def _stream(
+        self, request: web.Request, answer: Answer, asks: list[GenerateRequest]
+    ) -> web.StreamResponse:
+        """Send server-sent events. A failure before the first token is an ordinary refusal; a later
+        failure is an event with the error."""
         grown: asyncio.Queue[_Grown | None] = asyncio.Queue()
         work = asyncio.create_task(self._generate(asks, grown.put_nowait))
         work.add_done_callback(lambda _: grown.put_nowait(None))
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        response = web.StreamResponse(
+            headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+        )
         try:
             event = await grown.get()
             if event is None:
@@ -253,5 +284,6 @@ def _refusal(fault: Fault) -> Refused:
 
 
 def runner(server: Server) -> web.AppRunner:
-    """Return the runner of the application. When a client hangs up, its handler is cancelled, which aborts its samples."""
+    """Return the runner of the application. When a client hangs up, its handler is cancelled, which
+    aborts its samples."""
     return web.AppRunner(server.application(), handler_cancellation=True)

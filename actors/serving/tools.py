@@ -1,4 +1,5 @@
-"""Conversations on a served model: prompts with tools, replies with calls, and the constraint that makes a reply a call."""
+"""Conversations on a served model: prompts with tools, replies with calls, and the constraint that
+makes a reply a call."""
 
 import uuid
 from typing import Any
@@ -22,15 +23,25 @@ from wire.tool_calls import MARKS, ToolCall, family_of, parse
 _CALLS = ("tools", "tool_choice", "parallel_tool_calls")
 _SHOWN = ("name", "reasoning_content")
 """Fields of messages that some templates read."""
-_SAMPLED = ("model", "temperature", "top_p", "top_k", "seed", "stop", "stream", "chat_template_kwargs")
+_SAMPLED = (
+    "model",
+    "temperature",
+    "top_p",
+    "top_k",
+    "seed",
+    "stop",
+    "stream",
+    "chat_template_kwargs",
+)
 """Fields of /v1/responses that mean what they mean in chat completions."""
 _DEFINITIONS = ("$defs", "definitions")
 """Where schemas keep what they refer to."""
 
 
 class Conversation(msgspec.Struct):
-    """A request that is a conversation. sampled: how to sample it. form: how to write its reply. plain: it is a chat that has neither tools nor
-    calls, so its texts can be sent while they grow."""
+    """A request that is a conversation. sampled: how to sample it. form: how to write its reply.
+    plain: it is a chat that has neither tools nor calls, so its texts can be sent while they
+    grow."""
 
     asked: Asked
     sampled: Chat
@@ -39,33 +50,47 @@ class Conversation(msgspec.Struct):
 
     @property
     def constraint(self) -> Constraint | None:
-        """What the reply must match: a call in JSON if one is required, otherwise what the request says."""
+        """What the reply must match: a call in JSON if one is required, otherwise what the request
+        says."""
         if not self.asked.must_call:
             return self.sampled.constraint()
         if self.sampled.constraint() is not None:
-            raise Refused("`tool_choice`: a required call and another constraint: expected one of them")
-        offered = [tool["function"] for tool in self.asked.tools if tool["function"]["name"] in self.asked.offered]
+            raise Refused(
+                "`tool_choice`: a required call and another constraint: expected one of them"
+            )
+        offered = [
+            tool["function"]
+            for tool in self.asked.tools
+            if tool["function"]["name"] in self.asked.offered
+        ]
         return Constraint("json_schema", msgspec.json.encode(_one_of(offered)).decode())
 
 
 def chat(body: dict[str, Any], name: str) -> Conversation:
-    """Return the conversation of a body of /v1/chat/completions. name: of the model. Raises Refused."""
+    """Return the conversation of a body of /v1/chat/completions. name: of the model. Raises
+    Refused."""
     asked = chat_of(body, _SHOWN)
     sampled = read({key: value for key, value in body.items() if key not in _CALLS}, Chat)
     calls = any(m["role"] == "tool" or "tool_calls" in m for m in asked.messages)
-    return _named(Conversation(asked, sampled, ChatForm(sampled.model or name), not calls and not asked.tools))
+    return _named(
+        Conversation(asked, sampled, ChatForm(sampled.model or name), not calls and not asked.tools)
+    )
 
 
 def responses(body: dict[str, Any], name: str, remembered: Remembered) -> Conversation:
-    """Return the conversation of a body of /v1/responses. name: of the model. remembered: what its ids refer to. Raises Refused."""
+    """Return the conversation of a body of /v1/responses. name: of the model. remembered: what its
+    ids refer to. Raises Refused."""
     asked, note = responses_of(body, remembered)
     fields = {key: body[key] for key in _SAMPLED if key in body}
-    sampled = read({**fields, "max_tokens": asked.most or None, "response_format": _format(body)}, Chat)
+    sampled = read(
+        {**fields, "max_tokens": asked.most or None, "response_format": _format(body)}, Chat
+    )
     return _named(Conversation(asked, sampled, ResponsesForm(sampled.model or name, note)))
 
 
 def messages(body: dict[str, Any], name: str, counted: bool = False) -> Conversation:
-    """Return the conversation of a body of /v1/messages. name: of the model. counted: only its tokens are asked for. Raises Refused."""
+    """Return the conversation of a body of /v1/messages. name: of the model. counted: only its
+    tokens are asked for. Raises Refused."""
     talk = chat(anthropic.chat_body(body, counted), name)
     return _named(Conversation(talk.asked, talk.sampled, anthropic.MessagesForm(body, name)))
 
@@ -82,10 +107,13 @@ class Tools:
         self.template, self.renderer = template, Renderer(template)
         self.tokenizer, self.family = tokenizer, family_of(template.source)
         added = tokenizer.get_added_tokens_decoder().items()
-        self._unsaid = {number for number, token in added if token.special and token.content not in MARKS}
+        self._unsaid = {
+            number for number, token in added if token.special and token.content not in MARKS
+        }
 
     def prompt(self, of: Conversation) -> str:
-        """Return the text before the reply. Raises Refused when the template refuses the conversation."""
+        """Return the text before the reply. Raises Refused when the template refuses the
+        conversation."""
         messages, switches = of.asked.messages, of.sampled.chat_template_kwargs
         try:
             if of.plain:
@@ -104,10 +132,15 @@ class Tools:
             [t for t in sample.tokens.tolist() if t not in self._unsaid], skip_special_tokens=False
         )
         place, stop = min(
-            ((place, stop) for stop in of.sampled.stops if (place := text.find(stop)) >= 0), default=(len(text), "")
+            ((place, stop) for stop in of.sampled.stops if (place := text.find(stop)) >= 0),
+            default=(len(text), ""),
         )
         spent = Spent(result.prompt_tokens, result.cached_tokens, len(sample.tokens), sample.finish)
-        reply = _called(text[:place], spent) if of.asked.must_call else self._parsed(of, text[:place], spent)
+        reply = (
+            _called(text[:place], spent)
+            if of.asked.must_call
+            else self._parsed(of, text[:place], spent)
+        )
         return msgspec.structs.replace(reply, stop=stop, logprobs=self._logprobs(of, sample))
 
     def _parsed(self, of: Conversation, text: str, spent: Spent) -> Reply:
@@ -118,7 +151,9 @@ class Tools:
         if not of.sampled.wants_logprobs:
             return None
         pieces, top = Pieces(self.tokenizer, ()), sample.top or [{}] * len(sample.tokens)
-        for token, logprob, likely in zip(sample.tokens.tolist(), sample.logprobs.tolist(), top, strict=True):
+        for token, logprob, likely in zip(
+            sample.tokens.tolist(), sample.logprobs.tolist(), top, strict=True
+        ):
             pieces.feed(token, logprob, likely)
         return chat_logprobs(pieces.take())
 
@@ -138,7 +173,8 @@ class _Call(msgspec.Struct):
 
 
 def _one_of(functions: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the schema of a call of one of the functions. References in their parameters start at the root, so their definitions move there."""
+    """Return the schema of a call of one of the functions. References in their parameters start at
+    the root, so their definitions move there."""
     calls, moved = list[dict[str, Any]](), dict[str, Any]()
     for place, function in enumerate(functions):
         text = msgspec.json.encode(function.get("parameters") or {"type": "object"}).decode()
@@ -154,7 +190,12 @@ def _one_of(functions: list[dict[str, Any]]) -> dict[str, Any]:
             parameters = {"$ref": f"#/$defs/{place}."}
         properties = {"name": {"const": function["name"]}, "arguments": parameters}
         calls.append(
-            {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+            {
+                "type": "object",
+                "properties": properties,
+                "required": [*properties],
+                "additionalProperties": False,
+            }
         )
     return {"anyOf": calls, **({"$defs": moved} if moved else {})}
 

@@ -1,11 +1,23 @@
-"""The Minesweeper oracle: it judges whether a move has the least risk, or is the flag of a certain mine (methods.md 3.4)."""
+"""The Minesweeper oracle: it judges whether a move has the least risk, or is the flag of a certain
+mine (methods.md 3.4)."""
 
 import asyncio
 from typing import Any, Literal
 
 import msgspec
 
-from actors.environments.minesweeper import FLAG, HIDDEN, HIT, MARK, REVEAL, ZERO, State, cell_of, played, solved
+from actors.environments.minesweeper import (
+    FLAG,
+    HIDDEN,
+    HIT,
+    MARK,
+    REVEAL,
+    ZERO,
+    State,
+    cell_of,
+    played,
+    solved,
+)
 from judges.base import Judge
 from judges.oracles.posterior import BUDGET, Posterior, posterior
 from wire.faults import DataFault
@@ -18,7 +30,8 @@ _MARKS = {HIDDEN, FLAG, ZERO, *"12345678"}
 
 
 class Labels(msgspec.Struct, frozen=True):
-    """The moves of a position. risks: the risk of every hidden cell, flagged or not. safest: the valid reveals. mines: the valid flags."""
+    """The moves of a position. risks: the risk of every hidden cell, flagged or not. safest: the
+    valid reveals. mines: the valid flags."""
 
     risks: dict[int, float]
     safest: frozenset[int]
@@ -27,10 +40,11 @@ class Labels(msgspec.Struct, frozen=True):
 
 
 def labels(state: State, budget: int = BUDGET) -> Labels:
-    """Return the valid moves: the reveals of least risk, including all ties, and the flags of certain mines.
+    """Return the valid moves: the reveals of least risk, including all ties, and the flags of
+    certain mines.
 
-    Cells with a flag are in neither set (v2), and revealing a certain mine is never valid. Before the first reveal, every reveal is safe.
-    Raises Contradiction when no layout fits the board.
+    Cells with a flag are in neither set (v2), and revealing a certain mine is never valid. Before
+    the first reveal, every reveal is safe. Raises Contradiction when no layout fits the board.
     """
     open_cells = [cell for cell, mark in enumerate(state.board) if mark == HIDDEN]
     if not state.layout:
@@ -46,19 +60,25 @@ def labels(state: State, budget: int = BUDGET) -> Labels:
 
 
 def seen(state: State, budget: int = BUDGET) -> Posterior:
-    """Return the posterior of what the player sees. Flags are the player's own marks and give no information."""
+    """Return the posterior of what the player sees. Flags are the player's own marks and give no
+    information."""
     numbers = {
-        cell: int(mark) if mark != ZERO else 0 for cell, mark in enumerate(state.board) if mark not in (HIDDEN, FLAG)
+        cell: int(mark) if mark != ZERO else 0
+        for cell, mark in enumerate(state.board)
+        if mark not in (HIDDEN, FLAG)
     }
     return posterior(state.rows, state.columns, state.mines, numbers, budget)
 
 
 class MinesweeperOracle(Judge):
-    """Scores a move against the exact posterior. reward: what the column "reward" is, "binary" (the paper) or "graded" (v2).
+    """Scores a move against the exact posterior. reward: what the column "reward" is, "binary" (the
+    paper) or "graded" (v2).
 
-    binary: 1 for a valid move (see ``labels``), else 0. graded: see ``graded``. risk: the risk of the revealed cell, absent for other moves.
-    exact: 0 if the budget was not enough (see ``posterior``). valid_share: the chance that a uniformly random legal move is valid.
-    budget: nodes per position. Raises DataFault for a turn whose state is not a Minesweeper game in progress.
+    binary: 1 for a valid move (see ``labels``), else 0. graded: see ``graded``. risk: the risk of
+    the revealed cell, absent for other moves. exact: 0 if the budget was not enough (see
+    ``posterior``). valid_share: the chance that a uniformly random legal move is valid. budget:
+    nodes per position. Raises DataFault for a turn whose state is not a Minesweeper game in
+    progress.
     """
 
     name = "minesweeper"
@@ -78,7 +98,9 @@ class MinesweeperOracle(Judge):
             state = _read(turn.state)
             moves = labels(state, self.budget)
         except ValueError as error:
-            raise DataFault(f"judge {self.name}, task {turn.question}: not a Minesweeper state: {error}") from None
+            raise DataFault(
+                f"judge {self.name}, task {turn.question}: not a Minesweeper state: {error}"
+            ) from None
         cell = None if turn.move is None else cell_of(state, turn.move)
         kind = REVEAL if turn.move is None or cell is None else turn.move[0]
         valid = cell in (moves.mines if kind == MARK else moves.safest)
@@ -95,17 +117,22 @@ class MinesweeperOracle(Judge):
         return Judgement(scores, explanation=why)
 
 
-def graded(state: State, moves: Labels, kind: int, cell: int | None, last: bool) -> tuple[float, str]:
+def graded(
+    state: State, moves: Labels, kind: int, cell: int | None, last: bool
+) -> tuple[float, str]:
     """Return the v2 value of a move and the reason. cell: None unless the move is legal.
 
-    2 for a safe reveal, 1 for the flag of a certain mine, 1 for a reveal of least risk when none is safe, 0 for any other reveal, -1 for any
-    other flag, -2 for an unusable move, and -2 for running out of turns, whatever the last move was (methods.md 3.4).
+    2 for a safe reveal, 1 for the flag of a certain mine, 1 for a reveal of least risk when none is
+    safe, 0 for any other reveal, -1 for any other flag, -2 for an unusable move, and -2 for running
+    out of turns, whatever the last move was (methods.md 3.4).
     """
     if cell is None:
         return -2.0, "no legal move"
     if kind == MARK:
         value, why = (
-            (1.0, "flag of a certain mine") if cell in moves.mines else (-1.0, "flag that is not a certain mine's")
+            (1.0, "flag of a certain mine")
+            if cell in moves.mines
+            else (-1.0, "flag that is not a certain mine's")
         )
     else:
         value, why = _graded_reveal(moves, cell)
@@ -129,7 +156,11 @@ def _read(plain: Any) -> State:
     state = msgspec.convert(plain, State)
     cells = state.rows * state.columns
     shown = set(state.board)
-    if min(state.rows, state.columns) < 1 or len(state.board) != cells or len(state.layout) not in (0, cells):
+    if (
+        min(state.rows, state.columns) < 1
+        or len(state.board) != cells
+        or len(state.layout) not in (0, cells)
+    ):
         raise ValueError(
             f"board {state.board!r}: expected {state.rows} rows of {state.columns} cells, and a layout as large or none"
         )

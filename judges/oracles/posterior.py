@@ -1,12 +1,15 @@
-"""The exact probability of a mine in every hidden cell of a Minesweeper board, given what the player sees (methods.md 3.4).
+"""The exact probability of a mine in every hidden cell of a Minesweeper board, given what the
+player sees (methods.md 3.4).
 
-All layouts that fit the numbers are equally likely. Cells beside the same numbers form a group, of which only the count of mines matters.
-Groups that are not connected through numbers form separate components. Each component is solved by dynamic programming over its groups: a
-state says how many mines each number still lacks, and its value is a polynomial whose coefficient m counts the layouts so far with m mines.
-A final sum over all components weights the counts with C(free cells, remaining mines). All values are integers.
+All layouts that fit the numbers are equally likely. Cells beside the same numbers form a group, of
+which only the count of mines matters. Groups that are not connected through numbers form separate
+components. Each component is solved by dynamic programming over its groups: a state says how many
+mines each number still lacks, and its value is a polynomial whose coefficient m counts the layouts
+so far with m mines. A final sum over all components weights the counts with C(free cells, remaining
+mines). All values are integers.
 
-Two packings make this fast. A polynomial is one integer with coefficients of fixed width, so that polynomials are added and multiplied as
-integers. A state is one integer with four bits per number.
+Two packings make this fast. A polynomial is one integer with coefficients of fixed width, so that
+polynomials are added and multiplied as integers. A state is one integer with four bits per number.
 """
 
 from collections import defaultdict
@@ -18,11 +21,13 @@ import msgspec
 from actors.environments.minesweeper import neighbours
 
 BUDGET = 50_000
-"""The most nodes of a position; a node is a state and a count of mines tried in it (methods.md 3.4). 30x16 takes under half a second."""
+"""The most nodes of a position; a node is a state and a count of mines tried in it (methods.md
+3.4). 30x16 takes under half a second."""
 _SLOT = 4
 """The bits of a state for each number: a number lacks at most 8 mines."""
 _GRAIN = 840 * 840
-"""A multiple of the denominator of every fallback estimate, which is a mean of at most 8 ratios with denominators of at most 8."""
+"""A multiple of the denominator of every fallback estimate, which is a mean of at most 8 ratios
+with denominators of at most 8."""
 
 
 class Contradiction(ValueError):
@@ -30,9 +35,11 @@ class Contradiction(ValueError):
 
 
 class Posterior(msgspec.Struct, frozen=True):
-    """For each hidden cell, in ascending order, ``mined[cell] / layouts`` is the probability of a mine.
+    """For each hidden cell, in ascending order, ``mined[cell] / layouts`` is the probability of a
+    mine.
 
-    layouts: the number of layouts that fit, or a multiple of this number. exact: whether the budget was enough for all components.
+    layouts: the number of layouts that fit, or a multiple of this number. exact: whether the budget
+    was enough for all components.
     """
 
     mined: dict[int, int]
@@ -41,7 +48,8 @@ class Posterior(msgspec.Struct, frozen=True):
     nodes: int
 
     def risks(self) -> dict[int, float]:
-        """Return the probabilities, correctly rounded. ``certain`` says without rounding whether a mine is certain."""
+        """Return the probabilities, correctly rounded. ``certain`` says without rounding whether a
+        mine is certain."""
         return {cell: count / self.layouts for cell, count in self.mined.items()}
 
     def certain(self, cell: int) -> bool:
@@ -50,7 +58,8 @@ class Posterior(msgspec.Struct, frozen=True):
 
 
 class _Component(msgspec.Struct, frozen=True):
-    """groups: the cells of each group. near: the numbers beside each group. lacks: the mines that each number lacks."""
+    """groups: the cells of each group. near: the numbers beside each group. lacks: the mines that
+    each number lacks."""
 
     groups: list[list[int]]
     near: list[tuple[int, ...]]
@@ -58,19 +67,24 @@ class _Component(msgspec.Struct, frozen=True):
 
 
 class _Counts(msgspec.Struct, frozen=True):
-    """layouts[m]: the layouts of a component with m mines. mined[group][m]: the mines in the group, summed over those layouts."""
+    """layouts[m]: the layouts of a component with m mines. mined[group][m]: the mines in the group,
+    summed over those layouts."""
 
     layouts: dict[int, int]
     mined: list[dict[int, int]]
     nodes: int
 
 
-def posterior(rows: int, columns: int, mines: int, numbers: Mapping[int, int], budget: int = BUDGET) -> Posterior:
-    """Return the probability of a mine in every cell that is not in ``numbers``. numbers: the revealed cells with their numbers.
+def posterior(
+    rows: int, columns: int, mines: int, numbers: Mapping[int, int], budget: int = BUDGET
+) -> Posterior:
+    """Return the probability of a mine in every cell that is not in ``numbers``. numbers: the
+    revealed cells with their numbers.
 
-    If the rest of the budget is not enough for a component, its cells get an estimate: the mean, over the numbers beside a cell, of lacking
-    mines / hidden cells beside the number. The other components treat these cells as if no number stood beside them, so that certain cells
-    stay certain. Raises Contradiction when no layout fits.
+    If the rest of the budget is not enough for a component, its cells get an estimate: the mean,
+    over the numbers beside a cell, of lacking mines / hidden cells beside the number. The other
+    components treat these cells as if no number stood beside them, so that certain cells stay
+    certain. Raises Contradiction when no layout fits.
     """
     hidden = [cell for cell in range(rows * columns) if cell not in numbers]
     known, limits = _deduced(rows, columns, numbers)
@@ -81,16 +95,21 @@ def posterior(rows: int, columns: int, mines: int, numbers: Mapping[int, int], b
         counts = _count(component, budget - nodes)
         if counts is None:
             skipped.append(component)
-            nodes = budget  # the rest is skipped too, because every later component has at least as many groups
+            # the rest is skipped too, because every later component has at least as many groups
+            nodes = budget
         else:
             solved.append((component, counts))
             nodes += counts.nodes
     inside = {cell for component, _ in solved for group in component.groups for cell in group}
     free = [cell for cell in hidden if cell not in known and cell not in inside]
     left = mines - sum(known.values())
-    layouts, weights, free_mined = _combined([counts.layouts for _, counts in solved], len(free), left)
+    layouts, weights, free_mined = _combined(
+        [counts.layouts for _, counts in solved], len(free), left
+    )
     if not layouts:
-        raise Contradiction(f"no layout of {mines} mines on {rows}x{columns} fits the numbers {dict(numbers)}")
+        raise Contradiction(
+            f"no layout of {mines} mines on {rows}x{columns} fits the numbers {dict(numbers)}"
+        )
     mined = {cell: layouts if mine else 0 for cell, mine in known.items()}
     mined |= dict.fromkeys(free, free_mined)
     for (component, counts), weight in zip(solved, weights, strict=True):
@@ -105,8 +124,11 @@ def posterior(rows: int, columns: int, mines: int, numbers: Mapping[int, int], b
     return Posterior({cell: mined[cell] for cell in hidden}, layouts, not skipped, nodes)
 
 
-def _deduced(rows: int, columns: int, numbers: Mapping[int, int]) -> tuple[dict[int, int], dict[frozenset[int], int]]:
-    """Return the cells that single numbers (such as 0) prove, 1 for a mine, and the sets of the other cells with their numbers of mines."""
+def _deduced(
+    rows: int, columns: int, numbers: Mapping[int, int]
+) -> tuple[dict[int, int], dict[frozenset[int], int]]:
+    """Return the cells that single numbers (such as 0) prove, 1 for a mine, and the sets of the
+    other cells with their numbers of mines."""
     near = neighbours(rows, columns)
     cells = [{other for other in near[cell] if other not in numbers} for cell in numbers]
     lacks = list(numbers.values())
@@ -133,7 +155,9 @@ def _deduced(rows: int, columns: int, numbers: Mapping[int, int]) -> tuple[dict[
     limits: dict[frozenset[int], int] = {}
     for around, lack in zip(cells, lacks, strict=True):
         if around and limits.setdefault(frozenset(around), lack) != lack:
-            raise Contradiction(f"the cells {sorted(around)} would hold {lack} mines by one number and not by another")
+            raise Contradiction(
+                f"the cells {sorted(around)} would hold {lack} mines by one number and not by another"
+            )
     return known, limits
 
 
@@ -169,7 +193,9 @@ def _touching(groups: Iterable[tuple[int, ...]]) -> dict[int, set[tuple[int, ...
     return touching
 
 
-def _reached(start: tuple[int, ...], touching: Mapping[int, set[tuple[int, ...]]]) -> list[tuple[int, ...]]:
+def _reached(
+    start: tuple[int, ...], touching: Mapping[int, set[tuple[int, ...]]]
+) -> list[tuple[int, ...]]:
     """Return the groups of the component of ``start``, in breadth-first order."""
     reached, seen = [start], {start}
     for near in reached:
@@ -180,9 +206,11 @@ def _reached(start: tuple[int, ...], touching: Mapping[int, set[tuple[int, ...]]
 
 
 def _ordered(groups: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """Order the groups so that few numbers are open at once: begin at an end of the component and always close a number if possible."""
+    """Order the groups so that few numbers are open at once: begin at an end of the component and
+    always close a number if possible."""
     touching = _touching(groups)
-    start = _reached(_reached(groups[0], touching)[-1], touching)[-1]  # the last group reached is at an end
+    # the last group reached is at an end
+    start = _reached(_reached(groups[0], touching)[-1], touching)[-1]
     waiting = {i: len(beside) for i, beside in touching.items()}
     ordered: list[tuple[int, ...]] = []
     opened: set[int] = set()
@@ -191,7 +219,8 @@ def _ordered(groups: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
         reachable = {near for i in opened for near in touching[i]} or {start}
 
         def cost(near: tuple[int, ...]) -> tuple[int, int, int]:
-            """Prefer the least increase of open numbers, then the groups beside the number that is nearest to being closed."""
+            """Prefer the least increase of open numbers, then the groups beside the number that is
+            nearest to being closed."""
             change = sum((i not in opened) - (waiting[i] == 1) for i in near)
             return change, min(waiting[i] for i in near), rest[near]
 
@@ -210,7 +239,8 @@ def _ordered(groups: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
 def _count(component: _Component, budget: int) -> _Counts | None:
     """Count the layouts of a component. Return None when this takes more than ``budget`` nodes."""
     sizes = [len(group) for group in component.groups]
-    width = sum(sizes) + sum(sizes).bit_length() + 1  # because a coefficient is at most cells * 2^cells
+    # because a coefficient is at most cells * 2^cells
+    width = sum(sizes) + sum(sizes).bit_length() + 1
     slots = {i: _SLOT * place for place, i in enumerate(component.lacks)}
     full = (1 << _SLOT) - 1
     room = dict.fromkeys(component.lacks, 0)
@@ -276,11 +306,14 @@ def _coefficients(polynomial: int, width: int) -> dict[int, int]:
     return coefficients
 
 
-def _combined(parts: Sequence[Mapping[int, int]], free: int, mines: int) -> tuple[int, list[dict[int, int]], int]:
-    """Return the number of layouts of all components and the ``free`` cells with ``mines`` mines in total.
+def _combined(
+    parts: Sequence[Mapping[int, int]], free: int, mines: int
+) -> tuple[int, list[dict[int, int]], int]:
+    """Return the number of layouts of all components and the ``free`` cells with ``mines`` mines in
+    total.
 
-    Also return, for each component and each m, the layouts of everything else when the component has m mines, and the layouts in which a
-    certain free cell has a mine."""
+    Also return, for each component and each m, the layouts of everything else when the component
+    has m mines, and the layouts in which a certain free cell has a mine."""
     before: list[dict[int, int]] = [{0: 1}]
     for part in parts:
         sums: dict[int, int] = defaultdict(int)
@@ -293,26 +326,41 @@ def _combined(parts: Sequence[Mapping[int, int]], free: int, mines: int) -> tupl
     rest = {r: comb(free, r) for r in left}
     layouts = sum(ways * rest[mines - used] for used, ways in before[-1].items())
     in_free = (
-        sum(ways * comb(free - 1, mines - used - 1) for used, ways in before[-1].items() if mines > used) if free else 0
+        sum(
+            ways * comb(free - 1, mines - used - 1)
+            for used, ways in before[-1].items()
+            if mines > used
+        )
+        if free
+        else 0
     )
     weights: list[dict[int, int]] = []
     for place in reversed(range(len(parts))):
         part, earlier = parts[place], before[place]
         weights.append(
             {
-                m: sum(ways * rest[mines - used - m] for used, ways in earlier.items() if mines - used - m in rest)
+                m: sum(
+                    ways * rest[mines - used - m]
+                    for used, ways in earlier.items()
+                    if mines - used - m in rest
+                )
                 for m in part
             }
         )
         rest = {
-            mines - used: sum(count * rest[mines - used - m] for m, count in part.items() if mines - used - m in rest)
+            mines - used: sum(
+                count * rest[mines - used - m]
+                for m, count in part.items()
+                if mines - used - m in rest
+            )
             for used in earlier
         }
     return layouts, weights[::-1], in_free
 
 
 def _estimated(component: _Component, layouts: int) -> dict[int, int]:
-    """Return for each cell of a component that was not counted the mean of lacking mines / cells beside, times ``layouts``."""
+    """Return for each cell of a component that was not counted the mean of lacking mines / cells
+    beside, times ``layouts``."""
     cells: dict[int, int] = defaultdict(int)
     for group, near in zip(component.groups, component.near, strict=True):
         for i in near:

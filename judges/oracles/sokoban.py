@@ -1,4 +1,5 @@
-"""The Sokoban oracle: it judges whether a step lies on a shortest solution, by the exact distances of the room (VPR's turn reward, methods.md 3)."""
+"""The Sokoban oracle: it judges whether a step lies on a shortest solution, by the exact distances
+of the room (VPR's turn reward, methods.md 3)."""
 
 import asyncio
 from typing import Literal
@@ -13,11 +14,14 @@ from wire.messages import JudgedTurn, Judgement
 
 
 class SokobanOracle(Judge):
-    """Scores a step against the distances to the solution. reward: what the column "reward" is, "binary" (as in VPR) or "graded".
+    """Scores a step against the distances to the solution. reward: what the column "reward" is,
+    "binary" (as in VPR) or "graded".
 
-    optimal: 1 for a step of a shortest solution, else 0. binary: the same. graded: see ``graded``. distance: the length of a shortest solution
-    before the step, absent if there is none any more. valid_share: the chance that a uniformly random step is optimal. In a position without
-    a solution no step is optimal. Raises DataFault for a turn whose state is not a Sokoban room in progress.
+    optimal: 1 for a step of a shortest solution, else 0. binary: the same. graded: see ``graded``.
+    distance: the length of a shortest solution before the step, absent if there is none any more.
+    valid_share: the chance that a uniformly random step is optimal. In a position without a
+    solution no step is optimal. Raises DataFault for a turn whose state is not a Sokoban room in
+    progress.
     """
 
     name = "sokoban"
@@ -38,20 +42,30 @@ class SokobanOracle(Judge):
             if position.solved:
                 raise ValueError("the room is solved, so no step follows")
         except ValueError as error:
-            raise DataFault(f"judge {self.name}, task {turn.question}: not a Sokoban state: {error}") from None
+            raise DataFault(
+                f"judge {self.name}, task {turn.question}: not a Sokoban state: {error}"
+            ) from None
         best, direction = optimal(position), None if turn.move is None else turn.move[0]
         value, why = graded(position, direction)
-        scores = {"optimal": float(direction in best), "graded": value, "valid_share": len(best) / len(WORDS)}
+        scores = {
+            "optimal": float(direction in best),
+            "graded": value,
+            "valid_share": len(best) / len(WORDS),
+        }
         scores["reward"] = scores["graded" if self.reward == "graded" else "optimal"]
         distance = shortest(position)
-        return Judgement(scores if distance is None else scores | {"distance": float(distance)}, explanation=why)
+        return Judgement(
+            scores if distance is None else scores | {"distance": float(distance)}, explanation=why
+        )
 
 
 def graded(position: Position, direction: int | None) -> tuple[float, str]:
-    """Return the graded value of a step and the reason. direction: None for a reply that cannot be read; 4 for standing still.
+    """Return the graded value of a step and the reason. direction: None for a reply that cannot be
+    read; 4 for standing still.
 
-    1 for a step of a shortest solution, 0 for any other, -1 for a reply that cannot be read and for the step that loses the last solution.
-    Where no solution was left before the step, every readable step has 0.
+    1 for a step of a shortest solution, 0 for any other, -1 for a reply that cannot be read and for
+    the step that loses the last solution. Where no solution was left before the step, every
+    readable step has 0.
     """
     if direction is None:
         return -1.0, "no readable step"

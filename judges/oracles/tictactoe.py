@@ -1,7 +1,9 @@
-"""Tic-Tac-Toe: the oracle that rewards moves, and the opponents (methods.md 3.2). Moves are cells counted from 0.
+"""Tic-Tac-Toe: the oracle that rewards moves, and the opponents (methods.md 3.2). Moves are cells
+counted from 0.
 
-The search is OpenSpiel's UCT with random rollouts. 1,000 simulations of 10 rollouts take about 7 ms on one core. A search holds Python's
-global lock, so several searches at once are no faster in one process; serve more processes instead.
+The search is OpenSpiel's UCT with random rollouts. 1,000 simulations of 10 rollouts take about 7 ms
+on one core. A search holds Python's global lock, so several searches at once are no faster in one
+process; serve more processes instead.
 """
 
 import asyncio
@@ -31,7 +33,8 @@ Simulations = Annotated[int, msgspec.Meta(ge=2)]
 
 
 class Search(msgspec.Struct, frozen=True):
-    """The options of UCT. rollouts: random games per leaf. uct_c: the weight of exploration. solve: back up proven results exactly."""
+    """The options of UCT. rollouts: random games per leaf. uct_c: the weight of exploration. solve:
+    back up proven results exactly."""
 
     simulations: int = 1000
     rollouts: int = 10
@@ -39,25 +42,37 @@ class Search(msgspec.Struct, frozen=True):
     solve: bool = False
 
     def root(self, board: str, seed: int) -> Any:
-        """Search from ``board``, a game in progress, and return the root. ``seed`` decides all randomness."""
+        """Search from ``board``, a game in progress, and return the root. ``seed`` decides all
+        randomness."""
         rng = random.Random(seed)
         evaluator = pyspiel.RandomRolloutEvaluator(self.rollouts, rng.getrandbits(31))
         bot = pyspiel.MCTSBot(
-            _GAME, evaluator, self.uct_c, self.simulations, _MEMORY_MB, self.solve, rng.getrandbits(31), False
+            _GAME,
+            evaluator,
+            self.uct_c,
+            self.simulations,
+            _MEMORY_MB,
+            self.solve,
+            rng.getrandbits(31),
+            False,
         )
         return bot.mcts_search(_position(board))
 
     def values(self, board: str, seed: int) -> dict[int, float]:
-        """Return the mean backed-up return of each cell tried, in [-1, 1] for the side to move; with ``solve``, proven results replace means."""
+        """Return the mean backed-up return of each cell tried, in [-1, 1] for the side to move;
+        with ``solve``, proven results replace means."""
         tried = (child for child in self.root(board, seed).children if child.explore_count)
         return {
-            child.action: child.outcome[child.player] if child.outcome else child.total_reward / child.explore_count
+            child.action: child.outcome[child.player]
+            if child.outcome
+            else child.total_reward / child.explore_count
             for child in tried
         }
 
 
 def _position(board: str) -> Any:
-    """Return OpenSpiel's state of a board. The marks may be set in any order, because no part of an unfinished board has a line."""
+    """Return OpenSpiel's state of a board. The marks may be set in any order, because no part of an
+    unfinished board has a line."""
     state = _GAME.new_initial_state()
     cells = {mark: [cell for cell, held in enumerate(board) if held == mark] for mark in "XO"}
     for ply in range(9 - board.count(".")):
@@ -66,24 +81,34 @@ def _position(board: str) -> Any:
 
 
 def _read(state: Any) -> str:
-    """Return the board of a state of plain values. Raises DataFault unless it is a game in progress."""
+    """Return the board of a state of plain values. Raises DataFault unless it is a game in
+    progress."""
     try:
         board = msgspec.convert(state, State).board
     except msgspec.ValidationError as error:
         raise DataFault(f"state {state!r} is not one of tictactoe: {error}") from None
-    fair = len(board) == 9 and set(board) <= set("XO.") and board.count("X") - board.count("O") in (0, 1)
+    fair = (
+        len(board) == 9
+        and set(board) <= set("XO.")
+        and board.count("X") - board.count("O") in (0, 1)
+    )
     if not fair or not legal_cells(board):
-        raise DataFault(f"board {board!r}: expected nine characters of 'XO.', X having begun, and a game that is on")
+        raise DataFault(
+            f"board {board!r}: expected nine characters of 'XO.', X having begun, and a game that is on"
+        )
     return board
 
 
 class TicTacToeOracle(Judge):
-    """Rewards a valid move: its value is within ``tolerance`` of the best value that the search finds (methods.md 3.2).
+    """Rewards a valid move: its value is within ``tolerance`` of the best value that the search
+    finds (methods.md 3.2).
 
-    Columns: reward is 1.0 for a valid move and 0.0 for any other text or move; optimal is the same by exact minimax, for the log; valid_share
-    is valid moves / legal moves. kind: "mcts", or "minimax" for exact values, which takes no other option. tolerance: a difference of returns
-    in [-1, 1]; 0 is the paper's arg max. simulations, rollouts, uct_c, solve: see ``Search``. seed: the seed of the first search. Every search
-    has a new seed, so that a position's error differs each time.
+    Columns: reward is 1.0 for a valid move and 0.0 for any other text or move; optimal is the same
+    by exact minimax, for the log; valid_share is valid moves / legal moves. kind: "mcts", or
+    "minimax" for exact values, which takes no other option. tolerance: a difference of returns in
+    [-1, 1]; 0 is the paper's arg max. simulations, rollouts, uct_c, solve: see ``Search``. seed:
+    the seed of the first search. Every search has a new seed, so that a position's error differs
+    each time.
     """
 
     name = "tictactoe"
@@ -117,7 +142,8 @@ class TicTacToeOracle(Judge):
         return tuple(sorted(cell for cell, mean in values.items() if mean >= least))
 
     async def score(self, turns: list[JudgedTurn]) -> list[Judgement]:
-        """Return one judgement per turn. Raises DataFault for a state that is not a game in progress."""
+        """Return one judgement per turn. Raises DataFault for a state that is not a game in
+        progress."""
         seeds = [next(self._seeds) for _ in turns]
         return await asyncio.to_thread(lambda: list(map(self._judge, turns, seeds)))
 
@@ -136,9 +162,11 @@ class TicTacToeOracle(Judge):
 
 
 class MctsPlayer(Player):
-    """Plays a proven win, otherwise the move that the search tried most. The defaults are the strong opponent of methods.md 3.2.
+    """Plays a proven win, otherwise the move that the search tried most. The defaults are the
+    strong opponent of methods.md 3.2.
 
-    name: the name of the service ``player.<name>``, so that one run can serve several strengths. Other options: see ``Search``.
+    name: the name of the service ``player.<name>``, so that one run can serve several strengths.
+    Other options: see ``Search``.
     """
 
     name = "tictactoe_mcts"

@@ -1,7 +1,9 @@
-"""The WebShop oracle: it judges whether an action brings a perfect purchase nearer (docs/webshop.md).
+"""The WebShop oracle: it judges whether an action brings a perfect purchase nearer
+(docs/webshop.md).
 
-The distance of a place is the smallest number of actions that buy the goal's own product with its options from there: a search for the
-product's name if need be, clicks to its results page and on its code, one click for each option not yet chosen, and the purchase.
+The distance of a place is the smallest number of actions that buy the goal's own product with its
+options from there: a search for the product's name if need be, clicks to its results page and on
+its code, one click for each option not yet chosen, and the purchase.
 """
 
 from typing import Any
@@ -19,11 +21,13 @@ from wire.messages import JudgedTurn, Judgement
 
 
 class WebShopOracle(RuleJudge):
-    """Scores an action by the distance to a perfect purchase. options: those of the environment, if it does not sell the invented products.
+    """Scores an action by the distance to a perfect purchase. options: those of the environment, if
+    it does not sell the invented products.
 
-    Column "reward": 1 for an action that lessens the distance and for a perfect purchase, -1 for an action that does nothing because it
-    cannot be read or clicked, else 0. Column "distance": the actions that were needed before it. Raises DataFault for a turn of another
-    environment or catalogue, and for a server's shop, whose products are not known.
+    Column "reward": 1 for an action that lessens the distance and for a perfect purchase, -1 for an
+    action that does nothing because it cannot be read or clicked, else 0. Column "distance": the
+    actions that were needed before it. Raises DataFault for a turn of another environment or
+    catalogue, and for a server's shop, whose products are not known.
     """
 
     name = "webshop"
@@ -44,7 +48,8 @@ class WebShopOracle(RuleJudge):
         before = distance(shop, state.place, goal)
         value, why = self._value(turn, state.place, goal, before)
         return Judgement(
-            {"reward": value, "distance": float(before)}, explanation=f"{why}; {before} actions were needed"
+            {"reward": value, "distance": float(before)},
+            explanation=f"{why}; {before} actions were needed",
         )
 
     def _value(self, turn: JudgedTurn, place: Place, goal: Goal, before: int) -> tuple[float, str]:
@@ -55,7 +60,9 @@ class WebShopOracle(RuleJudge):
             name = clickables[turn.move[0]]
             if name == BUY:
                 perfect = reward(shop.products[place.asin], place.chosen, goal) == 1
-                return float(perfect), "a perfect purchase" if perfect else "not the product and options of the goal"
+                return float(
+                    perfect
+                ), "a perfect purchase" if perfect else "not the product and options of the goal"
             after = shop.clicked(place, name)
         else:
             return -1.0, "no action that can be taken"
@@ -64,7 +71,8 @@ class WebShopOracle(RuleJudge):
 
 
 def distance(shop: Shop, place: Place, goal: Goal) -> int:
-    """Return the smallest number of actions from ``place`` to the purchase of the goal's own product with its options."""
+    """Return the smallest number of actions from ``place`` to the purchase of the goal's own
+    product with its options."""
     asin, wanted = goal.product.asin, _wanted(goal)
     purchase = len(wanted) + 1
     name = goal.product.name.lower()
@@ -80,12 +88,14 @@ def distance(shop: Shop, place: Place, goal: Goal) -> int:
 
 
 def _pages(shop: Shop, query: str, asin: str, number: int) -> int:
-    """Return the clicks from page ``number`` of a query's results to the product's page, a large number if it is not among them."""
+    """Return the clicks from page ``number`` of a query's results to the product's page, a large
+    number if it is not among them."""
     results = shop.search.results(query)
     return abs(results.index(asin) // PER_PAGE + 1 - number) + 1 if asin in results else 1000
 
 
 def _wanted(goal: Goal) -> dict[str, str]:
-    """Return the option values to choose by group. The values of a human goal belong to the groups that offer them; others cannot be chosen."""
+    """Return the option values to choose by group. The values of a human goal belong to the groups
+    that offer them; others cannot be chosen."""
     clickable = {value: group for group, values in goal.product.options.items() for value in values}
     return {clickable[value]: value for value in goal.values if value in clickable}

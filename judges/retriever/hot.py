@@ -1,4 +1,5 @@
-"""What stands before a source of passages: a cache of hot queries, one search for equal queries, and joined searches.
+"""What stands before a source of passages: a cache of hot queries, one search for equal queries,
+and joined searches.
 
 Invariant: a query (with its number of passages) that is kept or under way is not searched again.
 """
@@ -14,7 +15,8 @@ from wire.service import Call
 
 Key = tuple[str, int]
 AT_ONCE = 64
-"""Queries under way at one server that takes several searches at once, as many as a retriever process serves."""
+"""Queries under way at one server that takes several searches at once, as many as a retriever
+process serves."""
 
 
 class Backend(Protocol):
@@ -26,13 +28,15 @@ class Backend(Protocol):
 class HotQueries:
     """Passes queries on to ``backend``.
 
-    size: queries kept, the least recently used leave first. batch: queries joined into one search. at_once: searches of the backend at once;
-    what is asked meanwhile waits and is joined, so that nothing waits for a timer.
+    size: queries kept, the least recently used leave first. batch: queries joined into one search.
+    at_once: searches of the backend at once; what is asked meanwhile waits and is joined, so that
+    nothing waits for a timer.
 
-    A query:  asked -> waiting -> searched -> kept -> dropped, or -> failed: all who wait get the error, and the next one to ask begins again.
+    A query:  asked -> waiting -> searched -> kept -> dropped, or -> failed: all who wait get the
+    error, and the next one to ask begins again.
 
-    counts: queries; of these ``hits`` were kept, ``joined`` were under way, and ``searched`` went to the backend.
-    busy_s: seconds in which at least one search was open.
+    counts: queries; of these ``hits`` were kept, ``joined`` were under way, and ``searched`` went
+    to the backend. busy_s: seconds in which at least one search was open.
     """
 
     def __init__(self, backend: Backend, size: int, batch: int = 32, at_once: int = 1):
@@ -45,7 +49,8 @@ class HotQueries:
         self._searches: set[asyncio.Task[dict[Key, list[Passage]]]] = set()
 
     async def search(self, queries: list[str], topk: int) -> list[list[Passage]]:
-        """Return the ``topk`` passages of each query, best first. Raises what the backend raises. A caller that is cancelled cancels no search."""
+        """Return the ``topk`` passages of each query, best first. Raises what the backend raises. A
+        caller that is cancelled cancels no search."""
         answers = [self._answer((query, topk)) for query in queries]
         self._begin()
         if pending := {answer for answer in answers if not answer.done()}:

@@ -1,4 +1,5 @@
-"""Clients of the Search-R1 retrieval protocol: POST /retrieve {"queries", "topk", "return_scores"} (methods.md 1.8)."""
+"""Clients of the Search-R1 retrieval protocol: POST /retrieve {"queries", "topk", "return_scores"}
+(methods.md 1.8)."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -33,12 +34,19 @@ class _Reply(msgspec.Struct):
 
 
 class SearchR1Client:
-    """Asks one server. It must be used as an async context manager. attempts, backoff_s: see ``wire.http.JsonClient``."""
+    """Asks one server. It must be used as an async context manager. attempts, backoff_s: see
+    ``wire.http.JsonClient``."""
 
-    def __init__(self, url: str, timeout_s: float = 60.0, attempts: int = 5, backoff_s: float = 1.0):
+    def __init__(
+        self, url: str, timeout_s: float = 60.0, attempts: int = 5, backoff_s: float = 1.0
+    ):
         self.url = url.rstrip("/").removesuffix("/retrieve") + "/retrieve"
         self._client = JsonClient(
-            self.url, timeout_s=timeout_s, attempts=attempts, backoff_s=backoff_s, concurrency=AT_ONCE
+            self.url,
+            timeout_s=timeout_s,
+            attempts=attempts,
+            backoff_s=backoff_s,
+            concurrency=AT_ONCE,
         )
 
     async def __aenter__(self) -> "SearchR1Client":
@@ -46,30 +54,45 @@ class SearchR1Client:
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         await self._client.close()
 
     async def search(self, queries: list[str], topk: int) -> list[list[Passage]]:
-        """Return the passages of each query, best first. Raises InfrastructureFault, which names the server and the cause."""
+        """Return the passages of each query, best first. Raises InfrastructureFault, which names
+        the server and the cause."""
         body: dict[str, Any] = {"queries": queries, "topk": topk, "return_scores": True}
         try:
-            rows = msgspec.json.decode(await self._client.send("POST", "", body), type=_Reply).result
+            rows = msgspec.json.decode(
+                await self._client.send("POST", "", body), type=_Reply
+            ).result
         except InfrastructureFault as fault:
             raise InfrastructureFault(f"retriever {fault}") from None
         except DataFault as fault:  # the server speaks another protocol and would answer no query
             raise InfrastructureFault(f"retriever {fault}: is it a Search-R1 server?") from None
         except jsonl.MALFORMED as error:
-            raise InfrastructureFault(f"retriever {self.url}: {type(error).__name__}: {error}") from None
+            raise InfrastructureFault(
+                f"retriever {self.url}: {type(error).__name__}: {error}"
+            ) from None
         if len(rows) != len(queries):
-            raise InfrastructureFault(f"retriever {self.url}: {len(rows)} results for {len(queries)} queries")
+            raise InfrastructureFault(
+                f"retriever {self.url}: {len(rows)} results for {len(queries)} queries"
+            )
         return [
-            [Passage(str(s.document.id), *title_and_text(s.document.contents), s.score) for s in row] for row in rows
+            [
+                Passage(str(s.document.id), *title_and_text(s.document.contents), s.score)
+                for s in row
+            ]
+            for row in rows
         ]
 
 
 class Fleet:
-    """Several servers of the same index as one: a search goes to the server with the fewest open searches, and on to the next when that one fails.
+    """Several servers of the same index as one: a search goes to the server with the fewest open
+    searches, and on to the next when that one fails.
 
     A search fails when every server has failed it. clock: monotonic seconds.
     """
@@ -80,11 +103,14 @@ class Fleet:
         self._rests_until = [-float("inf")] * len(servers)
 
     async def search(self, queries: list[str], topk: int) -> list[list[Passage]]:
-        """Return the passages of each query, best first. Raises the InfrastructureFault of the server that was asked last."""
+        """Return the passages of each query, best first. Raises the InfrastructureFault of the
+        server that was asked last."""
         left = set(range(len(self.servers)))
         while True:
             now = self.clock()
-            chosen = min(left, key=lambda place: (self._rests_until[place] > now, self._open[place], place))
+            chosen = min(
+                left, key=lambda place: (self._rests_until[place] > now, self._open[place], place)
+            )
             left.remove(chosen)
             self._open[chosen] += 1
             try:

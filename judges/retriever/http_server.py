@@ -1,7 +1,8 @@
-"""A server of the Search-R1 retrieval protocol over an index folder, or over other servers (methods.md 1.8).
+"""A server of the Search-R1 retrieval protocol over an index folder, or over other servers
+(methods.md 1.8).
 
-``python -m judges.retriever.http_server --index DIR --port N`` starts it. A malformed request is answered with status 422 and the reason.
-Queries are joined and cached as in a run.
+``python -m judges.retriever.http_server --index DIR --port N`` starts it. A malformed request is
+answered with status 422 and the reason. Queries are joined and cached as in a run.
 """
 
 import argparse
@@ -34,9 +35,13 @@ def application(backend: Backend) -> web.Application:
             return web.json_response({"detail": jsonl.fault(error)}, status=422)
         topk = 3 if asked.topk is None else asked.topk
         if topk < 1 or not asked.queries:
-            return web.json_response({"detail": "expected at least one query and topk >= 1"}, status=422)
+            return web.json_response(
+                {"detail": "expected at least one query and topk >= 1"}, status=422
+            )
         passages = await backend.search(asked.queries, topk)
-        return web.json_response({"result": [[_item(p, asked.return_scores) for p in row] for row in passages]})
+        return web.json_response(
+            {"result": [[_item(p, asked.return_scores) for p in row] for row in passages]}
+        )
 
     app = web.Application()
     app.add_routes([web.post("/retrieve", retrieve)])
@@ -52,20 +57,31 @@ def main() -> None:
     """Run the command line."""
     usual = RetrieverProcess("", "", "")
     parser = argparse.ArgumentParser(description="Serve an index over the Search-R1 protocol.")
-    parser.add_argument("--index", required=True, help="index folder, or URLs of servers with commas between them")
+    parser.add_argument(
+        "--index", required=True, help="index folder, or URLs of servers with commas between them"
+    )
     parser.add_argument("--encoder", default=usual.encoder)
     parser.add_argument("--search", default="", help="FAISS's search parameters, such as nprobe=64")
-    parser.add_argument("--cache", type=int, default=usual.cache, help="queries to keep (default: %(default)s)")
-    parser.add_argument("--batch", type=int, default=usual.batch, help="queries joined (default: %(default)s)")
+    parser.add_argument(
+        "--cache", type=int, default=usual.cache, help="queries to keep (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--batch", type=int, default=usual.batch, help="queries joined (default: %(default)s)"
+    )
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--threads", type=int, default=usual.threads)
     asked = parser.parse_args()
 
     async def served() -> web.Application:
-        stack, settings = AsyncExitStack(), {"search": asked.search, "cache": asked.cache, "batch": asked.batch}
+        stack, settings = (
+            AsyncExitStack(),
+            {"search": asked.search, "cache": asked.cache, "batch": asked.batch},
+        )
         app = application(
-            await stack.enter_async_context(opened(asked.index, asked.encoder, asked.threads, **settings))
+            await stack.enter_async_context(
+                opened(asked.index, asked.encoder, asked.threads, **settings)
+            )
         )
         app.on_cleanup.append(lambda app: stack.aclose())
         return app

@@ -1,4 +1,5 @@
-"""A corpus and its FAISS index in one folder. The index ranks unit vectors by inner product. Passages are read from disk by offset.
+"""A corpus and its FAISS index in one folder. The index ranks unit vectors by inner product.
+Passages are read from disk by offset.
 
 The folder has index.faiss, passages.jsonl (a copy of the corpus), offsets.npy and manifest.json.
 """
@@ -26,8 +27,8 @@ from wire.messages import Passage
 
 
 class Manifest(msgspec.Struct, frozen=True):
-    """The encoder and the corpus of an index. An index of another encoder is refused. kind: FAISS's factory string. search: FAISS's search
-    parameters, which a retriever may change."""
+    """The encoder and the corpus of an index. An index of another encoder is refused. kind: FAISS's
+    factory string. search: FAISS's search parameters, which a retriever may change."""
 
     encoder: str
     dimensions: int
@@ -51,12 +52,16 @@ class BadCorpus(ValueError):
 
 
 def read_corpus(path: Path, skip_bad: bool = False) -> tuple[np.ndarray, list[str]]:
-    """Return the byte offsets of the usable lines, int64 [lines], and a message for each skipped line. The texts stay on the disk.
+    """Return the byte offsets of the usable lines, int64 [lines], and a message for each skipped
+    line. The texts stay on the disk.
 
-    Raises BadCorpus that counts the bad lines and names the first, unless ``skip_bad``, and FileNotFoundError when the file does not exist.
+    Raises BadCorpus that counts the bad lines and names the first, unless ``skip_bad``, and
+    FileNotFoundError when the file does not exist.
     """
     if not path.is_file():
-        raise FileNotFoundError(f"corpus {path} does not exist: expected a JSONL file of {{id, contents}}")
+        raise FileNotFoundError(
+            f"corpus {path} does not exist: expected a JSONL file of {{id, contents}}"
+        )
     offsets, bad, seen = array("q"), list[str](), set[str | int]()
     try:
         start = jsonl.beginning(path)
@@ -68,7 +73,9 @@ def read_corpus(path: Path, skip_bad: bool = False) -> tuple[np.ndarray, list[st
             try:
                 row = msgspec.json.decode(line, type=_Row)
                 if not title_and_text(row.contents)[1] or row.id in seen:
-                    raise ValueError("empty text" if row.id not in seen else f"id {row.id!r} was used before")
+                    raise ValueError(
+                        "empty text" if row.id not in seen else f"id {row.id!r} was used before"
+                    )
                 seen.add(row.id)
                 offsets.append(start)
             except (*jsonl.MALFORMED, ValueError) as error:
@@ -78,7 +85,8 @@ def read_corpus(path: Path, skip_bad: bool = False) -> tuple[np.ndarray, list[st
             start += len(line)
     if not offsets:
         raise BadCorpus(
-            f"{path} holds no usable passage: " + (f"the first of its lines: {bad[0]}" if bad else "it is empty")
+            f"{path} holds no usable passage: "
+            + (f"the first of its lines: {bad[0]}" if bad else "it is empty")
         )
     if bad and not skip_bad:
         raise BadCorpus(
@@ -99,13 +107,19 @@ def build(
     search: str = "",
     vectors: Path | None = None,
 ) -> Manifest:
-    """Embed a corpus and write its index to ``folder``. A complete draft is renamed to ``folder`` and replaces an earlier index.
+    """Embed a corpus and write its index to ``folder``. A complete draft is renamed to ``folder``
+    and replaces an earlier index.
 
-    kind, search: see ``judges.retriever.kinds``. vectors: a flat index of the same corpus and encoder whose vectors are taken instead of
-    embedding. Raises FileExistsError when ``folder`` holds something that is not an index, and ValueError for a kind that FAISS does not have
-    or cannot train on so few passages.
+    kind, search: see ``judges.retriever.kinds``. vectors: a flat index of the same corpus and
+    encoder whose vectors are taken instead of embedding. Raises FileExistsError when ``folder``
+    holds something that is not an index, and ValueError for a kind that FAISS does not have or
+    cannot train on so few passages.
     """
-    if folder.exists() and not (folder / "manifest.json").is_file() and (not folder.is_dir() or any(folder.iterdir())):
+    if (
+        folder.exists()
+        and not (folder / "manifest.json").is_file()
+        and (not folder.is_dir() or any(folder.iterdir()))
+    ):
         raise FileExistsError(f"{folder} exists and holds no index: name a new or empty folder")
     offsets, bad = read_corpus(corpus, skip_bad)
     for reason in bad[:20]:
@@ -113,10 +127,16 @@ def build(
     if bad:
         print(f"skipped {len(bad)} of {len(bad) + len(offsets)} lines", file=sys.stderr)
     text, usual = kinds.factory(kind, len(offsets), encoder.dimensions)
-    manifest = Manifest(encoder.name, encoder.dimensions, len(offsets), sha256(corpus), text, search or usual)
+    manifest = Manifest(
+        encoder.name, encoder.dimensions, len(offsets), sha256(corpus), text, search or usual
+    )
     index = kinds.empty(text, encoder.dimensions)
     kinds.tune(index, manifest.search, text)
-    source = _embedded(corpus, offsets, encoder, batch, progress) if vectors is None else _stored(vectors, manifest)
+    source = (
+        _embedded(corpus, offsets, encoder, batch, progress)
+        if vectors is None
+        else _stored(vectors, manifest)
+    )
     with drafted(folder, replace=True) as draft:
         kinds.fill(index, source, len(offsets), draft / "vectors.npy")
         faiss.write_index(index, str(draft / "index.faiss"))
@@ -126,28 +146,40 @@ def build(
     return manifest
 
 
-def _embedded(corpus: Path, offsets: np.ndarray, encoder: Encoder, batch: int, progress: bool) -> Iterator[np.ndarray]:
+def _embedded(
+    corpus: Path, offsets: np.ndarray, encoder: Encoder, batch: int, progress: bool
+) -> Iterator[np.ndarray]:
     """Yield the vectors of a corpus, float32 [passages, dimensions] in blocks."""
     start = shown = time.monotonic()
     with corpus.open("rb") as file:
         for first in range(0, len(offsets), kinds.BLOCK):
-            texts = [". ".join(title_and_text(_row(file, at).contents)) for at in offsets[first : first + kinds.BLOCK]]
+            texts = [
+                ". ".join(title_and_text(_row(file, at).contents))
+                for at in offsets[first : first + kinds.BLOCK]
+            ]
             parts = list[np.ndarray]()
             for place in range(0, len(texts), batch):
                 parts.append(encoder.embed(texts[place : place + batch], "passage"))
                 if progress and time.monotonic() > shown + _TOLD_S:
                     shown, done = time.monotonic(), min(first + place + batch, len(offsets))
-                    print(f"  embedded {done} of {len(offsets)} passages ({done / (shown - start):.0f}/s)", flush=True)
+                    print(
+                        f"  embedded {done} of {len(offsets)} passages ({done / (shown - start):.0f}/s)",
+                        flush=True,
+                    )
             yield np.concatenate(parts)
 
 
 def _stored(folder: Path, wanted: Manifest) -> np.ndarray:
-    """Return the vectors of a flat index, float32 [passages, dimensions], mapped. Raises ValueError unless it is of this corpus and encoder."""
+    """Return the vectors of a flat index, float32 [passages, dimensions], mapped. Raises ValueError
+    unless it is of this corpus and encoder."""
     stored = read_manifest(folder)
     if stored != (expected := msgspec.structs.replace(wanted, kind="Flat", search="")):
-        raise ValueError(f"--vectors {folder} is {stored}: expected the flat index of this corpus, {expected}")
+        raise ValueError(
+            f"--vectors {folder} is {stored}: expected the flat index of this corpus, {expected}"
+        )
     file, shape = folder / "index.faiss", (stored.passages, stored.dimensions)
-    return np.memmap(file, np.float32, "r", file.stat().st_size - 4 * math.prod(shape), shape)  # FAISS writes them last
+    # FAISS writes them last
+    return np.memmap(file, np.float32, "r", file.stat().st_size - 4 * math.prod(shape), shape)
 
 
 def sha256(path: Path) -> str:
@@ -157,18 +189,24 @@ def sha256(path: Path) -> str:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Return the manifest of an index. Raises FileNotFoundError or ValueError, which name the remedy."""
+    """Return the manifest of an index. Raises FileNotFoundError or ValueError, which name the
+    remedy."""
     path = folder / "manifest.json"
     if not path.is_file():
-        raise FileNotFoundError(f"{folder} holds no index: build one with tools/index CORPUS --out {folder}")
+        raise FileNotFoundError(
+            f"{folder} holds no index: build one with tools/index CORPUS --out {folder}"
+        )
     try:
         return msgspec.json.decode(path.read_bytes(), type=Manifest)
     except msgspec.DecodeError as error:
-        raise ValueError(f"{path} is damaged ({error}): build the index anew with tools/index") from None
+        raise ValueError(
+            f"{path} is damaged ({error}): build the index anew with tools/index"
+        ) from None
 
 
 class Index:
-    """A loaded index with its encoder. It is on the GPUs if FAISS finds any. search: FAISS's search parameters, "" for the index's own."""
+    """A loaded index with its encoder. It is on the GPUs if FAISS finds any. search: FAISS's search
+    parameters, "" for the index's own."""
 
     def __init__(self, folder: Path, encoder: Encoder, search: str = ""):
         self.manifest = manifest = read_manifest(folder)
@@ -183,12 +221,17 @@ class Index:
         sizes = (self.faiss.ntotal, len(self.offsets), self.faiss.d)
         if sizes != (expected := (manifest.passages, manifest.passages, manifest.dimensions)):
             said = "vectors, passages and dimensions"
-            raise ValueError(f"index {folder} has {sizes} {said}, expected {expected}: build it anew with tools/index")
+            raise ValueError(
+                f"index {folder} has {sizes} {said}, expected {expected}: build it anew with tools/index"
+            )
         self.corpus = (folder / "passages.jsonl").open("rb")
 
     def search(self, queries: list[str], topk: int) -> list[list[Passage]]:
-        """Return the ``topk`` nearest passages of each query, best first; fewer where the lists that are searched hold fewer."""
-        scores, rows = self.faiss.search(self.encoder.embed(queries, "query"), min(topk, len(self.offsets)))
+        """Return the ``topk`` nearest passages of each query, best first; fewer where the lists
+        that are searched hold fewer."""
+        scores, rows = self.faiss.search(
+            self.encoder.embed(queries, "query"), min(topk, len(self.offsets))
+        )
         return [list(self._passages(s, r)) for s, r in zip(scores, rows, strict=True)]
 
     def _passages(self, scores: np.ndarray, rows: np.ndarray) -> Iterable[Passage]:

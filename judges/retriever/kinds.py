@@ -1,15 +1,19 @@
-"""Kinds of FAISS index: which suits a corpus of what size, how one is filled in bounded memory, and how it is loaded.
+"""Kinds of FAISS index: which suits a corpus of what size, how one is filled in bounded memory, and
+how it is loaded.
 
 | kind | FAISS's factory string | bytes of a vector (d dimensions) | searches by default |
 |---|---|---|---|
 | flat | Flat | 4 d | everything: exact |
-| ivfpq | IVF*lists*,PQ*d/8*np, lists = the power of two below 4 sqrt(vectors) | d/8 + 8 | nprobe=64 lists |
-| refined | the same and ,Refine(SQ8): a byte per dimension ranks four times topk anew | 9 d/8 + 8 | nprobe=64,k_factor_rf=4 |
+| ivfpq | IVF*lists*,PQ*d/8*np, lists = the power of two below 4 sqrt(vectors) | d/8 + 8 | nprobe=64
+lists |
+| refined | the same and ,Refine(SQ8): a byte per dimension ranks four times topk anew | 9 d/8 + 8 |
+nprobe=64,k_factor_rf=4 |
 | hnsw | HNSW32 | 4 d + about 270 | efSearch=128 |
 
-Any other name is taken for a factory string, such as "OPQ64,IVF4096,PQ64" or SLATE's "IVF65536_HNSW32,PQ128". Sources: FAISS's wiki ("Guidelines to
-choose an index": between 4 and 16 sqrt(vectors) lists, at least 30 training vectors for each), docs/retrieval.md. np: no polysemous training, which
-takes most of the training's time and serves searches of another kind.
+Any other name is taken for a factory string, such as "OPQ64,IVF4096,PQ64" or SLATE's
+"IVF65536_HNSW32,PQ128". Sources: FAISS's wiki ("Guidelines to choose an index": between 4 and 16
+sqrt(vectors) lists, at least 30 training vectors for each), docs/retrieval.md. np: no polysemous
+training, which takes most of the training's time and serves searches of another kind.
 """
 
 import math
@@ -22,9 +26,11 @@ import faiss
 import numpy as np
 
 BLOCK = 16384
-"""Vectors that are added at once: some tens of MiB, and enough for FAISS to share them among its threads."""
+"""Vectors that are added at once: some tens of MiB, and enough for FAISS to share them among its
+threads."""
 _TRAINED_ON = 64
-"""Vectors sampled for each centroid of a training. FAISS warns below 39, and takes at most 256 itself."""
+"""Vectors sampled for each centroid of a training. FAISS warns below 39, and takes at most 256
+itself."""
 _SEARCH = {"ivfpq": "nprobe=64", "refined": "nprobe=64,k_factor_rf=4", "hnsw": "efSearch=128"}
 _EXPECTED = 'expected "flat", "ivfpq", "refined", "hnsw" or a factory string of FAISS, such as "IVF4096,PQ64"'
 
@@ -39,7 +45,8 @@ def factory(kind: str, vectors: int, dimensions: int) -> tuple[str, str]:
 
 
 def empty(text: str, dimensions: int) -> faiss.Index:
-    """Return an empty index of inner products. Raises ValueError for what FAISS cannot make, with its reason."""
+    """Return an empty index of inner products. Raises ValueError for what FAISS cannot make, with
+    its reason."""
     try:
         return faiss.index_factory(dimensions, text, faiss.METRIC_INNER_PRODUCT)
     except RuntimeError as error:
@@ -49,14 +56,19 @@ def empty(text: str, dimensions: int) -> faiss.Index:
 
 
 def fill(index: faiss.Index, vectors: Iterable[np.ndarray], count: int, scratch: Path) -> None:
-    """Train an index if its kind needs that, and add ``count`` vectors, float32 blocks of [vectors, dimensions], or one array.
+    """Train an index if its kind needs that, and add ``count`` vectors, float32 blocks of [vectors,
+    dimensions], or one array.
 
-    Memory: what the index keeps, one block, and the training sample. Because a trained kind needs the vectors twice, blocks wait in the file
-    ``scratch`` meanwhile. Raises ValueError for too few vectors to train on.
+    Memory: what the index keeps, one block, and the training sample. Because a trained kind needs
+    the vectors twice, blocks wait in the file ``scratch`` meanwhile. Raises ValueError for too few
+    vectors to train on.
     """
     if not index.is_trained:
         if not isinstance(vectors, np.ndarray):
-            waiting, first = np.lib.format.open_memmap(scratch, "w+", np.float32, (count, index.d)), 0
+            waiting, first = (
+                np.lib.format.open_memmap(scratch, "w+", np.float32, (count, index.d)),
+                0,
+            )
             for block in vectors:
                 waiting[first : first + len(block)] = block
                 first += len(block)
@@ -70,7 +82,8 @@ def fill(index: faiss.Index, vectors: Iterable[np.ndarray], count: int, scratch:
 
 
 def _train(index: faiss.Index, vectors: np.ndarray) -> None:
-    """Train on a random sample, always the same one. Its memory does not grow with the vectors but with the lists."""
+    """Train on a random sample, always the same one. Its memory does not grow with the vectors but
+    with the lists."""
     ivf = faiss.try_extract_index_ivf(index)
     sample = min(len(vectors), _TRAINED_ON * max(1024, ivf.nlist if ivf else 0))
     rows = np.sort(np.random.default_rng(0).choice(len(vectors), sample, replace=False))
@@ -80,26 +93,37 @@ def _train(index: faiss.Index, vectors: np.ndarray) -> None:
         index.train(vectors[rows])  # pyright: ignore[reportCallIssue]
     except RuntimeError as error:
         why = f"({_why(error)}): kind flat or hnsw needs no training"
-        raise ValueError(f"an index of this kind cannot be trained on {sample} vectors {why}") from None
+        raise ValueError(
+            f"an index of this kind cannot be trained on {sample} vectors {why}"
+        ) from None
 
 
 def load(file: Path, text: str, search: str) -> faiss.Index:
-    """Return a written index, on the GPUs if FAISS finds any. search: FAISS's search parameters, such as "nprobe=64".
+    """Return a written index, on the GPUs if FAISS finds any. search: FAISS's search parameters,
+    such as "nprobe=64".
 
-    The vectors of a flat or HNSW index are mapped: processes share their pages, and none is read before a search needs it. Raises ValueError
-    with the remedy for a damaged file and for a parameter that this kind does not have.
+    The vectors of a flat or HNSW index are mapped: processes share their pages, and none is read
+    before a search needs it. Raises ValueError with the remedy for a damaged file and for a
+    parameter that this kind does not have.
     """
-    try:  # FAISS can map inverted lists too, but then starts 32 threads in each search (3.5 ms instead of 0.02 for 5,000 vectors)
+    # FAISS can map inverted lists too, but then starts 32 threads in each search (3.5 ms instead of
+    # 0.02 for 5,000 vectors)
+    try:
         index = faiss.read_index(str(file), 0 if "IVF" in text else faiss.IO_FLAG_MMAP_IFC)
     except RuntimeError as error:
-        raise ValueError(f"{file} is damaged ({_why(error)}): build the index anew with tools/index") from None
+        raise ValueError(
+            f"{file} is damaged ({_why(error)}): build the index anew with tools/index"
+        ) from None
     tune(index, search, text)
     return on_gpus(index)
 
 
 def tune(index: faiss.Index, search: str, text: str) -> None:
-    """Set the search parameters of an index. Raises ValueError for one that its kind does not have, and for one that is not above 0."""
-    expected = f'expected search parameters of {text}, such as "nprobe=64" (IVF) or "efSearch=128" (HNSW)'
+    """Set the search parameters of an index. Raises ValueError for one that its kind does not have,
+    and for one that is not above 0."""
+    expected = (
+        f'expected search parameters of {text}, such as "nprobe=64" (IVF) or "efSearch=128" (HNSW)'
+    )
     if search and not re.fullmatch(r"\w+=0*[1-9]\d*(,\w+=0*[1-9]\d*)*", search):
         raise ValueError(f"{search!r}: {expected}")
     try:
@@ -109,7 +133,8 @@ def tune(index: faiss.Index, search: str, text: str) -> None:
 
 
 def on_gpus(index: faiss.Index) -> faiss.Index:
-    """Return the index on all GPUs, divided among them, or the index itself where FAISS finds none or has no GPU version of its kind."""
+    """Return the index on all GPUs, divided among them, or the index itself where FAISS finds none
+    or has no GPU version of its kind."""
     if not _gpus():
         return index
     options = faiss.GpuMultipleClonerOptions()  # pyright: ignore[reportCallIssue]

@@ -1,4 +1,5 @@
-"""The retriever as a worker: it offers ``retrieve`` over a local index or Search-R1 servers, behind ``HotQueries``.
+"""The retriever as a worker: it offers ``retrieve`` over a local index or Search-R1 servers, behind
+``HotQueries``.
 
 ``python -m judges.retriever.worker PROCESS.json``
 """
@@ -21,8 +22,9 @@ from wire.service import Service
 
 
 class RetrieverProcess(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The file of a retriever process. backend: an index folder, or the http(s) URLs of Search-R1 servers, with commas between them. cache:
-    queries to keep. search, batch: see ``RetrieverConfig``."""
+    """The file of a retriever process. backend: an index folder, or the http(s) URLs of Search-R1
+    servers, with commas between them. cache: queries to keep. search, batch: see
+    ``RetrieverConfig``."""
 
     name: str
     run: str
@@ -45,7 +47,9 @@ class LocalBackend:
         self._thread = ThreadPoolExecutor(1)
 
     async def search(self, queries: list[str], topk: int) -> list[list[Passage]]:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._index.search, queries, topk)
+        return await asyncio.get_running_loop().run_in_executor(
+            self._thread, self._index.search, queries, topk
+        )
 
 
 def is_served(backend: str) -> bool:
@@ -57,12 +61,15 @@ def is_served(backend: str) -> bool:
 async def opened(
     backend: str, encoder: str, threads: int, *, search: str = "", cache: int = 0, batch: int = 32
 ) -> AsyncIterator[HotQueries]:
-    """Open the index folder or the Search-R1 servers that ``backend`` names, behind a cache of ``cache`` queries, and close it at the end.
+    """Open the index folder or the Search-R1 servers that ``backend`` names, behind a cache of
+    ``cache`` queries, and close it at the end.
 
     Raises ValueError or OSError, which name the remedy, for an index that cannot be used.
     """
     if is_served(backend) and search:
-        raise ValueError(f"search parameters {search!r} for {backend}: a server has its own; start it with them")
+        raise ValueError(
+            f"search parameters {search!r} for {backend}: a server has its own; start it with them"
+        )
     if not is_served(backend):
         local = await asyncio.to_thread(LocalBackend, Path(backend), encoder, threads, search)
         yield HotQueries(local, cache, batch)
@@ -71,8 +78,11 @@ async def opened(
 
     urls = [url.strip() for url in backend.split(",") if url.strip()]
     async with AsyncExitStack() as stack:
-        attempts = 5 if len(urls) == 1 else 2  # where there is another server, it is asked before one is waited for
-        clients = [await stack.enter_async_context(SearchR1Client(url, attempts=attempts)) for url in urls]
+        # where there is another server, it is asked before one is waited for
+        attempts = 5 if len(urls) == 1 else 2
+        clients = [
+            await stack.enter_async_context(SearchR1Client(url, attempts=attempts)) for url in urls
+        ]
         yield HotQueries(Fleet(clients), cache, batch, len(urls) * max(1, AT_ONCE // batch))
 
 
@@ -80,8 +90,12 @@ async def run(process: RetrieverProcess) -> None:
     """Serve until drained."""
     endpoint, keys = connection(Path(process.run), "retriever")
     p = process
-    async with opened(p.backend, p.encoder, p.threads, search=p.search, cache=p.cache, batch=p.batch) as queries:
-        await Service(p.name, {"retrieve": queries.handle}, AT_ONCE, queries.stats).run(endpoint, keys)
+    async with opened(
+        p.backend, p.encoder, p.threads, search=p.search, cache=p.cache, batch=p.batch
+    ) as queries:
+        await Service(p.name, {"retrieve": queries.handle}, AT_ONCE, queries.stats).run(
+            endpoint, keys
+        )
 
 
 def main() -> None:

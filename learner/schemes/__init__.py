@@ -1,8 +1,10 @@
 """Advantage schemes, one per file. A scheme knows nothing of models and staleness.
 
-A scheme's file has ``advantages(table, **options)``, which returns float64 [tokens], or an ``Estimate`` if the scheme also computes targets
-for a critic. Its ``needs(**options)`` gets the value of every option and declares as a ``SchemeNeeds`` what the scheme reads. The optional
-``metrics(table, **options)`` measures each batch. ``learner.scheme`` names a file in this folder or a user's own "module:advantages".
+A scheme's file has ``advantages(table, **options)``, which returns float64 [tokens], or an
+``Estimate`` if the scheme also computes targets for a critic. Its ``needs(**options)`` gets the
+value of every option and declares as a ``SchemeNeeds`` what the scheme reads. The optional
+``metrics(table, **options)`` measures each batch. ``learner.scheme`` names a file in this folder or
+a user's own "module:advantages".
 """
 
 from collections.abc import Callable
@@ -18,7 +20,8 @@ from wire.options import checked, declared, modules, plugin
 
 
 class Scheme(msgspec.Struct, frozen=True):
-    """A scheme with its options. measure: the function that computes the scheme's own metrics of a batch, if it has one."""
+    """A scheme with its options. measure: the function that computes the scheme's own metrics of a
+    batch, if it has one."""
 
     name: str
     function: Callable[..., Any]
@@ -31,12 +34,14 @@ class Scheme(msgspec.Struct, frozen=True):
         return estimate if isinstance(estimate, Estimate) else Estimate(estimate)
 
     def trains(self, table: TurnTable) -> np.ndarray:
-        """Return, as bool [turns], which turns the scheme trains on. The update leaves the others out (learner/trained.py)."""
+        """Return, as bool [turns], which turns the scheme trains on. The update leaves the others
+        out (learner/trained.py)."""
         trains = getattr(self.function, "trains", None)
         return np.ones(len(table), bool) if trains is None else trains(table, **self.options)
 
     def metrics(self, table: TurnTable) -> dict[str, float]:
-        """Return the scheme's own metrics of a batch, by name. Of a scheme that leaves no trajectory out, also how many lack a score."""
+        """Return the scheme's own metrics of a batch, by name. Of a scheme that leaves no
+        trajectory out, also how many lack a score."""
         own = {} if self.measure is None else self.measure(table, **self.options)
         if hasattr(self.function, "trains"):
             return own
@@ -51,7 +56,8 @@ def names() -> list[str]:
 
 
 def load(name: str, options: dict[str, Any]) -> Scheme:
-    """Return the scheme ``name``. Raises ValueError that names the known schemes, or the options of this scheme and setting each expects."""
+    """Return the scheme ``name``. Raises ValueError that names the known schemes, or the options of
+    this scheme and setting each expects."""
     setting = f"learner.scheme = {name!r}"
     module, function = plugin(setting, name, __name__, "advantages")
     options = checked("learner.scheme_options", f"scheme {name!r}", function, options, ("table",))

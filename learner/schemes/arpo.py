@@ -1,7 +1,8 @@
-"""ARPO: GRPO over the leaves of a tree; tokens that several leaves share get each leaf's advantage or their mean (arXiv 2507.19849).
+"""ARPO: GRPO over the leaves of a tree; tokens that several leaves share get each leaf's advantage
+or their mean (arXiv 2507.19849).
 
-sharing = "soft" trains a shared token once in each leaf with that leaf's advantage, which is plain GRPO and the paper's default; "hard" gives
-it the mean of the advantages of the leaves below it.
+sharing = "soft" trains a shared token once in each leaf with that leaf's advantage, which is plain
+GRPO and the paper's default; "hard" gives it the mean of the advantages of the leaves below it.
 """
 
 from typing import Literal
@@ -24,7 +25,10 @@ def needs(column: str, **_: object) -> SchemeNeeds:
 
 @trains_on(scored("column"))
 def advantages(
-    table: TurnTable, column: str = "outcome", sharing: Literal["soft", "hard"] = "soft", eps: Positive = 1e-6
+    table: TurnTable,
+    column: str = "outcome",
+    sharing: Literal["soft", "hard"] = "soft",
+    eps: Positive = 1e-6,
 ) -> np.ndarray:
     """Return float64 [tokens]."""
     if sharing == "soft":

@@ -1,7 +1,8 @@
-"""PPO with a critic: GAE on the outcome at the last token of a trajectory, whitened (methods.md 2.4 without step rewards).
+"""PPO with a critic: GAE on the outcome at the last token of a trajectory, whitened (methods.md 2.4
+without step rewards).
 
-targets = "vtrace" or "retrace" corrects the targets for off-policy data (learner/targets.py); rho_max and c_max are V-trace's
-bounds, rho-bar and c-bar. kl_coef weighs the k1 KL to the initial
+targets = "vtrace" or "retrace" corrects the targets for off-policy data (learner/targets.py);
+rho_max and c_max are V-trace's bounds, rho-bar and c-bar. kl_coef weighs the k1 KL to the initial
 policy, which is subtracted from the reward.
 """
 
@@ -14,8 +15,11 @@ from wire.declared import SchemeNeeds
 from wire.numbers import NotNegative, Positive, Share
 
 
-def needs(column: str, targets: Kind, kl_coef: float, rho_max: float, c_max: float, **_: object) -> SchemeNeeds:
-    """The scheme needs whole trajectories, a critic, and the token columns that the targets and the KL in the reward read."""
+def needs(
+    column: str, targets: Kind, kl_coef: float, rho_max: float, c_max: float, **_: object
+) -> SchemeNeeds:
+    """The scheme needs whole trajectories, a critic, and the token columns that the targets and the
+    KL in the reward read."""
     return SchemeNeeds(
         columns=frozenset({column}),
         group="batch",
@@ -37,7 +41,10 @@ def advantages(
     rho_max: Positive = 1.0,
     c_max: Positive = 1.0,
 ) -> Estimate:
-    """Return advantages and value targets. Each score of ``column`` rewards the last token of its turn."""
+    """Return advantages and value targets. Each score of ``column`` rewards the last token of its
+    turn."""
     rewards = table.at_last_token(table.column(column))
     rewards[rewards != rewards] = 0.0  # turns before the last have no outcome
-    return estimate(table, rewards, gamma, lam, whiten, targets, kl_coef, rho_max, c_max, whiten_ddof)
+    return estimate(
+        table, rewards, gamma, lam, whiten, targets, kl_coef, rho_max, c_max, whiten_ddof
+    )

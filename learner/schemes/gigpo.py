@@ -1,7 +1,9 @@
-"""GiGPO: the advantage of the episode plus the advantage among steps that answered the same observation (methods.md 4.5).
+"""GiGPO: the advantage of the episode plus the advantage among steps that answered the same
+observation (methods.md 4.5).
 
-G_t = sum_k gamma^k r_{t+k} sums the environment's rewards. Steps of one question with an identical observation form a group, in which
-A_S = (G - mean) / F with F = 1 or the sample std; a single step gets 0. A = A_E + alpha A_S, where A_E is GRPO over episode returns.
+G_t = sum_k gamma^k r_{t+k} sums the environment's rewards. Steps of one question with an identical
+observation form a group, in which A_S = (G - mean) / F with F = 1 or the sample std; a single step
+gets 0. A = A_E + alpha A_S, where A_E is GRPO over episode returns.
 """
 
 import numpy as np
@@ -16,7 +18,9 @@ from wire.numbers import NotNegative, Positive, Share
 
 def needs(column: str, **_: object) -> SchemeNeeds:
     """The scheme needs at least two whole trajectories of each task."""
-    return SchemeNeeds(columns=frozenset({column}), group="task", least=2, equal="turns", aggregation="trajectory")
+    return SchemeNeeds(
+        columns=frozenset({column}), group="task", least=2, equal="turns", aggregation="trajectory"
+    )
 
 
 @trains_on(scored("column"))
@@ -32,13 +36,18 @@ def advantages(
 ) -> np.ndarray:
     """Return float64 [tokens]. Both std switches are off in the released code ("mean_norm")."""
     if table.anchor is None:
-        raise KeyError("gigpo needs the observations (anchor) of the turns, which this table does not have")
-    rewards = np.nan_to_num(table.column(column), posinf=np.inf, neginf=-np.inf)  # only last turns have an outcome
+        raise KeyError(
+            "gigpo needs the observations (anchor) of the turns, which this table does not have"
+        )
+    # only last turns have an outcome
+    rewards = np.nan_to_num(table.column(column), posinf=np.inf, neginf=-np.inf)
     returns = np.zeros(len(table))
     for rows in table.trajectories().rows:
         running = 0.0
         for row in rows[::-1]:
             running = returns[row] = rewards[row] + gamma * running
     _, groups = np.unique(np.stack([table.tree, table.anchor], 1), axis=0, return_inverse=True)
-    steps = within(groups.reshape(-1), returns, lambda group: standardise(group, step_std, ddof, eps))
+    steps = within(
+        groups.reshape(-1), returns, lambda group: standardise(group, step_std, ddof, eps)
+    )
     return grpo.advantages(table, column, episode_std, ddof, eps) + alpha * table.per_token(steps)

@@ -1,7 +1,9 @@
-"""GRPO: the return of a trajectory, compared with the trajectories of the same question and broadcast to all its tokens.
+"""GRPO: the return of a trajectory, compared with the trajectories of the same question and
+broadcast to all its tokens.
 
-R(tau) = sum_t r_t sums a column over the turns ("reward", or an outcome that only the last turn has). A = (R - mean R) / (std R + eps).
-With std = False and learner.aggregation = "constant" this is Dr. GRPO.
+R(tau) = sum_t r_t sums a column over the turns ("reward", or an outcome that only the last turn
+has). A = (R - mean R) / (std R + eps). With std = False and learner.aggregation = "constant" this
+is Dr. GRPO.
 """
 
 import numpy as np
@@ -29,5 +31,7 @@ def advantages(
     """Return float64 [tokens]."""
     trajectories = table.trajectories()
     returns = trajectories.total(table.column(column))
-    normalised = within(trajectories.tree, returns, lambda group: standardise(group, std, ddof, eps))
+    normalised = within(
+        trajectories.tree, returns, lambda group: standardise(group, std, ddof, eps)
+    )
     return table.per_token(normalised[trajectories.of])

@@ -1,8 +1,10 @@
-"""MC-PR, VPR's Monte Carlo baseline: a turn's reward is the temporal difference of Monte Carlo values (methods.md 3.6).
+"""MC-PR, VPR's Monte Carlo baseline: a turn's reward is the temporal difference of Monte Carlo
+values (methods.md 3.6).
 
-r_t = V(s_{t+1}) - V(s_t), where V(s) is the mean outcome of continuations from s (column "mc_value" of the turn that acts in s) and
-V(terminal) is the outcome. VPR's turn-level normalisation follows. Neither column alone is the reward: a changed outcome would be compared with
-values of unchanged ones.
+r_t = V(s_{t+1}) - V(s_t), where V(s) is the mean outcome of continuations from s (column "mc_value"
+of the turn that acts in s) and V(terminal) is the outcome. VPR's turn-level normalisation follows.
+Neither column alone is the reward: a changed outcome would be compared with values of unchanged
+ones.
 """
 
 import numpy as np
@@ -29,11 +31,16 @@ def advantages(
     ddof: Ddof = 0,
     eps: Positive = 1e-8,
 ) -> np.ndarray:
-    """Return float64 [tokens]. A turn next to a missing value has no difference, so it enters no statistic and gets 0."""
-    return table.per_token(by_turn(table.turn, temporal_differences(table, value, outcome), n_min, eps, ddof))
+    """Return float64 [tokens]. A turn next to a missing value has no difference, so it enters no
+    statistic and gets 0."""
+    return table.per_token(
+        by_turn(table.turn, temporal_differences(table, value, outcome), n_min, eps, ddof)
+    )
 
 
-def temporal_differences(table: TurnTable, value: str = "mc_value", outcome: str = "outcome") -> np.ndarray:
+def temporal_differences(
+    table: TurnTable, value: str = "mc_value", outcome: str = "outcome"
+) -> np.ndarray:
     """Return V(s_{t+1}) - V(s_t) [turns], NaN next to a missing value or outcome."""
     values, outcomes = table.column(value), table.column(outcome)
     differences = np.empty(len(table))

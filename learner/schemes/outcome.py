@@ -1,4 +1,5 @@
-"""OR, VPR's outcome baseline: an episode's return, compared with all episodes of the batch, on all its turns (methods.md 3.6)."""
+"""OR, VPR's outcome baseline: an episode's return, compared with all episodes of the batch, on all
+its turns (methods.md 3.6)."""
 
 import numpy as np
 
@@ -15,8 +16,11 @@ def needs(column: str, **_: object) -> SchemeNeeds:
 
 
 @trains_on(scored("column"))
-def advantages(table: TurnTable, column: str = "outcome", ddof: Ddof = 0, eps: Positive = 1e-8) -> np.ndarray:
-    """Return float64 [tokens]. The environments give an episode that ran out of turns the outcome 0."""
+def advantages(
+    table: TurnTable, column: str = "outcome", ddof: Ddof = 0, eps: Positive = 1e-8
+) -> np.ndarray:
+    """Return float64 [tokens]. The environments give an episode that ran out of turns the outcome
+    0."""
     trajectories = table.trajectories()
     normalised = standardise(trajectories.total(table.column(column)), True, ddof, eps)
     return table.per_token(normalised[trajectories.of])

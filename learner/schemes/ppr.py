@@ -1,10 +1,13 @@
-"""PPR: PPO with a critic on principle process rewards, which ReNorm makes comparable with the outcome (methods.md 2.3, 2.4).
+"""PPR: PPO with a critic on principle process rewards, which ReNorm makes comparable with the
+outcome (methods.md 2.3, 2.4).
 
 No column alone is the reward: a changed outcome would move the ReNorm of every turn out of [-1, 1].
 
-r_hat in [0, 1] is the judge's score of a turn (all turns but the last are judged), and r_o is the outcome at the last token. normalisation:
-"constant" (ReNorm) is r_hat + r_o - 1; "sample" (ReNorm) is (r_hat - mu) + (r_o - pi) with means over the judged turns of the batch; "none" is
-r_hat; "rescale" is r_hat / judged turns of the trajectory; "reduced" gives no step rewards, but r_o + sum r_hat at the end. rho_max, c_max: V-trace's bounds.
+r_hat in [0, 1] is the judge's score of a turn (all turns but the last are judged), and r_o is the
+outcome at the last token. normalisation: "constant" (ReNorm) is r_hat + r_o - 1; "sample" (ReNorm)
+is (r_hat - mu) + (r_o - pi) with means over the judged turns of the batch; "none" is r_hat;
+"rescale" is r_hat / judged turns of the trajectory; "reduced" gives no step rewards, but r_o + sum
+r_hat at the end. rho_max, c_max: V-trace's bounds.
 """
 
 from typing import Literal
@@ -23,9 +26,16 @@ Normalisation = Literal["constant", "sample", "none", "rescale", "reduced"]
 
 
 def needs(
-    process: str, outcome: str, targets: Kind, kl_coef: float, rho_max: float, c_max: float, **_: object
+    process: str,
+    outcome: str,
+    targets: Kind,
+    kl_coef: float,
+    rho_max: float,
+    c_max: float,
+    **_: object,
 ) -> SchemeNeeds:
-    """The scheme needs whole trajectories, a critic, and the token columns that the targets and the KL in the reward read."""
+    """The scheme needs whole trajectories, a critic, and the token columns that the targets and the
+    KL in the reward read."""
     return SchemeNeeds(
         columns=frozenset({process, outcome}),
         group="batch",
@@ -50,9 +60,12 @@ def advantages(
     rho_max: Positive = 1.0,
     c_max: Positive = 1.0,
 ) -> Estimate:
-    """Return advantages and value targets. Whitening and critic use only the policy's own tokens (in methods.md 2.4: all response tokens)."""
+    """Return advantages and value targets. Whitening and critic use only the policy's own tokens
+    (in methods.md 2.4: all response tokens)."""
     rewards = table.at_last_token(turn_rewards(table, normalisation, invalid, process, outcome))
-    return estimate(table, rewards, gamma, lam, whiten, targets, kl_coef, rho_max, c_max, whiten_ddof)
+    return estimate(
+        table, rewards, gamma, lam, whiten, targets, kl_coef, rho_max, c_max, whiten_ddof
+    )
 
 
 def turn_rewards(
@@ -64,24 +77,31 @@ def turn_rewards(
 ) -> np.ndarray:
     """Return the reward of each turn's last token [turns].
 
-    invalid: how to treat a judged turn without a valid score. "zero" normalises r_hat = 0 (as the released code does); "skip" gives no
-    reward and leaves the turn out of mu and pi. The rewards of a trajectory without an outcome are NaN.
+    invalid: how to treat a judged turn without a valid score. "zero" normalises r_hat = 0 (as the
+    released code does); "skip" gives no reward and leaves the turn out of mu and pi. The rewards of
+    a trajectory without an outcome are NaN.
     """
     r_hat, r_o, judged, trajectories = _judged(table, invalid, process, outcome)
     last = trajectories.last()
     if normalisation == "reduced":
         return np.where(last, r_o + trajectories.total(r_hat * judged)[trajectories.of], 0.0)
-    return np.where(judged, _normalised(r_hat, r_o, judged, trajectories.of, normalisation), np.where(last, r_o, 0.0))
+    return np.where(
+        judged,
+        _normalised(r_hat, r_o, judged, trajectories.of, normalisation),
+        np.where(last, r_o, 0.0),
+    )
 
 
 def _judged(
     table: TurnTable, invalid: str, process: str, outcome: str
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, Trajectories]:
-    """Return r_hat, r_o and whether the turn gets a process reward, each [turns], and the trajectories."""
+    """Return r_hat, r_o and whether the turn gets a process reward, each [turns], and the
+    trajectories."""
     trajectories = table.trajectories()
     last = trajectories.last()
     r_o = trajectories.total(np.where(last, table.column(outcome), 0.0))[trajectories.of]
-    r_hat = table.scores.get(process, np.full(len(table), np.nan))  # the batch may lack judged turns
+    # the batch may lack judged turns
+    r_hat = table.scores.get(process, np.full(len(table), np.nan))
     judged = ~last & (~np.isnan(r_hat) if invalid == "skip" else True)
     return np.nan_to_num(r_hat, posinf=np.inf, neginf=-np.inf), r_o, judged, trajectories
 
@@ -94,13 +114,19 @@ def metrics(
     outcome: str = "outcome",
     **_: object,
 ) -> dict[str, float]:
-    """Measure the length side effect (methods.md 5): the turns of correct and of wrong trajectories, and what a judged turn earns.
+    """Measure the length side effect (methods.md 5): the turns of correct and of wrong
+    trajectories, and what a judged turn earns.
 
-    With "constant" a turn earns r_hat if the answer is right and r_hat - 1 if it is wrong, which favours long successes and short failures.
-    With "reduced" a turn earns the r_hat that it adds to the final reward.
+    With "constant" a turn earns r_hat if the answer is right and r_hat - 1 if it is wrong, which
+    favours long successes and short failures. With "reduced" a turn earns the r_hat that it adds to
+    the final reward.
     """
     r_hat, r_o, judged, trajectories = _judged(table, invalid, process, outcome)
-    pay = r_hat if normalisation == "reduced" else _normalised(r_hat, r_o, judged, trajectories.of, normalisation)
+    pay = (
+        r_hat
+        if normalisation == "reduced"
+        else _normalised(r_hat, r_o, judged, trajectories.of, normalisation)
+    )
     turns = np.bincount(trajectories.of).astype(float)[trajectories.of]
     results = {"ppr/process_reward": float(pay[judged].mean())} if judged.any() else {}
     for name, chosen in (("correct", r_o > 0), ("wrong", r_o <= 0)):
@@ -111,12 +137,16 @@ def metrics(
     return results
 
 
-def _normalised(r_hat: np.ndarray, r_o: np.ndarray, judged: np.ndarray, of: np.ndarray, kind: str) -> np.ndarray:
+def _normalised(
+    r_hat: np.ndarray, r_o: np.ndarray, judged: np.ndarray, of: np.ndarray, kind: str
+) -> np.ndarray:
     match kind:
         case "constant":
             return r_hat + r_o - 1.0
         case "sample":
-            return r_hat + r_o - (r_hat[judged].mean() + r_o[judged].mean()) if judged.any() else r_hat
+            return (
+                r_hat + r_o - (r_hat[judged].mean() + r_o[judged].mean()) if judged.any() else r_hat
+            )
         case "none":
             return r_hat
         case "rescale":

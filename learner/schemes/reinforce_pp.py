@@ -1,7 +1,9 @@
-"""REINFORCE++: the return minus the mean return of its question, whitened over all tokens of the batch (methods.md 4.3).
+"""REINFORCE++: the return minus the mean return of its question, whitened over all tokens of the
+batch (methods.md 4.3).
 
-With baseline = "none" the return itself is whitened, which is the original method without groups (Hu et al. 2025). ``leave_out_equal``
-leaves a question out whose trajectories all earn the same, which whitening would otherwise push; released code trains it too.
+With baseline = "none" the return itself is whitened, which is the original method without groups
+(Hu et al. 2025). ``leave_out_equal`` leaves a question out whose trajectories all earn the same,
+which whitening would otherwise push; released code trains it too.
 """
 
 from typing import Literal
@@ -15,7 +17,8 @@ from wire.declared import SchemeNeeds
 
 
 def needs(column: str, baseline: str, leave_out_equal: bool, **_: object) -> SchemeNeeds:
-    """The scheme compares the trajectories of a task if the task's mean is the baseline, else those of the batch."""
+    """The scheme compares the trajectories of a task if the task's mean is the baseline, else those
+    of the batch."""
     if baseline == "none" and leave_out_equal:
         raise ValueError(
             "learner.scheme_options.leave_out_equal = true with baseline = 'none': the batch is compared, not a question;"
@@ -24,7 +27,9 @@ def needs(column: str, baseline: str, leave_out_equal: bool, **_: object) -> Sch
     if baseline == "none":
         return SchemeNeeds(columns=frozenset({column}), group="batch", aggregation="token")
     unlike = "" if leave_out_equal else "learner.scheme_options.leave_out_equal = true"
-    return SchemeNeeds(columns=frozenset({column}), group="task", least=2, pushes_equal=unlike, aggregation="token")
+    return SchemeNeeds(
+        columns=frozenset({column}), group="task", least=2, pushes_equal=unlike, aggregation="token"
+    )
 
 
 @trains_on(spread("column"))

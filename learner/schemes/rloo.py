@@ -1,4 +1,5 @@
-"""RLOO: a trajectory's return minus the mean return of the question's other trajectories, A = n / (n - 1) (R - mean R)."""
+"""RLOO: a trajectory's return minus the mean return of the question's other trajectories, A = n /
+(n - 1) (R - mean R)."""
 
 import numpy as np
 

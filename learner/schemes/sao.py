@@ -1,8 +1,10 @@
-"""SAO: one trajectory per question and a critic; longer trajectories trust the outcome more (arXiv 2607.07508).
+"""SAO: one trajectory per question and a critic; longer trajectories trust the outcome more (arXiv
+2607.07508).
 
-The outcome rewards the last token. The critic learns the return (lambda = 1). The policy's advantage is GAE with lambda = 1 - 1 / (alpha l)
-for a trajectory of l sampled tokens, at least 0. Observations are no steps: the value after a turn is that before the next turn's first token.
-The paper's mask of stale tokens is the correction ``icepop`` at level "token".
+The outcome rewards the last token. The critic learns the return (lambda = 1). The policy's
+advantage is GAE with lambda = 1 - 1 / (alpha l) for a trajectory of l sampled tokens, at least 0.
+Observations are no steps: the value after a turn is that before the next turn's first token. The
+paper's mask of stale tokens is the correction ``icepop`` at level "token".
 """
 
 import numpy as np
@@ -17,14 +19,21 @@ from wire.numbers import Positive, Share
 
 def needs(column: str, **_: object) -> SchemeNeeds:
     """The scheme needs whole trajectories and a critic."""
-    return SchemeNeeds(columns=frozenset({column}), group="batch", models=frozenset({"value"}), aggregation="token")
+    return SchemeNeeds(
+        columns=frozenset({column}), group="batch", models=frozenset({"value"}), aggregation="token"
+    )
 
 
 @trains_on(scored("column"))
 def advantages(
-    table: TurnTable, column: str = "outcome", gamma: Share = 1.0, alpha: Positive = 0.05, whiten: bool = True
+    table: TurnTable,
+    column: str = "outcome",
+    gamma: Share = 1.0,
+    alpha: Positive = 0.05,
+    whiten: bool = True,
 ) -> Estimate:
-    """Return advantages and value targets. alpha: not published; the default is VAPO's (arXiv 2504.05118)."""
+    """Return advantages and value targets. alpha: not published; the default is VAPO's (arXiv
+    2504.05118)."""
     rewards, values = (
         table.at_last_token(np.nan_to_num(table.column(column), posinf=np.inf, neginf=-np.inf)),
         table.token_column("value"),

@@ -1,6 +1,7 @@
 """SLATE: candidates of one step compete only with each other (SLATE eq. 4, methods.md 1.1).
 
-A_t^j = (r_t^j - mean_j r_t) / (std_j r_t + eps) over the k candidates sampled from one prefix. With k = 1, A = r.
+A_t^j = (r_t^j - mean_j r_t) / (std_j r_t + eps) over the k candidates sampled from one prefix. With
+k = 1, A = r.
 """
 
 import numpy as np
@@ -18,7 +19,10 @@ def needs(**_: object) -> SchemeNeeds:
 
 
 def advantages(table: TurnTable, ddof: Ddof = 1, eps: Positive = 1e-6) -> np.ndarray:
-    """Return float64 [tokens]. A candidate without a reward enters no statistic and gets 0. ddof = 1: sample std (methods.md 6, row 3)."""
+    """Return float64 [tokens]. A candidate without a reward enters no statistic and gets 0. ddof =
+    1: sample std (methods.md 6, row 3)."""
     return table.per_token(
-        within(table.group, table.column("reward"), lambda rewards: among_siblings(rewards, ddof, eps))
+        within(
+            table.group, table.column("reward"), lambda rewards: among_siblings(rewards, ddof, eps)
+        )
     )

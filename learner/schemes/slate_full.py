@@ -1,5 +1,6 @@
-"""SLATE's ablation (a), without truncation: every step of k whole trajectories per question is judged, and R(tau) = sum_t r_t is normalised
-over the k trajectories and broadcast to all generated tokens (methods.md 1.6; estimator A of SLATE's Theorem 1)."""
+"""SLATE's ablation (a), without truncation: every step of k whole trajectories per question is
+judged, and R(tau) = sum_t r_t is normalised over the k trajectories and broadcast to all generated
+tokens (methods.md 1.6; estimator A of SLATE's Theorem 1)."""
 
 import numpy as np
 
@@ -13,7 +14,9 @@ from wire.numbers import Positive
 
 def needs(**_: object) -> SchemeNeeds:
     """The scheme needs at least two whole trajectories of each task."""
-    return SchemeNeeds(columns=frozenset({"reward"}), group="task", least=2, aggregation="trajectory")
+    return SchemeNeeds(
+        columns=frozenset({"reward"}), group="task", least=2, aggregation="trajectory"
+    )
 
 
 @trains_on(scored("reward"))

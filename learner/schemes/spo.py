@@ -27,7 +27,9 @@ from wire.numbers import Count, Positive
 def needs(column: str, form: str, whiten: bool, **_: object) -> SchemeNeeds:
     """The scheme needs at least two whole trajectories of each task."""
     unlike = "learner.scheme_options.form = 'released'" if form == "paper" and whiten else ""
-    return SchemeNeeds(columns=frozenset({column}), group="task", least=2, pushes_equal=unlike, aggregation="token")
+    return SchemeNeeds(
+        columns=frozenset({column}), group="task", least=2, pushes_equal=unlike, aggregation="token"
+    )
 
 
 @trains_on(scored("column"))
@@ -39,23 +41,28 @@ def advantages(
     certain: Positive = 0.9,
     whiten: bool = True,
 ) -> Estimate:
-    """Return advantages and which tokens are trained. certain: more than 1 trains the tokens of every probability."""
+    """Return advantages and which tokens are trained. certain: more than 1 trains the tokens of
+    every probability."""
     tree, trajectories = segments(table), table.trajectories()
     leaf_weights = trajectories.total(table.scores["weight"]) if "weight" in table.scores else None
     value = tree.mean(trajectories.total(table.column(column)), leaf_weights)
     gain = value - tree.above(value)
-    trained = table.mask() & (np.concatenate([turn.logprobs for turn in table.actions]) < math.log(certain))
+    trained = table.mask() & (
+        np.concatenate([turn.logprobs for turn in table.actions]) < math.log(certain)
+    )
     if form == "released":
         once = tree.first()[tree.of] == table.per_token(trajectories.of)
         trained &= once & drawn(tree, trajectories.tree, gain, most)[tree.of]
     advantage = gain[tree.of]
     return Estimate(
-        whiten_tokens(advantage, trained, ddof=1) if whiten else np.where(trained, advantage, 0.0), trained=trained
+        whiten_tokens(advantage, trained, ddof=1) if whiten else np.where(trained, advantage, 0.0),
+        trained=trained,
     )
 
 
 def drawn(tree: Segments, questions: np.ndarray, gain: np.ndarray, most: int) -> np.ndarray:
-    """Return, as bool [segments], at most ``most`` segments of each question among those of a gain. questions: int64 [trajectories]."""
+    """Return, as bool [segments], at most ``most`` segments of each question among those of a gain.
+    questions: int64 [trajectories]."""
     kept, question = np.abs(gain) > 1e-12, questions[tree.first()]
     for number in np.unique(question):
         own = np.flatnonzero(kept & (question == number))

@@ -1,8 +1,10 @@
-"""Tree-GRPO: a leaf's outcome against all leaves of the question plus against the leaves of its tree (arXiv 2509.21240).
+"""Tree-GRPO: a leaf's outcome against all leaves of the question plus against the leaves of its
+tree (arXiv 2509.21240).
 
-A = z(R; leaves of the question) + z(R; leaves of the tree), z(x; S) = (x - mean S) / (std S + eps) with the sample std, on all tokens of the
-path from the prompt to the leaf. Each group of the strategy ``tree_grpo`` is a tree. A set of one leaf has nothing to compare and gives 0 (the
-released code gives R itself, which is not centred).
+A = z(R; leaves of the question) + z(R; leaves of the tree), z(x; S) = (x - mean S) / (std S + eps)
+with the sample std, on all tokens of the path from the prompt to the leaf. Each group of the
+strategy ``tree_grpo`` is a tree. A set of one leaf has nothing to compare and gives 0 (the released
+code gives R itself, which is not centred).
 """
 
 from functools import partial

@@ -22,7 +22,9 @@ from wire.declared import SchemeNeeds
 def needs(column: str, leave_out_equal: bool, **_: object) -> SchemeNeeds:
     """The scheme needs at least two whole trajectories of each task."""
     unlike = "" if leave_out_equal else "learner.scheme_options.leave_out_equal = true"
-    return SchemeNeeds(columns=frozenset({column}), group="task", least=2, pushes_equal=unlike, aggregation="token")
+    return SchemeNeeds(
+        columns=frozenset({column}), group="task", least=2, pushes_equal=unlike, aggregation="token"
+    )
 
 
 @trains_on(spread("column"))

@@ -1,4 +1,5 @@
-"""TreeRL: what a step gained over the whole question and over the step before it (arXiv 2506.11902).
+"""TreeRL: what a step gained over the whole question and over the step before it (arXiv
+2506.11902).
 
 A leaf's outcome minus the mean of the question's other leaves is averaged over the leaves below
 each step: V, which is 0 at the root. form = "paper": A(s) = [(V(s) - V(root)) + (V(s) - V(parent))]
@@ -30,7 +31,9 @@ def advantages(
 ) -> np.ndarray:
     """Return float64 [tokens]."""
     steps, trajectories = segments(table), table.trajectories()
-    value = steps.mean(within(trajectories.tree, trajectories.total(table.column(column)), leave_one_out))
+    value = steps.mean(
+        within(trajectories.tree, trajectories.total(table.column(column)), leave_one_out)
+    )
     root = np.sqrt(steps.leaves)
     if form == "paper":
         return np.where(steps.parent < 0, 0.0, (2 * value - steps.above(value)) / root)[steps.of]

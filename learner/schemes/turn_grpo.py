@@ -1,7 +1,9 @@
-"""VPR's turn-level GRPO: the oracle reward of a turn, compared with all trajectories of the batch at the same turn (methods.md 3.5).
+"""VPR's turn-level GRPO: the oracle reward of a turn, compared with all trajectories of the batch
+at the same turn (methods.md 3.5).
 
-A_{i,t} = (r - mean_t) / (std_t + eps) over the trajectories still active at turn t. If they are fewer than n_min, mean and standard
-deviation are those of all turns of the batch. The std is the population's (ddof = 0). gamma = 0, so a turn's tokens share one advantage.
+A_{i,t} = (r - mean_t) / (std_t + eps) over the trajectories still active at turn t. If they are
+fewer than n_min, mean and standard deviation are those of all turns of the batch. The std is the
+population's (ddof = 0). gamma = 0, so a turn's tokens share one advantage.
 """
 
 import numpy as np
@@ -24,7 +26,9 @@ def advantages(
     return table.per_token(by_turn(table.turn, table.column(column), n_min, eps, ddof))
 
 
-def by_turn(turn: np.ndarray, rewards: np.ndarray, n_min: int, eps: float, ddof: int = 0) -> np.ndarray:
+def by_turn(
+    turn: np.ndarray, rewards: np.ndarray, n_min: int, eps: float, ddof: int = 0
+) -> np.ndarray:
     """Return the rewards standardised over the turns of the batch with equal turn numbers [turns]."""
     scored = ~np.isnan(rewards)
     normalised = np.zeros(len(rewards))
@@ -35,5 +39,7 @@ def by_turn(turn: np.ndarray, rewards: np.ndarray, n_min: int, eps: float, ddof:
     for t in np.unique(turn[scored]):
         active = scored & (turn == t)
         r = rewards[active]
-        normalised[active] = standardise(r, True, ddof, eps) if len(r) >= max(2, n_min) else whole[active]
+        normalised[active] = (
+            standardise(r, True, ddof, eps) if len(r) >= max(2, n_min) else whole[active]
+        )
     return normalised

@@ -1,8 +1,9 @@
-"""The estimator of VPR's released code (v2): candidates of one visited state, centred on their mean, then whitened over the batch
-(methods.md 3.5).
+"""The estimator of VPR's released code (v2): candidates of one visited state, centred on their
+mean, then whitened over the batch (methods.md 3.5).
 
-A group whose rewards are all equal teaches nothing: it gets 0 and stays out of the whitening. An update in which too many groups are equal
-would scale up the few that are left, so all its advantages are 0. A KL or entropy term of the config acts all the same.
+A group whose rewards are all equal teaches nothing: it gets 0 and stays out of the whitening. An
+update in which too many groups are equal would scale up the few that are left, so all its
+advantages are 0. A KL or entropy term of the config acts all the same.
 """
 
 import numpy as np
@@ -19,9 +20,14 @@ def needs(column: str, **_: object) -> SchemeNeeds:
 
 
 def advantages(
-    table: TurnTable, column: str = "reward", most_equal: Share = 1.0, ddof: Ddof = 0, eps: Positive = 1e-8
+    table: TurnTable,
+    column: str = "reward",
+    most_equal: Share = 1.0,
+    ddof: Ddof = 0,
+    eps: Positive = 1e-8,
 ) -> np.ndarray:
-    """Return float64 [tokens]. most_equal: if a larger share of the groups is equal, all advantages are 0 (the v2 code has 0.93 on Sudoku).
+    """Return float64 [tokens]. most_equal: if a larger share of the groups is equal, all advantages
+    are 0 (the v2 code has 0.93 on Sudoku).
 
     A candidate without a reward enters no statistic and gets 0.
     """

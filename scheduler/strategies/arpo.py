@@ -1,9 +1,12 @@
-"""ARPO's sampling (arXiv 2507.19849): ``initial`` whole trajectories, which fork after observations that follow an uncertain turn.
+"""ARPO's sampling (arXiv 2507.19849): ``initial`` whole trajectories, which fork after observations
+that follow an uncertain turn.
 
-H is the entropy of a turn's first ``first`` tokens over the ``top`` most probable tokens, divided by log vocabulary. After each turn but the
-last, a trajectory gets ``branches`` - 1 siblings from there on, each with probability ``base`` + ``weight`` (H - H of its first turn), turn by
-turn until there are ``budget`` trajectories. What is left of the budget are fresh trajectories. With top = 0, -log p of the sampled tokens
-stands for the entropy, whose unbiased estimate it is: only the embedded engine reports the most probable tokens.
+H is the entropy of a turn's first ``first`` tokens over the ``top`` most probable tokens, divided
+by log vocabulary. After each turn but the last, a trajectory gets ``branches`` - 1 siblings from
+there on, each with probability ``base`` + ``weight`` (H - H of its first turn), turn by turn until
+there are ``budget`` trajectories. What is left of the budget are fresh trajectories. With top = 0,
+-log p of the sampled tokens stands for the entropy, whose unbiased estimate it is: only the
+embedded engine reports the most probable tokens.
 """
 
 import math
@@ -21,7 +24,9 @@ from wire.numbers import Count, NotNegative, Share
 def gives(budget: int, initial: int, top: int, **_: object) -> StrategyGives:
     """Declare ``budget`` whole trajectories per task."""
     if initial > budget:
-        raise ValueError(f"scheduler.strategy_options.initial = {initial}: expected at most budget = {budget}")
+        raise ValueError(
+            f"scheduler.strategy_options.initial = {initial}: expected at most budget = {budget}"
+        )
     return StrategyGives(group="task", size=budget, needs_top=top > 0)
 
 
@@ -52,6 +57,8 @@ async def grow(
                 chance = base + weight * (entropy(actions[turn - 1]) - entropy(actions[0]))
                 rng = ctx.aside(f"branch {number} {turn}").rng
                 forks += [Fork(actions[turn]) for _ in range(branches - 1) if rng.random() < chance]
-        leaves |= await grown(tree, ctx, dict(enumerate(forks[: budget - len(leaves)], len(leaves))))
+        leaves |= await grown(
+            tree, ctx, dict(enumerate(forks[: budget - len(leaves)], len(leaves)))
+        )
     leaves |= await grown(tree, ctx, dict.fromkeys(range(len(leaves), budget)))
     emit(tree, ctx, [leaves.values()])

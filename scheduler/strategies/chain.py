@@ -1,6 +1,8 @@
-"""Chains: one trajectory from each of many initial states, with every turn scored; a batch of chains is one group (methods.md 3.5).
+"""Chains: one trajectory from each of many initial states, with every turn scored; a batch of
+chains is one group (methods.md 3.5).
 
-This is VPR's and PPR's sampling. Turns are scored while the next turns are played, so the engine never waits for an oracle.
+This is VPR's and PPR's sampling. Turns are scored while the next turns are played, so the engine
+never waits for an oracle.
 """
 
 from collections.abc import Callable
@@ -31,9 +33,9 @@ async def episode(
     acting: Callable[[Node], object] = lambda action: None,
     fork: Fork | None = None,
 ) -> list[Node]:
-    """Continue one trajectory to its end. Returns its trained actions in order: none
-    if its outcome could not be judged. ``acting`` is called with each action once it is sampled. fork: where the trajectory begins, if it leaves
-    another one; its actions then include those that both share."""
+    """Continue one trajectory to its end. Returns its trained actions in order: none if its outcome
+    could not be judged. ``acting`` is called with each action once it is sampled. fork: where the
+    trajectory begins, if it leaves another one; its actions then include those that both share."""
     async with Beside() as beside:
 
         def sampled(action: Node) -> Node:
@@ -48,7 +50,11 @@ async def episode(
             if "valid" not in action.scores and not action.forced:
                 beside.start(judge(ctx, [action], bonus))
             acting(action)
-        node = await ctx.tip(trajectory) if fork is None or known else sampled(await ctx.branch(fork, trajectory))
+        node = (
+            await ctx.tip(trajectory)
+            if fork is None or known
+            else sampled(await ctx.branch(fork, trajectory))
+        )
         while (place := await ctx.onward(node)) is not None:
             (action,) = await ctx.generate(place, 1, trajectory)
             node = sampled(action)

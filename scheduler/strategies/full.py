@@ -1,6 +1,8 @@
-"""Full trajectories: k independent episodes of one task, with every turn judged. They form one group when all are done.
+"""Full trajectories: k independent episodes of one task, with every turn judged. They form one
+group when all are done.
 
-This is GRPO's usual sampling, and SLATE's ablation (a): R(tau) = sum_t r_t (methods.md 1.6). Each trajectory has its own randomness.
+This is GRPO's usual sampling, and SLATE's ablation (a): R(tau) = sum_t r_t (methods.md 1.6). Each
+trajectory has its own randomness.
 """
 
 from scheduler.context import Context
@@ -17,6 +19,9 @@ def gives(k: int, **_: object) -> StrategyGives:
 
 
 async def grow(tree: Tree, ctx: Context, k: Count = 5, bonus: float = 0.1) -> None:
-    """Grow all trajectories to their ends, then emit them as one group. bonus: see ``scheduler.rewards.composite``."""
+    """Grow all trajectories to their ends, then emit them as one group. bonus: see
+    ``scheduler.rewards.composite``."""
     if not tree.groups:
-        ctx.emit(await together(episode(tree, ctx.aside(f"trajectory {i}"), bonus, i) for i in range(k)))
+        ctx.emit(
+            await together(episode(tree, ctx.aside(f"trajectory {i}"), bonus, i) for i in range(k))
+        )

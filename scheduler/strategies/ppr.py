@@ -1,7 +1,9 @@
-"""PPR: one trajectory per question; each turn but the last is judged together with its search results (methods.md 2.1, 2.2).
+"""PPR: one trajectory per question; each turn but the last is judged together with its search
+results (methods.md 2.1, 2.2).
 
-A budget of B turns is B - 1 rounds of search and one final generation. The final generation is not judged, even if it is no answer; the
-outcome decides. Turns are judged while the next turns are generated.
+A budget of B turns is B - 1 rounds of search and one final generation. The final generation is not
+judged, even if it is no answer; the outcome decides. Turns are judged while the next turns are
+generated.
 """
 
 from scheduler.config import UNJUDGED
@@ -37,7 +39,8 @@ async def episode(tree: Tree, ctx: Context) -> list[Node]:
             if place.kind != "action":
                 (place,) = await ctx.generate(place, 1)
                 place.chosen = True
-            if "valid" not in place.scores:  # otherwise the action was marked before a crash or a fault
+            # otherwise the action was marked before a crash or a fault
+            if "valid" not in place.scores:
                 ctx.mark([place])
                 ctx.save([place])
             if ctx.action(place).kind == "answer" or place.step >= ctx.settings.budget:
@@ -49,7 +52,8 @@ async def episode(tree: Tree, ctx: Context) -> list[Node]:
 
 
 async def _assess(ctx: Context, node: Node) -> None:
-    """Judge one turn together with the environment's answer to it. The column judge_valid is 1 if all the judge's columns are valid."""
+    """Judge one turn together with the environment's answer to it. The column judge_valid is 1 if
+    all the judge's columns are valid."""
     if ctx.settings.judge != UNJUDGED:
         await ctx.score([node])
         node.scores["judge_valid"] = float(not node.invalid)

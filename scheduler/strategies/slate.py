@@ -1,7 +1,8 @@
 """SLATE: truncated step-level sampling (Algorithm 1; methods.md 1.1).
 
-At each step k candidates are sampled from one prefix and judged. All k go to training at once, and one of them, drawn by its
-advantage, is continued. An answer ends the tree. A used-up budget forces an answer, which is logged but not trained.
+At each step k candidates are sampled from one prefix and judged. All k go to training at once, and
+one of them, drawn by its advantage, is continued. An answer ends the tree. A used-up budget forces
+an answer, which is logged but not trained.
 """
 
 from typing import Literal
@@ -20,7 +21,8 @@ ETA = 0.7
 
 
 def gives(k: int, eta: float, selection: Selection, **_: object) -> StrategyGives:
-    """Declare ``k`` candidates per prefix, each trained by its own reward; the trained candidates have no outcome."""
+    """Declare ``k`` candidates per prefix, each trained by its own reward; the trained candidates
+    have no outcome."""
     if selection == "best-of-k" and eta != ETA:
         raise ValueError(
             f"scheduler.strategy_options.eta = {eta} has no effect with selection = 'best-of-k': remove it"
@@ -48,8 +50,9 @@ async def grow(
 ) -> None:
     """Grow one question's tree from its tip to its end.
 
-    eta: temperature of the reward-weighted choice, without effect on "best-of-k". bonus: lambda of the early-answer bonus. ddof, eps: those of the
-    advantage by which it chooses; a run whose scheme is "slate", too, sets them in learner.scheme_options.
+    eta: temperature of the reward-weighted choice, without effect on "best-of-k". bonus: lambda of
+    the early-answer bonus. ddof, eps: those of the advantage by which it chooses; a run whose
+    scheme is "slate", too, sets them in learner.scheme_options.
     """
     node = await ctx.tip()
     while (place := await ctx.onward(node)) is not None:

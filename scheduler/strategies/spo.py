@@ -1,8 +1,10 @@
-"""SPO-tree's sampling (arXiv 2505.23564): a tree with a fixed number of children at each of its first levels; edges are token segments.
+"""SPO-tree's sampling (arXiv 2505.23564): a tree with a fixed number of children at each of its
+first levels; edges are token segments.
 
-branching[0] paths leave the prompt, and after each further ``segment`` sampled tokens every unfinished path divides into branching[1],
-branching[2], ... The column ``weight`` of a leaf is 1 / the product of the branchings above it: with it, the mean over the leaves below a
-node is the mean over its children, also where some paths end early.
+branching[0] paths leave the prompt, and after each further ``segment`` sampled tokens every
+unfinished path divides into branching[1], branching[2], ... The column ``weight`` of a leaf is 1 /
+the product of the branchings above it: with it, the mean over the leaves below a node is the mean
+over its children, also where some paths end early.
 """
 
 import math
@@ -15,7 +17,8 @@ from wire.numbers import Count
 
 
 def gives(branching: tuple[int, ...], **_: object) -> StrategyGives:
-    """Declare whole trajectories, as many per task as the product of the branchings if no path ends early."""
+    """Declare whole trajectories, as many per task as the product of the branchings if no path ends
+    early."""
     if not branching:
         raise ValueError(
             "scheduler.strategy_options.branching = []: expected the number of children at one level or more"
@@ -23,7 +26,9 @@ def gives(branching: tuple[int, ...], **_: object) -> StrategyGives:
     return StrategyGives(group="task", size=math.prod(branching), columns=frozenset({"weight"}))
 
 
-async def grow(tree: Tree, ctx: Context, branching: tuple[Count, ...] = (6, 6, 6), segment: Count = 66) -> None:
+async def grow(
+    tree: Tree, ctx: Context, branching: tuple[Count, ...] = (6, 6, 6), segment: Count = 66
+) -> None:
     """Grow the tree to its leaves, then emit them as one group."""
     leaves = await grown(tree, ctx, dict.fromkeys(range(branching[0])))
     weight = dict.fromkeys(leaves, 1 / branching[0])

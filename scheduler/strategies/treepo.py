@@ -1,4 +1,5 @@
-"""TreePO's sampling (arXiv 2508.17445): segments of fixed length; after each one, every unfinished path divides until there are ``leaves``.
+"""TreePO's sampling (arXiv 2508.17445): segments of fixed length; after each one, every unfinished
+path divides until there are ``leaves``.
 
 A segment is ``segment`` sampled tokens of a trajectory, over the ends of turns; observations do not
 count. The number of the first paths is drawn uniformly from ``divergence`` to ``first_divergence``,
@@ -18,7 +19,8 @@ from wire.numbers import Count
 
 
 def gives(leaves: int, divergence: int, first_divergence: int, **_: object) -> StrategyGives:
-    """Declare ``leaves`` whole trajectories per task. Raises ValueError if fewer paths may begin than each of them divides into."""
+    """Declare ``leaves`` whole trajectories per task. Raises ValueError if fewer paths may begin
+    than each of them divides into."""
     if first_divergence < divergence:
         raise ValueError(
             f"scheduler.strategy_options.first_divergence = {first_divergence}: expected at least divergence = {divergence}"
@@ -35,7 +37,8 @@ async def grow(
     divergence: Count = 2,
     first_divergence: Count = 8,
 ) -> None:
-    """Grow the tree to its leaves, then emit them as one group. depth: after how many segments no path divides any more."""
+    """Grow the tree to its leaves, then emit them as one group. depth: after how many segments no
+    path divides any more."""
     most = max(divergence, min(leaves, first_divergence))
     first = ctx.aside("first divergence").rng.randint(divergence, most)
     paths = await grown(tree, ctx, dict.fromkeys(range(min(leaves, first))))

@@ -1,7 +1,9 @@
-"""TreeRL's sampling (EPTree, arXiv 2506.11902): chains that fork where the policy was least certain of a token.
+"""TreeRL's sampling (EPTree, arXiv 2506.11902): chains that fork where the policy was least certain
+of a token.
 
-In each round every tree takes the ``tokens`` tokens with the largest -log p among all that it sampled, and samples ``continuations`` new
-continuations from before each of them, inside the turn. All leaves form one group.
+In each round every tree takes the ``tokens`` tokens with the largest -log p among all that it
+sampled, and samples ``continuations`` new continuations from before each of them, inside the turn.
+All leaves form one group.
 """
 
 import heapq
@@ -19,9 +21,15 @@ def gives(trees: int, tokens: int, rounds: int, continuations: int, **_: object)
 
 
 async def grow(
-    tree: Tree, ctx: Context, trees: Count = 6, tokens: Count = 2, rounds: Natural = 1, continuations: Count = 2
+    tree: Tree,
+    ctx: Context,
+    trees: Count = 6,
+    tokens: Count = 2,
+    rounds: Natural = 1,
+    continuations: Count = 2,
 ) -> None:
-    """Grow all trees of one question to their ends, then emit their leaves as one group. Tokens before a fork count for one tree once."""
+    """Grow all trees of one question to their ends, then emit their leaves as one group. Tokens
+    before a fork count for one tree once."""
     leaves = await grown(tree, ctx, dict.fromkeys(range(trees)))
     members = [[number] for number in leaves]
     for _ in range(rounds):

@@ -1,4 +1,5 @@
-"""The gateway by itself, over HTTP: whose request it is, what it refuses, how streams and retries are answered, and which rewards it takes."""
+"""The gateway by itself, over HTTP: whose request it is, what it refuses, how streams and retries
+are answered, and which rewards it takes."""
 
 import asyncio
 import json
@@ -27,17 +28,55 @@ ADD = {"type": "function", "function": {"name": "add", "parameters": {}}}
 SANE = [
     {**HELLO, "tools": [ADD], "tool_choice": "auto"},
     {"input": [{"type": "function_call", "call_id": "c", "name": "add", "arguments": "{}"}]},
-    {"messages": [{"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "add", "arguments": "{}"}}]}]},
+    {
+        "messages": [
+            {
+                "role": "assistant",
+                "tool_calls": [{"id": "c", "function": {"name": "add", "arguments": "{}"}}],
+            }
+        ]
+    },
     {"queries": ["x"], "topk": 1},
     {"reward": 1.0},
 ]
 FIELDS = [
-    *("messages", "input", "instructions", "tools", "tool_choice", "model", "max_tokens", "stream", "stream_options"),
-    *("text", "n", "stop", "response_format", "logprobs", "functions", "previous_response_id", "reward", "response_id"),
+    *(
+        "messages",
+        "input",
+        "instructions",
+        "tools",
+        "tool_choice",
+        "model",
+        "max_tokens",
+        "stream",
+        "stream_options",
+    ),
+    *(
+        "text",
+        "n",
+        "stop",
+        "response_format",
+        "logprobs",
+        "functions",
+        "previous_response_id",
+        "reward",
+        "response_id",
+    ),
     *("queries", "topk"),
 ]
 WORDS = [
-    *("role", "content", "type", "text", "tool_calls", "tool_call_id", "function", "name", "arguments", "call_id"),
+    *(
+        "role",
+        "content",
+        "type",
+        "text",
+        "tool_calls",
+        "tool_call_id",
+        "function",
+        "name",
+        "arguments",
+        "call_id",
+    ),
     *("output", "parameters", "format", "id"),
 ]
 PATHS = ["chat/completions", "responses", "episode/reward", "retrieve"]
@@ -54,13 +93,16 @@ class Door:
         self.gateway, self.http, self.session = gateway, http, gateway.opened()
 
     async def post(self, path: str, body: Any, prefix: str = "", **headers: str) -> tuple[int, str]:
-        """Post with the session's key, unless ``prefix`` or ``headers`` say another one. Returns the status and the text."""
+        """Post with the session's key, unless ``prefix`` or ``headers`` say another one. Returns
+        the status and the text."""
         own = {} if prefix or headers else {"Authorization": f"Bearer {self.session.key}"}
         url = f"http://{self.gateway.host}:{self.gateway.port}{prefix}/v1/{path}"
         async with self.http.post(url, json=body, headers=own | headers) as response:
             return response.status, await response.text()
 
-    async def chat(self, reply: Reply, body: Any = HELLO, prefix: str = "", **headers: str) -> dict[str, Any]:
+    async def chat(
+        self, reply: Reply, body: Any = HELLO, prefix: str = "", **headers: str
+    ) -> dict[str, Any]:
         """Ask, answer with ``reply``, and return what the client gets."""
         asking = asyncio.create_task(self.post("chat/completions", body, prefix, **headers))
         _, answer = await self.session.requests.get()
@@ -81,7 +123,11 @@ async def door() -> AsyncIterator[Door]:
 
 async def test_a_session_is_its_key_wherever_a_client_puts_it(door: Door) -> None:
     key = door.session.key
-    for prefix, headers in ((f"/s/{key}", {}), ("", {"Authorization": f"Bearer {key}"}), ("", {"X-Session-ID": key})):
+    for prefix, headers in (
+        (f"/s/{key}", {}),
+        ("", {"Authorization": f"Bearer {key}"}),
+        ("", {"X-Session-ID": key}),
+    ):
         reply = await door.chat(Reply("hi"), prefix=prefix, **headers)
         assert reply["choices"][0]["message"]["content"] == "hi" and reply["model"] == "gpt-any"
 
@@ -94,9 +140,13 @@ async def test_every_name_is_that_of_the_policy(door: Door) -> None:
         assert (response.status, answer.get("data", [answer])[0]["id"]) == (200, wanted)
 
 
-async def test_an_unknown_key_is_401_and_a_closed_session_409_also_for_a_request_that_waits(door: Door) -> None:
+async def test_an_unknown_key_is_401_and_a_closed_session_409_also_for_a_request_that_waits(
+    door: Door,
+) -> None:
     assert (await door.post("chat/completions", HELLO, Authorization="Bearer nobody"))[0] == 401
-    assert (await door.post("episode/reward", {"reward": 1}, Authorization="Bearer nobody"))[0] == 401
+    assert (await door.post("episode/reward", {"reward": 1}, Authorization="Bearer nobody"))[
+        0
+    ] == 401
     assert door.session.reward is None
     waiting = asyncio.create_task(door.post("chat/completions", HELLO))
     await door.session.requests.get()
@@ -128,7 +178,10 @@ async def test_what_a_client_may_say_besides_changes_nothing_that_is_asked(door:
         {"role": "developer", "content": [{"type": "text", "text": "a"}], "name": "n"},
         {"role": "assistant", "content": None, "reasoning_content": "r"},
     ]
-    asking = [asyncio.create_task(door.post("chat/completions", {"messages": messages, **body})) for body in ({}, more)]
+    asking = [
+        asyncio.create_task(door.post("chat/completions", {"messages": messages, **body}))
+        for body in ({}, more)
+    ]
     pending = [await door.session.requests.get() for _ in asking]
     assert (
         pending[0][0].messages
@@ -180,7 +233,9 @@ async def test_what_a_client_may_say_besides_changes_nothing_that_is_asked(door:
         ("episode/reward", {"reward": 1, "response_id": 3}, "`response_id`"),
     ],
 )  # fmt: skip
-async def test_what_cannot_be_answered_is_refused_with_its_name(door: Door, path: str, body: Any, said: str) -> None:
+async def test_what_cannot_be_answered_is_refused_with_its_name(
+    door: Door, path: str, body: Any, said: str
+) -> None:
     status, text = await door.post(path, body)
     assert status == 400 and said in json.loads(text)["error"]["message"]
     assert door.session.requests.empty()
@@ -196,7 +251,11 @@ async def test_a_stream_that_waits_sends_comments_and_tells_its_refusal(
             f"{door.gateway.url}/chat/completions", json={**HELLO, "stream": True}, headers=headers
         ) as response:
             _, answer = await door.session.requests.get()
-            assert [await response.content.readline() for _ in range(3)] == [b": waiting\n", b"\n", b": waiting\n"]
+            assert [await response.content.readline() for _ in range(3)] == [
+                b": waiting\n",
+                b"\n",
+                b": waiting\n",
+            ]
             if ended:
                 door.gateway.end(door.session, "the episode has ended")
             else:
@@ -208,12 +267,14 @@ async def test_a_stream_that_waits_sends_comments_and_tells_its_refusal(
 async def test_a_repeated_request_joins_only_if_it_says_so(door: Door) -> None:
     first = await door.chat(Reply("one"))
     again = {"Authorization": f"Bearer {door.session.key}", "x-stainless-retry-count": "1"}
-    assert json.loads((await door.post("chat/completions", HELLO, **again))[1]) | {"created": 0} == first | {
+    assert json.loads((await door.post("chat/completions", HELLO, **again))[1]) | {
         "created": 0
-    }
+    } == first | {"created": 0}
     second = await door.chat(Reply("two"))
     assert second["choices"][0]["message"]["content"] == "two" and second["id"] != first["id"]
-    other = await door.chat(Reply("three"), {"messages": [{"role": "user", "content": "other"}]}, **again)
+    other = await door.chat(
+        Reply("three"), {"messages": [{"role": "user", "content": "other"}]}, **again
+    )
     assert other["choices"][0]["message"]["content"] == "three"
 
 
@@ -256,16 +317,25 @@ async def test_of_an_ended_session_only_its_key_is_kept_and_of_many_the_last(
     for _ in range(3):
         play()
     assert not alive and list(door.gateway.sessions) == [door.session.key]
-    late = [(await door.post("chat/completions", HELLO, Authorization=f"Bearer {key}"))[0] for key in keys]
+    late = [
+        (await door.post("chat/completions", HELLO, Authorization=f"Bearer {key}"))[0]
+        for key in keys
+    ]
     assert late == [401, 409, 409]
 
 
 async def test_errors_of_http_itself_are_told_in_the_protocols_form(
     door: Door, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    url, own = f"http://{door.gateway.host}:{door.gateway.port}", {"Authorization": f"Bearer {door.session.key}"}
+    url, own = (
+        f"http://{door.gateway.host}:{door.gateway.port}",
+        {"Authorization": f"Bearer {door.session.key}"},
+    )
     async with door.http.get(f"{url}/v1/chat/completions", headers=own) as wrong:
-        assert wrong.status == 405 and "GET /v1/chat/completions" in (await wrong.json())["error"]["message"]
+        assert (
+            wrong.status == 405
+            and "GET /v1/chat/completions" in (await wrong.json())["error"]["message"]
+        )
     status, text = await door.post("nothing", HELLO)
     assert status == 404 and "/v1/nothing" in json.loads(text)["error"]["message"]
     status, text = await door.post("chat/completions", {"messages": "x" * module.LARGEST_BODY})
@@ -273,12 +343,21 @@ async def test_errors_of_http_itself_are_told_in_the_protocols_form(
 
 
 JSON: Any = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False) | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(WORDS), inner, max_size=4),
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.floats(allow_nan=False)
+    | st.text(max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(WORDS), inner, max_size=4)
+    ),
     max_leaves=12,
 )
 BODIES: Any = st.dictionaries(st.sampled_from(FIELDS), JSON) | st.builds(
-    lambda sane, name, value: {**sane, name: value}, st.sampled_from(SANE), st.sampled_from(FIELDS), JSON
+    lambda sane, name, value: {**sane, name: value},
+    st.sampled_from(SANE),
+    st.sampled_from(FIELDS),
+    JSON,
 )
 
 
@@ -311,26 +390,42 @@ def test_no_body_is_answered_with_an_error_of_the_server() -> None:
 
 async def test_usage_is_what_was_spent(door: Door) -> None:
     usage = (await door.chat(Reply("hi", spent=Spent(10, 4, 3))))["usage"]
-    assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (10, 3, 13)
+    assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (
+        10,
+        3,
+        13,
+    )
     assert usage["prompt_tokens_details"]["cached_tokens"] == 4
 
 
-async def test_items_and_responses_are_known_again_by_their_ids_in_their_own_session_alone(door: Door) -> None:
+async def test_items_and_responses_are_known_again_by_their_ids_in_their_own_session_alone(
+    door: Door,
+) -> None:
     tools = [{"type": "function", "name": "add", "parameters": {}}]
     asked: list[module.Asked] = []
 
     async def turn(reply: Reply, **body: Any) -> dict[str, Any]:
-        asking = asyncio.create_task(door.post("responses", {"instructions": "Add.", "tools": tools, **body}))
+        asking = asyncio.create_task(
+            door.post("responses", {"instructions": "Add.", "tools": tools, **body})
+        )
         request, answer = await door.session.requests.get()
         asked.append(request)
         answer.set_result(reply)
         return json.loads((await asking)[1])
 
     user = {"role": "user", "content": "1 + 2"}
-    first = await turn(Reply("I add.", [ToolCall("add", '{"a": 1}'), ToolCall("add", "{}")]), input=[user])
+    first = await turn(
+        Reply("I add.", [ToolCall("add", '{"a": 1}'), ToolCall("add", "{}")]), input=[user]
+    )
     said, *calls = first["output"]
-    results = [{"type": "function_call_output", "call_id": call["call_id"], "output": "3"} for call in calls]
-    references = [{"type": "item_reference", "id": said["id"]}, *({"id": call["id"]} for call in calls)]
+    results = [
+        {"type": "function_call_output", "call_id": call["call_id"], "output": "3"}
+        for call in calls
+    ]
+    references = [
+        {"type": "item_reference", "id": said["id"]},
+        *({"id": call["id"]} for call in calls),
+    ]
     second = await turn(Reply("3"), input=[user, *first["output"], *results])
     await turn(Reply("3"), input=[user, *references, *results])
     await turn(Reply("3"), input=results, previous_response_id=first["id"])
@@ -357,7 +452,9 @@ async def lasting() -> Ended:
     return Ended(None)
 
 
-async def test_a_reply_is_rewarded_from_its_answer_until_the_next_request_and_another_is_refused(door: Door) -> None:
+async def test_a_reply_is_rewarded_from_its_answer_until_the_next_request_and_another_is_refused(
+    door: Door,
+) -> None:
     episode = Episode(door.gateway, Nursery([]), {}, Limits())
     door.session = session = episode.session
     episode._ended = asyncio.create_task(lasting())

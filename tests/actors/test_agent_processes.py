@@ -1,4 +1,5 @@
-"""The processes of agents, as they are: what ends with an episode, what is kept of it, and what an agent finds in its environment."""
+"""The processes of agents, as they are: what ends with an episode, what is kept of it, and what an
+agent finds in its environment."""
 
 import json
 import shutil
@@ -99,7 +100,9 @@ async def gateway(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncItera
     await gateway.close()
 
 
-async def ended(gateway: Gateway, nursery: Nursery | str, limits: Limits = Limits(20.0), **columns: Any) -> Ended:
+async def ended(
+    gateway: Gateway, nursery: Nursery | str, limits: Limits = Limits(20.0), **columns: Any
+) -> Ended:
     """Play an episode of a process that does not ask the policy."""
     nursery = Nursery([], f"agents_of_a_test:{nursery}") if isinstance(nursery, str) else nursery
     episode = Episode(gateway, nursery, TASK | columns, limits)
@@ -114,17 +117,23 @@ async def ended(gateway: Gateway, nursery: Nursery | str, limits: Limits = Limit
 
 
 @pytest.mark.parametrize("name", ["forked", "opened", "nohup", "detached", "daemon"])
-async def test_an_episode_ends_with_its_process_and_what_that_has_started_ends_too(gateway: Gateway, name: str) -> None:
+async def test_an_episode_ends_with_its_process_and_what_that_has_started_ends_too(
+    gateway: Gateway, name: str
+) -> None:
     end = await ended(gateway, name)
     assert end.fault == "" and end.reward is not None and end.reward > 1
     assert not psutil.pid_exists(int(end.reward)), "the agent's child has survived its episode"
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="there is no node")
-async def test_a_detached_child_of_node_ends_with_its_episode(gateway: Gateway, tmp_path: Path) -> None:
+async def test_a_detached_child_of_node_ends_with_its_episode(
+    gateway: Gateway, tmp_path: Path
+) -> None:
     (tmp_path / "agent.js").write_text(DETACHED)
     end = await ended(gateway, Nursery(["node", str(tmp_path / "agent.js")]))
-    assert end.fault == "" and end.reward is not None and not psutil.pid_exists(int(end.reward)), end
+    assert end.fault == "" and end.reward is not None and not psutil.pid_exists(int(end.reward)), (
+        end
+    )
 
 
 async def test_a_process_gets_no_files_but_the_three(gateway: Gateway) -> None:
@@ -146,8 +155,14 @@ async def test_what_a_function_printed_is_kept_when_it_is_killed(gateway: Gatewa
             "x\n  at\nTypeError: bad\n    at a.js:1\n    at b.js:2 {\n  code: 'E'\n}\n\nNode.js v20.1.0\n",
             "TypeError: bad",
         ),
-        ("a.js:1\nthrow new Error('x')\n^\n\nError: x\n    at a.js:1:7\n\nNode.js v22.0.0", "Error: x"),
-        ("Traceback (most recent call last):\n  File ...\n    x\nmine.Boom: one\ntwo\n", "mine.Boom: one"),
+        (
+            "a.js:1\nthrow new Error('x')\n^\n\nError: x\n    at a.js:1:7\n\nNode.js v22.0.0",
+            "Error: x",
+        ),
+        (
+            "Traceback (most recent call last):\n  File ...\n    x\nmine.Boom: one\ntwo\n",
+            "mine.Boom: one",
+        ),
         ("Error: tried again\nthe end", "the end"),
         ("", ""),
     ],
@@ -157,7 +172,9 @@ def test_the_error_of_an_episode_is_the_line_that_names_it(said: str, error: str
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="there is no node")
-async def test_the_death_of_a_node_agent_is_told_as_its_error(gateway: Gateway, tmp_path: Path) -> None:
+async def test_the_death_of_a_node_agent_is_told_as_its_error(
+    gateway: Gateway, tmp_path: Path
+) -> None:
     (tmp_path / "agent.js").write_text("JSON.parse(process.env.OPENAI_BASE_URL);")
     end = await ended(gateway, Nursery(["node", str(tmp_path / "agent.js")]))
     assert end.fault == "exit status 1" and end.error.startswith("SyntaxError: ")
@@ -166,13 +183,18 @@ async def test_the_death_of_a_node_agent_is_told_as_its_error(gateway: Gateway, 
 @pytest.mark.parametrize(
     ("name", "error"),
     [
-        ("text", "ValueError: agents_of_a_test:text returned 'Paris': expected a finite number, the episode's reward"),
+        (
+            "text",
+            "ValueError: agents_of_a_test:text returned 'Paris': expected a finite number, the episode's reward",
+        ),
         ("number", "ValueError: agents_of_a_test:number returned 'inf': expected a finite number"),
         ("deep", "ValueError: two lines:"),
         ("missing", "AttributeError: module 'agents_of_a_test' has no attribute 'missing'"),
     ],
 )
-async def test_a_fault_of_a_function_is_told_by_its_own_line(gateway: Gateway, name: str, error: str) -> None:
+async def test_a_fault_of_a_function_is_told_by_its_own_line(
+    gateway: Gateway, name: str, error: str
+) -> None:
     end = await ended(gateway, name)
     assert end.fault == "exit status 1" and end.error.startswith(error)
 
@@ -185,19 +207,33 @@ async def test_an_episode_has_a_folder_of_its_own_that_goes_with_it(gateway: Gat
 async def test_variables_with_the_names_of_secrets_pass_by_name_alone(
     gateway: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    secrets = ["API_KEY", "ACCESS_KEY_ID", "TOKEN", "DB_PASSWORD", "CREDENTIALS", "CLIENT_SECRET", "PGPASSWD"]
+    secrets = [
+        "API_KEY",
+        "ACCESS_KEY_ID",
+        "TOKEN",
+        "DB_PASSWORD",
+        "CREDENTIALS",
+        "CLIENT_SECRET",
+        "PGPASSWD",
+    ]
     for name in [*secrets, "TOKENIZERS_PARALLELISM", "KEYBOARD", "OTHER_API_KEY"]:
         monkeypatch.setenv(f"MINE_{name}", "1")
-    end = await ended(gateway, Nursery([], "agents_of_a_test:variables", pass_env=["MINE_OTHER_API_KEY"]))
+    end = await ended(
+        gateway, Nursery([], "agents_of_a_test:variables", pass_env=["MINE_OTHER_API_KEY"])
+    )
     assert end.error == "['MINE_KEYBOARD', 'MINE_OTHER_API_KEY', 'MINE_TOKENIZERS_PARALLELISM']"
 
 
-async def test_a_function_runs_in_the_python_that_is_named(gateway: Gateway, tmp_path: Path) -> None:
+async def test_a_function_runs_in_the_python_that_is_named(
+    gateway: Gateway, tmp_path: Path
+) -> None:
     other = tmp_path / "venv"
     (other / "bin").mkdir(parents=True)
     (other / "bin" / "python").symlink_to(Path(sys.executable).resolve())
     (other / "pyvenv.cfg").write_text(f"home = {Path(sys.executable).resolve().parent}\n")
-    end = await ended(gateway, Nursery([], "agents_of_a_test:python", python=str(other / "bin" / "python")))
+    end = await ended(
+        gateway, Nursery([], "agents_of_a_test:python", python=str(other / "bin" / "python"))
+    )
     assert end.error == str(other)
 
 

@@ -1,7 +1,8 @@
-"""What every engine promises, against transformers itself: the embedded engine in both number types and a real SGLang server, on the
-same tiny model. The truth is always a full forward in float32.
+"""What every engine promises, against transformers itself: the embedded engine in both number types
+and a real SGLang server, on the same tiny model. The truth is always a full forward in float32.
 
-SGLang runs on a CPU here, with its own code and slow attention; one server serves the whole session.
+SGLang runs on a CPU here, with its own code and slow attention; one server serves the whole
+session.
 """
 
 import asyncio
@@ -22,7 +23,13 @@ from actors.config import ActorsConfig
 from actors.engines.base import Engine
 from actors.engines.local import LocalEngine
 from actors.engines.sglang import SGLangEngine
-from tests.actors.test_local_engine import GREATEST_DIFFERENCE, full_logprobs, ids, reference, version_folder
+from tests.actors.test_local_engine import (
+    GREATEST_DIFFERENCE,
+    full_logprobs,
+    ids,
+    reference,
+    version_folder,
+)
 from tests.sglang_cpu.shared import Shared as Server
 from wire import digest
 from wire.faults import DataFault, InfrastructureFault
@@ -30,8 +37,9 @@ from wire.messages import Constraint, GenerateRequest, LoadRequest, Sampling
 from wire.support import decode
 
 BFLOAT16_DIFFERENCE = 0.05
-"""Mean difference over a few tokens between log-probabilities in bfloat16 and float32 on the tiny model: 0.013 for transformers and for the
-engine, with and without vector instructions; 0.33 when the first token of the prompt is not seen."""
+"""Mean difference over a few tokens between log-probabilities in bfloat16 and float32 on the tiny
+model: 0.013 for transformers and for the engine, with and without vector instructions; 0.33 when
+the first token of the prompt is not seen."""
 
 
 def rounds(engine: Engine) -> bool:
@@ -40,7 +48,8 @@ def rounds(engine: Engine) -> bool:
 
 
 def near(engine: Engine, expected: np.ndarray, logprobs: np.ndarray, times: float = 1.0) -> bool:
-    """Whether log-probabilities are those of a float32 forward up to rounding. times: what more an engine in float32 may differ."""
+    """Whether log-probabilities are those of a float32 forward up to rounding. times: what more an
+    engine in float32 may differ."""
     apart = np.abs(expected - logprobs)
     if rounds(engine):
         return bool(apart.mean() < BFLOAT16_DIFFERENCE)
@@ -66,7 +75,8 @@ async def engine(request: pytest.FixtureRequest, llama: Path, tmp_path: Path) ->
 
 
 async def begun(engine: Engine, request: GenerateRequest, first: asyncio.Event) -> None:
-    """Until samples of ``request`` are under way, with most of their tokens to come. first: set by the embedded engine's first token."""
+    """Until samples of ``request`` are under way, with most of their tokens to come. first: set by
+    the embedded engine's first token."""
     if not isinstance(engine, SGLangEngine):
         await first.wait()
         return
@@ -84,9 +94,13 @@ async def restore(made: SGLangEngine, folder: Path, scratch: Path) -> None:
     await made.load(LoadRequest(0, str(base), proof))
 
 
-async def test_greedy_tokens_and_logprobs_are_those_of_a_full_forward(engine: Engine, llama: Path) -> None:
+async def test_greedy_tokens_and_logprobs_are_those_of_a_full_forward(
+    engine: Engine, llama: Path
+) -> None:
     prompt, model = ids(1, 24), reference(llama)
-    (sample,) = (await engine.generate(GenerateRequest(prompt, 1, Sampling(8, temperature=0.0)))).samples
+    (sample,) = (
+        await engine.generate(GenerateRequest(prompt, 1, Sampling(8, temperature=0.0)))
+    ).samples
     best = forward(model, prompt, sample.tokens).log_softmax(-1).max(-1).values.numpy()
     assert near(
         engine, best, sample.logprobs
@@ -95,7 +109,9 @@ async def test_greedy_tokens_and_logprobs_are_those_of_a_full_forward(engine: En
     assert sample.versions.tolist() == [0] * len(sample.tokens)
 
 
-async def test_logprobs_are_of_the_distribution_after_temperature(engine: Engine, llama: Path) -> None:
+async def test_logprobs_are_of_the_distribution_after_temperature(
+    engine: Engine, llama: Path
+) -> None:
     prompt, model = ids(2, 20), reference(llama)
     result = await engine.generate(GenerateRequest(prompt, 3, Sampling(6, temperature=0.7)))
     for sample in result.samples:
@@ -105,18 +121,26 @@ async def test_logprobs_are_of_the_distribution_after_temperature(engine: Engine
 
 
 @pytest.mark.parametrize("cut", [{"top_p": 0.6}, {"top_k": 5}])
-async def test_logprobs_are_of_what_top_p_or_top_k_left(engine: Engine, llama: Path, cut: dict[str, Any]) -> None:
+async def test_logprobs_are_of_what_top_p_or_top_k_left(
+    engine: Engine, llama: Path, cut: dict[str, Any]
+) -> None:
     prompt, model = ids(3, 20), reference(llama)
     result = await engine.generate(GenerateRequest(prompt, 2, Sampling(6, temperature=1.0, **cut)))
     for sample in result.samples:
         rows, expected = forward(model, prompt, sample.tokens).softmax(-1), []
         for row, token, logprob in zip(rows, sample.tokens.tolist(), sample.logprobs, strict=True):
             odds, order = row.sort(descending=True)
-            kept = int((odds.cumsum(0) - odds < cut["top_p"]).sum()) if "top_p" in cut else cut["top_k"]
-            most = kept + 2 * rounds(engine)  # rounding may let in a token that is nearly as probable as the last one
+            kept = (
+                int((odds.cumsum(0) - odds < cut["top_p"]).sum())
+                if "top_p" in cut
+                else cut["top_k"]
+            )
+            # rounding may let in a token that is nearly as probable as the last one
+            most = kept + 2 * rounds(engine)
             assert token in order[:most].tolist()
             left = [
-                float((row[token] / odds[:count].sum()).log()) for count in range(max(1, 2 * kept - most), most + 1)
+                float((row[token] / odds[:count].sum()).log())
+                for count in range(max(1, 2 * kept - most), most + 1)
             ]
             expected.append(min(left, key=lambda made: abs(made - logprob)))
         assert near(engine, np.array(expected), sample.logprobs, times=10.0)
@@ -128,17 +152,27 @@ async def test_logprobs_are_of_the_softmax_over_the_support_that_is_reported(
     engine: Engine, llama: Path, cut: dict[str, Any], n: int
 ) -> None:
     prompt, model = ids(3, 20), reference(llama)
-    result = await engine.generate(GenerateRequest(prompt, n, Sampling(6, temperature=0.8, support=True, **cut)))
+    result = await engine.generate(
+        GenerateRequest(prompt, n, Sampling(6, temperature=0.8, support=True, **cut))
+    )
     for sample in result.samples:
         assert sample.support is not None
-        support, rows = decode(sample.support, len(sample.tokens)), forward(model, prompt, sample.tokens) / 0.8
+        support, rows = (
+            decode(sample.support, len(sample.tokens)),
+            forward(model, prompt, sample.tokens) / 0.8,
+        )
         assert support is not None
         assert support.has(sample.tokens).all()
         assert (support.counts > 0).all() and (support.counts <= cut.get("top_k", 259)).all()
         left = torch.zeros_like(rows, dtype=torch.bool)
         left[torch.as_tensor(support.places), torch.as_tensor(support.ids)] = True
         logs = rows.masked_fill(~left, -torch.inf).log_softmax(-1)
-        assert near(engine, logs[range(len(rows)), sample.tokens.tolist()].numpy(), sample.logprobs, times=10.0)
+        assert near(
+            engine,
+            logs[range(len(rows)), sample.tokens.tolist()].numpy(),
+            sample.logprobs,
+            times=10.0,
+        )
         if "top_k" not in cut and not rounds(engine):
             mass = (rows.softmax(-1) * left).sum(-1)
             assert (mass > cut["top_p"] - 1e-4).all()
@@ -163,11 +197,17 @@ async def test_samples_of_one_prefix_differ_and_the_prefix_is_computed_once(engi
 
 async def test_finish_reasons(engine: Engine, llama: Path) -> None:
     prompt = ids(6, 12)
-    free = (await engine.generate(GenerateRequest(prompt, 1, Sampling(10, temperature=0.0)))).samples[0]
+    free = (
+        await engine.generate(GenerateRequest(prompt, 1, Sampling(10, temperature=0.0)))
+    ).samples[0]
     assert free.finish == "length"
     text = tokenizer(llama).decode(free.tokens.tolist())
     stop = text[3:5]
-    stopped = (await engine.generate(GenerateRequest(prompt, 1, Sampling(10, temperature=0.0, stop=[stop])))).samples[0]
+    stopped = (
+        await engine.generate(
+            GenerateRequest(prompt, 1, Sampling(10, temperature=0.0, stop=[stop]))
+        )
+    ).samples[0]
     assert stopped.finish == "stop"
     assert free.tokens.tolist()[: len(stopped.tokens)] == stopped.tokens.tolist()
     assert stop in tokenizer(llama).decode(stopped.tokens.tolist())
@@ -183,7 +223,8 @@ async def test_cancelling_frees_the_engine(engine: Engine) -> None:
         await task
     await asyncio.sleep(0.5)
     before = engine.stats().get("decoded_tokens", 0.0)
-    result = await engine.generate(GenerateRequest(ids(9, 10), 8, Sampling(2)))  # all the room there is
+    # all the room there is
+    result = await engine.generate(GenerateRequest(ids(9, 10), 8, Sampling(2)))
     assert len(result.samples) == 8
     assert engine.stats()["decoded_tokens"] - before == sum(
         len(s.tokens) for s in result.samples
@@ -200,7 +241,9 @@ async def test_cancelling_frees_the_engine(engine: Engine) -> None:
         GenerateRequest(np.array([1, 260], np.int32), 1, Sampling(5)),
     ],
 )
-async def test_a_request_that_can_never_work_is_a_data_fault(engine: Engine, request_: GenerateRequest) -> None:
+async def test_a_request_that_can_never_work_is_a_data_fault(
+    engine: Engine, request_: GenerateRequest
+) -> None:
     with pytest.raises(DataFault, match="expected"):
         await engine.generate(request_)
     assert len((await engine.generate(GenerateRequest(ids(0, 5), 1, Sampling(1)))).samples) == 1
@@ -222,9 +265,14 @@ async def test_a_new_version_is_sampled_from_and_reads_no_other_versions_cache(
     assert engine.stats()["version"] == 3
 
 
-async def test_an_update_within_a_generation_labels_each_token(engine: Engine, llama: Path, tmp_path: Path) -> None:
+async def test_an_update_within_a_generation_labels_each_token(
+    engine: Engine, llama: Path, tmp_path: Path
+) -> None:
     folder, proof, _ = version_folder(tmp_path, llama, 4)
-    request, first = GenerateRequest(ids(11, 10), 8, Sampling(200, temperature=1.0, seed=1)), asyncio.Event()
+    request, first = (
+        GenerateRequest(ids(11, 10), 8, Sampling(200, temperature=1.0, seed=1)),
+        asyncio.Event(),
+    )
     task = asyncio.create_task(engine.generate(request, lambda *_: first.set()))
     await begun(engine, request, first)
     await engine.load(LoadRequest(4, str(folder), proof))
@@ -245,7 +293,9 @@ async def test_weights_that_are_not_as_announced_are_refused_and_the_old_ones_se
     (before,) = (await engine.generate(greedy)).samples
     with pytest.raises(InfrastructureFault, match="digest"):
         await engine.load(LoadRequest(5, str(folder), "0" * 64))
-    (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-4] + b"bits")
+    (folder / "model.safetensors").write_bytes(
+        (folder / "model.safetensors").read_bytes()[:-4] + b"bits"
+    )
     with pytest.raises(InfrastructureFault, match="digest"):
         await engine.load(LoadRequest(5, str(folder), proof))
     (after,) = (await engine.generate(greedy)).samples
@@ -254,7 +304,9 @@ async def test_weights_that_are_not_as_announced_are_refused_and_the_old_ones_se
     assert near(engine, before.logprobs, after.logprobs)
 
 
-async def test_an_adapter_alone_changes_the_policy(engine: Engine, llama: Path, tmp_path: Path) -> None:
+async def test_an_adapter_alone_changes_the_policy(
+    engine: Engine, llama: Path, tmp_path: Path
+) -> None:
     folder, proof, model = adapter_folder(tmp_path, llama, 6)
     await engine.load(LoadRequest(6, str(folder), proof))
     prompt = ids(13, 16)
@@ -264,9 +316,13 @@ async def test_an_adapter_alone_changes_the_policy(engine: Engine, llama: Path, 
         assert near(engine, full_logprobs(model, prompt, sample.tokens), sample.logprobs, times=5.0)
 
 
-async def test_a_constraint_holds_from_the_first_to_the_last_token(engine: Engine, llama: Path) -> None:
+async def test_a_constraint_holds_from_the_first_to_the_last_token(
+    engine: Engine, llama: Path
+) -> None:
     constraint = Constraint("regex", "(yes|no), [0-9]{2}")
-    result = await engine.generate(GenerateRequest(ids(14, 10), 3, Sampling(20, constraint=constraint)))
+    result = await engine.generate(
+        GenerateRequest(ids(14, 10), 3, Sampling(20, constraint=constraint))
+    )
     words = tokenizer(llama)
     for sample in result.samples:
         text = words.decode(sample.tokens.tolist(), skip_special_tokens=True)
@@ -293,7 +349,9 @@ def adapter_folder(tmp_path: Path, source: Path, version: int) -> tuple[Path, st
     from peft.utils import get_peft_model_state_dict
 
     torch.manual_seed(version)
-    model: Any = get_peft_model(reference(source), LoraConfig(r=4, lora_alpha=8, target_modules="all-linear"))
+    model: Any = get_peft_model(
+        reference(source), LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")
+    )
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
@@ -305,5 +363,7 @@ def adapter_folder(tmp_path: Path, source: Path, version: int) -> tuple[Path, st
     settings["target_modules"] = sorted(settings["target_modules"])
     (folder / "adapter_config.json").write_text(json.dumps(settings, default=str))
     proof = digest.safetensors_file(folder / "adapter_model.safetensors")
-    (folder / "manifest.json").write_text(json.dumps({"version": version, "kind": "lora", "digest": proof}))
+    (folder / "manifest.json").write_text(
+        json.dumps({"version": version, "kind": "lora", "digest": proof})
+    )
     return folder, proof, model.merge_and_unload().eval()

@@ -1,4 +1,5 @@
-"""Constrained decoding: whatever is sampled under the mask matches the constraint, and a bad constraint is named."""
+"""Constrained decoding: whatever is sampled under the mask matches the constraint, and a bad
+constraint is named."""
 
 import re
 from typing import Annotated, Any, Literal
@@ -67,7 +68,8 @@ def grammar(words: tokenizers.Tokenizer) -> Grammar:
 
 
 def sampled(matcher: Matcher, seed: int, longest: int = 1500, ending: float = 0.0) -> list[int]:
-    """Tokens of a random model under the mask, up to and with its end token. ending: added to the end tokens' logits."""
+    """Tokens of a random model under the mask, up to and with its end token. ending: added to the
+    end tokens' logits."""
     random, tokens = torch.Generator().manual_seed(seed), list[int]()
     while len(tokens) < longest and not matcher.done:
         logits = torch.randn(VOCABULARY, generator=random) * 2
@@ -83,7 +85,9 @@ def sampled(matcher: Matcher, seed: int, longest: int = 1500, ending: float = 0.
 
 
 def text_of(words: tokenizers.Tokenizer, tokens: list[int]) -> str:
-    return words.decode([token for token in tokens if token not in (END, OTHER_END)], skip_special_tokens=False)
+    return words.decode(
+        [token for token in tokens if token not in (END, OTHER_END)], skip_special_tokens=False
+    )
 
 
 @settings(max_examples=60, deadline=None)
@@ -107,7 +111,9 @@ def test_every_sampled_text_validates_against_the_json_schema(
 
 @settings(max_examples=30, deadline=None)
 @given(written=st.from_regex(PATTERNS[0].replace(r"\s", r"[ \r\n\t\u2003]"), fullmatch=True))
-def test_no_text_that_matches_is_forbidden(grammar: Grammar, words: tokenizers.Tokenizer, written: str) -> None:
+def test_no_text_that_matches_is_forbidden(
+    grammar: Grammar, words: tokenizers.Tokenizer, written: str
+) -> None:
     matcher = grammar.matcher(Constraint("regex", PATTERNS[0]))
     for token in words.encode(written, add_special_tokens=False).ids:
         assert token in matcher.allowed(VOCABULARY)
@@ -115,7 +121,9 @@ def test_no_text_that_matches_is_forbidden(grammar: Grammar, words: tokenizers.T
     assert END in matcher.allowed(VOCABULARY)
 
 
-def test_an_end_token_is_allowed_exactly_where_a_match_may_end(grammar: Grammar, words: tokenizers.Tokenizer) -> None:
+def test_an_end_token_is_allowed_exactly_where_a_match_may_end(
+    grammar: Grammar, words: tokenizers.Tokenizer
+) -> None:
     matcher, a = grammar.matcher(Constraint("regex", "aab?")), words.encode("a").ids[0]
     ends = []
     for token in (a, a, words.encode("b").ids[0]):
@@ -127,7 +135,9 @@ def test_an_end_token_is_allowed_exactly_where_a_match_may_end(grammar: Grammar,
     assert matcher.allowed(VOCABULARY) == [END, OTHER_END]
 
 
-def test_after_its_end_token_a_match_is_done_without_a_problem(grammar: Grammar, words: tokenizers.Tokenizer) -> None:
+def test_after_its_end_token_a_match_is_done_without_a_problem(
+    grammar: Grammar, words: tokenizers.Tokenizer
+) -> None:
     matcher = grammar.matcher(Constraint("regex", "a*"))
     matcher.accept(END)
     assert matcher.done
@@ -195,12 +205,16 @@ def test_a_constraint_that_cannot_be_used_is_a_data_fault_that_names_the_problem
     assert len(str(caught.value)) < 600
 
 
-def test_a_model_without_an_end_token_is_told_that_it_cannot_end_a_match(words: tokenizers.Tokenizer) -> None:
+def test_a_model_without_an_end_token_is_told_that_it_cannot_end_a_match(
+    words: tokenizers.Tokenizer,
+) -> None:
     with pytest.raises(DataFault, match="eos_token_id"):
         Grammar(words, VOCABULARY, frozenset()).matcher(Constraint("regex", "a"))
 
 
-def test_a_constraint_is_compiled_once(words: tokenizers.Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_constraint_is_compiled_once(
+    words: tokenizers.Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     compiled = []
     whole = Grammar._compile
 
@@ -215,7 +229,9 @@ def test_a_constraint_is_compiled_once(words: tokenizers.Tokenizer, monkeypatch:
     assert compiled == ["a", "b"]
 
 
-def test_no_constraint_is_needed_to_have_a_grammar_and_a_smaller_vocabulary_is_cut(words: tokenizers.Tokenizer) -> None:
+def test_no_constraint_is_needed_to_have_a_grammar_and_a_smaller_vocabulary_is_cut(
+    words: tokenizers.Tokenizer,
+) -> None:
     logits = torch.zeros(100)
     matcher = Grammar(words, 100, frozenset({END})).matcher(Constraint("regex", "a|b"))
     matcher.mask(logits)

@@ -32,7 +32,9 @@ GREATEST_DIFFERENCE = 2e-5
 
 
 async def started(folder: Path, **settings: Any) -> LocalEngine:
-    engine = LocalEngine(str(folder), ActorsConfig(**{"dtype": "float32", "max_context": 256, **settings}))
+    engine = LocalEngine(
+        str(folder), ActorsConfig(**{"dtype": "float32", "max_context": 256, **settings})
+    )
     await engine.start()
     return engine
 
@@ -56,7 +58,9 @@ def full_logprobs(model: Any, prompt: np.ndarray, tokens: np.ndarray) -> np.ndar
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
-async def test_greedy_equals_transformers_generate_token_for_token(tmp_path: Path, kind: str) -> None:
+async def test_greedy_equals_transformers_generate_token_for_token(
+    tmp_path: Path, kind: str
+) -> None:
     folder = tiny.save(tmp_path / kind, kind)
     engine, model = await started(folder), reference(folder)
     prompts = [ids(seed, 3 + 7 * seed) for seed in range(5)]
@@ -66,13 +70,20 @@ async def test_greedy_equals_transformers_generate_token_for_token(tmp_path: Pat
     for prompt, result in zip(prompts, results, strict=True):
         whole = torch.tensor(prompt, dtype=torch.long)[None]
         with torch.no_grad():
-            expected = model.generate(whole, max_new_tokens=16, do_sample=False)[0, len(prompt) :].tolist()
+            expected = model.generate(whole, max_new_tokens=16, do_sample=False)[
+                0, len(prompt) :
+            ].tolist()
         for sample in result.samples:
             assert sample.tokens.tolist() == expected
-            assert np.abs(full_logprobs(model, prompt, sample.tokens) - sample.logprobs).max() < GREATEST_DIFFERENCE
+            assert (
+                np.abs(full_logprobs(model, prompt, sample.tokens) - sample.logprobs).max()
+                < GREATEST_DIFFERENCE
+            )
 
 
-async def test_sampled_logprobs_equal_a_full_forward_at_the_sampling_temperature(llama: Path) -> None:
+async def test_sampled_logprobs_equal_a_full_forward_at_the_sampling_temperature(
+    llama: Path,
+) -> None:
     engine, model = await started(llama), reference(llama)
     prompt = ids(1, 20)
     result = await engine.generate(GenerateRequest(prompt, 4, Sampling(12, temperature=0.7)))
@@ -88,13 +99,16 @@ async def test_sampled_logprobs_equal_a_full_forward_at_the_sampling_temperature
 def test_restricted_distribution_is_renormalised_over_what_top_p_and_top_k_leave() -> None:
     logprobs = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
     np.testing.assert_allclose(restrict(logprobs, 0.79, 0).exp(), [0.625, 0.375, 0, 0], atol=1e-6)
-    np.testing.assert_allclose(restrict(logprobs, 1.0, 3).exp(), np.array([0.5, 0.3, 0.15, 0]) / 0.95, atol=1e-6)
+    np.testing.assert_allclose(
+        restrict(logprobs, 1.0, 3).exp(), np.array([0.5, 0.3, 0.15, 0]) / 0.95, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize(
-    "cut", [{"top_p": 0.9}, {"top_k": 5}, {"top_p": 0.8, "top_k": 6}, {"top_p": 0.05}, {"top_k": 40}]
+    "cut",
+    [{"top_p": 0.9}, {"top_k": 5}, {"top_p": 0.8, "top_k": 6}, {"top_p": 0.05}, {"top_k": 40}],
 )
 def test_support_and_logprobs_are_those_of_an_enumeration(
     cut: dict[str, Any], temperature: float, dtype: torch.dtype
@@ -116,7 +130,9 @@ def test_support_and_logprobs_are_those_of_an_enumeration(
         assert abs(logprobs[row] - np.log(odds[tokens[row]] / odds[left].sum())) < 1e-6
 
 
-async def test_only_a_request_that_asks_gets_the_support_and_only_where_something_was_cut(llama: Path) -> None:
+async def test_only_a_request_that_asks_gets_the_support_and_only_where_something_was_cut(
+    llama: Path,
+) -> None:
     engine, prompt = await started(llama), ids(3, 9)
     for sampling, expected in [
         (Sampling(6, 1.0, 0.9), None),
@@ -126,7 +142,9 @@ async def test_only_a_request_that_asks_gets_the_support_and_only_where_somethin
     ]:
         (sample,) = (await engine.generate(GenerateRequest(prompt, 1, sampling))).samples
         assert sample.support == expected
-    (sample,) = (await engine.generate(GenerateRequest(prompt, 1, Sampling(6, 1.0, 0.9, support=True)))).samples
+    (sample,) = (
+        await engine.generate(GenerateRequest(prompt, 1, Sampling(6, 1.0, 0.9, support=True)))
+    ).samples
     assert sample.support
     await engine.close()
 
@@ -137,7 +155,8 @@ def test_draws_follow_the_distribution() -> None:
     logits = torch.tensor(odds).log().repeat(4000, 1)
     tokens, *_ = pick(logits, [Sampling(1)] * 4000, uniforms)
     counts = np.bincount(tokens, minlength=4)
-    assert float(((counts - 4000 * odds) ** 2 / (4000 * odds)).sum()) < 16.27  # chi-square, 3 degrees, 0.1%
+    # chi-square, 3 degrees, 0.1%
+    assert float(((counts - 4000 * odds) ** 2 / (4000 * odds)).sum()) < 16.27
 
 
 @pytest.mark.parametrize("vocabulary", [3, 64, 130, 1000])
@@ -186,7 +205,10 @@ async def test_eviction_under_a_small_budget_keeps_answers_right(llama: Path) ->
             prompt = ids(seed, 50)
             result = await engine.generate(GenerateRequest(prompt, 1, Sampling(10, seed=round)))
             got = result.samples[0]
-            assert np.abs(full_logprobs(model, prompt, got.tokens) - got.logprobs).max() < GREATEST_DIFFERENCE
+            assert (
+                np.abs(full_logprobs(model, prompt, got.tokens) - got.logprobs).max()
+                < GREATEST_DIFFERENCE
+            )
     await engine.close()
     assert engine.cache.evicted_tokens > 0
     assert engine.cache.bytes <= 60_000
@@ -197,7 +219,9 @@ async def test_a_stop_string_ends_a_sample_and_its_tokens_are_kept(llama: Path) 
     free = await engine.generate(GenerateRequest(ids(5, 10), 1, Sampling(20, seed=3)))
     text = engine.tokenizer.decode(free.samples[0].tokens.tolist())
     stop = text[4:6]
-    stopped = await engine.generate(GenerateRequest(ids(5, 10), 1, Sampling(20, seed=3, stop=[stop])))
+    stopped = await engine.generate(
+        GenerateRequest(ids(5, 10), 1, Sampling(20, seed=3, stop=[stop]))
+    )
     await engine.close()
     sample = stopped.samples[0]
     assert sample.finish == "stop"
@@ -226,18 +250,24 @@ async def test_a_seed_reproduces_whatever_else_runs(llama: Path) -> None:
     others = [engine.generate(GenerateRequest(ids(20 + i, 9), 2, Sampling(30))) for i in range(3)]
     together, *_ = await asyncio.gather(engine.generate(request), *others)
     await engine.close()
-    assert [s.tokens.tolist() for s in alone.samples] == [s.tokens.tolist() for s in together.samples]
+    assert [s.tokens.tolist() for s in alone.samples] == [
+        s.tokens.tolist() for s in together.samples
+    ]
 
 
 @pytest.mark.parametrize(("n", "prompt", "most"), [(0, 5, 5), (99, 5, 5), (1, 250, 20), (1, 0, 5)])
-async def test_a_request_that_can_never_fit_is_a_data_fault(llama: Path, n: int, prompt: int, most: int) -> None:
+async def test_a_request_that_can_never_fit_is_a_data_fault(
+    llama: Path, n: int, prompt: int, most: int
+) -> None:
     engine = await started(llama)
     with pytest.raises(DataFault, match="expected"):
         await engine.generate(GenerateRequest(ids(0, prompt), n, Sampling(most)))
     await engine.close()
 
 
-def version_folder(tmp_path: Path, source: Path, version: int, noise: float = 0.3) -> tuple[Path, str, Any]:
+def version_folder(
+    tmp_path: Path, source: Path, version: int, noise: float = 0.3
+) -> tuple[Path, str, Any]:
     """A published full version: the source's weights with noise."""
     model = reference(source)
     torch.manual_seed(version)
@@ -246,16 +276,24 @@ def version_folder(tmp_path: Path, source: Path, version: int, noise: float = 0.
             parameter.add_(noise * torch.randn_like(parameter) * parameter.std())
     folder = tmp_path / f"v{version}"
     folder.mkdir(parents=True)
-    save_file({n: p.detach().clone() for n, p in model.named_parameters()}, folder / "model.safetensors")
+    save_file(
+        {n: p.detach().clone() for n, p in model.named_parameters()}, folder / "model.safetensors"
+    )
     proof = digest.safetensors_file(folder / "model.safetensors")
-    (folder / "manifest.json").write_text(json.dumps({"version": version, "kind": "full", "digest": proof}))
+    (folder / "manifest.json").write_text(
+        json.dumps({"version": version, "kind": "full", "digest": proof})
+    )
     return folder, proof, model
 
 
-async def test_an_update_between_two_tokens_labels_each_token_with_its_version(tmp_path: Path, llama: Path) -> None:
+async def test_an_update_between_two_tokens_labels_each_token_with_its_version(
+    tmp_path: Path, llama: Path
+) -> None:
     engine = await started(llama)
     folder, proof, _ = version_folder(tmp_path, llama, 1)
-    task = asyncio.create_task(engine.generate(GenerateRequest(ids(9, 10), 2, Sampling(200, temperature=1.0))))
+    task = asyncio.create_task(
+        engine.generate(GenerateRequest(ids(9, 10), 2, Sampling(200, temperature=1.0)))
+    )
     while engine.counts["decoded_tokens"] < 6:
         await asyncio.sleep(0)
     loaded = await engine.load(LoadRequest(1, str(folder), proof))
@@ -278,10 +316,15 @@ async def test_no_request_reads_another_versions_cache(tmp_path: Path, llama: Pa
     await engine.close()
     assert result.cached_tokens == 0
     sample = result.samples[0]
-    assert np.abs(full_logprobs(model, prompt, sample.tokens) - sample.logprobs).max() < GREATEST_DIFFERENCE
+    assert (
+        np.abs(full_logprobs(model, prompt, sample.tokens) - sample.logprobs).max()
+        < GREATEST_DIFFERENCE
+    )
 
 
-async def test_weights_whose_digest_disagrees_are_refused_and_the_old_ones_stay(tmp_path: Path, llama: Path) -> None:
+async def test_weights_whose_digest_disagrees_are_refused_and_the_old_ones_stay(
+    tmp_path: Path, llama: Path
+) -> None:
     engine = await started(llama)
     folder, _, _ = version_folder(tmp_path, llama, 1)
     (before,) = (await engine.generate(GREEDY)).samples
@@ -315,14 +358,18 @@ def test_a_model_with_sliding_layers_is_refused(tmp_path: Path) -> None:
         Sampling(2, temperature=math.nan),
     ],
 )
-async def test_sampling_that_has_no_distribution_is_a_data_fault(llama: Path, sampling: Sampling) -> None:
+async def test_sampling_that_has_no_distribution_is_a_data_fault(
+    llama: Path, sampling: Sampling
+) -> None:
     engine = await started(llama)
     with pytest.raises(DataFault, match="expected"):
         await engine.generate(GenerateRequest(ids(0, 5), 1, sampling))
     await engine.close()
 
 
-async def test_token_ids_of_another_vocabulary_are_a_data_fault_and_the_engine_goes_on(llama: Path) -> None:
+async def test_token_ids_of_another_vocabulary_are_a_data_fault_and_the_engine_goes_on(
+    llama: Path,
+) -> None:
     engine = await started(llama)
     for tokens in (np.array([1, 260], np.int32), np.array([-1], np.int32)):
         with pytest.raises(DataFault, match="0 to 259"):
@@ -347,7 +394,10 @@ async def test_a_cancelled_load_leaves_the_engine_serving(tmp_path: Path, llama:
 
 async def test_closing_fails_what_is_open(llama: Path) -> None:
     engine = await started(llama)
-    tasks = [asyncio.create_task(engine.generate(GenerateRequest(ids(i, 10), 24, Sampling(200)))) for i in range(2)]
+    tasks = [
+        asyncio.create_task(engine.generate(GenerateRequest(ids(i, 10), 24, Sampling(200))))
+        for i in range(2)
+    ]
     while not engine.counts["decoded_tokens"]:
         await asyncio.sleep(0)
     await engine.close()
@@ -363,10 +413,14 @@ async def test_weights_of_another_model_are_refused_before_any_tensor_changes(
     engine = await started(llama)
     folder = tmp_path / "other"
     folder.mkdir()
-    tensors = {n: 2 * p.detach() for n, p in reference(llama).named_parameters()} | {name: torch.zeros(5)}
+    tensors = {n: 2 * p.detach() for n, p in reference(llama).named_parameters()} | {
+        name: torch.zeros(5)
+    }
     save_file(tensors, folder / "model.safetensors")
     proof = digest.safetensors_file(folder / "model.safetensors")
-    (folder / "manifest.json").write_text(json.dumps({"version": 1, "kind": "full", "digest": proof}))
+    (folder / "manifest.json").write_text(
+        json.dumps({"version": 1, "kind": "full", "digest": proof})
+    )
     (before,) = (await engine.generate(GREEDY)).samples
     with pytest.raises(InfrastructureFault, match=name):
         await engine.load(LoadRequest(1, str(folder), proof))
@@ -380,7 +434,8 @@ async def test_weights_of_another_model_are_refused_before_any_tensor_changes(
 async def explored(
     engine: LocalEngine, seed: int, requests: int = 14, most: int = 8
 ) -> list[tuple[np.ndarray, GenerateResult]]:
-    """Random trees: prompts of all lengths under common heads and behind earlier samples, of n up to ``most``, a few at a time."""
+    """Random trees: prompts of all lengths under common heads and behind earlier samples, of n up
+    to ``most``, a few at a time."""
     rng = np.random.default_rng(seed)
     heads = [ids(100 + i, int(rng.integers(1, 60))) for i in range(3)]
     done: list[tuple[np.ndarray, GenerateResult]] = []
@@ -391,10 +446,14 @@ async def explored(
             if done and rng.random() < 0.5:
                 prompt, result = done[int(rng.integers(len(done)))]
                 sample = result.samples[int(rng.integers(len(result.samples)))]
-                head = np.concatenate([prompt, sample.tokens[: int(rng.integers(0, len(sample.tokens) + 1))]])
+                head = np.concatenate(
+                    [prompt, sample.tokens[: int(rng.integers(0, len(sample.tokens) + 1))]]
+                )
             else:
                 head = heads[int(rng.integers(3))]
-            prompt = np.concatenate([head, ids(int(rng.integers(10**6)), int(rng.integers(0, 40)))])[:200]
+            prompt = np.concatenate(
+                [head, ids(int(rng.integers(10**6)), int(rng.integers(0, 40)))]
+            )[:200]
             n, new = int(rng.integers(1, most + 1)), int(rng.integers(1, 40))
             done.append((prompt, await engine.generate(GenerateRequest(prompt, n, Sampling(new)))))
 
@@ -413,7 +472,9 @@ def worst(model: Any, done: list[tuple[np.ndarray, GenerateResult]]) -> float:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
-async def test_branches_of_prefixes_of_any_lengths_equal_a_full_forward(tmp_path: Path, kind: str, seed: int) -> None:
+async def test_branches_of_prefixes_of_any_lengths_equal_a_full_forward(
+    tmp_path: Path, kind: str, seed: int
+) -> None:
     folder = tiny.save(tmp_path / kind, kind, seed)
     engine = await started(folder, prefill_tokens=int(np.random.default_rng(seed).integers(5, 80)))
     done = await explored(engine, seed)
@@ -433,7 +494,9 @@ async def test_single_samples_beside_each_other_equal_a_full_forward(llama: Path
     assert worst(reference(llama), done) < GREATEST_DIFFERENCE
 
 
-async def test_a_single_sample_attends_once_a_layer(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_single_sample_attends_once_a_layer(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls, attention = [0], attend._attention
 
     def counted(*arguments: Any) -> Any:
@@ -445,10 +508,13 @@ async def test_a_single_sample_attends_once_a_layer(llama: Path, monkeypatch: py
     engine.end_tokens = frozenset()
     await engine.generate(GenerateRequest(ids(11, 20), 1, Sampling(9)))
     await engine.close()
-    assert calls[0] == 9 * len(engine.model.model.layers)  # the prompt's step, and eight that decode
+    # the prompt's step, and eight that decode
+    assert calls[0] == 9 * len(engine.model.model.layers)
 
 
-async def test_a_model_of_another_kind_runs_through_its_own_code(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_model_of_another_kind_runs_through_its_own_code(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(decoder, "PLAIN", ())
     engine = await started(llama)
     assert isinstance(engine._decoder, decoder.WholeDecoder)
@@ -478,7 +544,8 @@ async def test_bfloat16_stays_near_a_bfloat16_forward(llama: Path) -> None:
             expected = full_logprobs(exact, prompt, sample.tokens)
             apart.append(np.abs(expected - sample.logprobs).mean())
             own.append(np.abs(expected - _bfloat16_logprobs(model, prompt, sample.tokens)).mean())
-    assert np.mean(apart) < 1.5 * np.mean(own)  # no further from float32 than transformers' own bfloat16
+    # no further from float32 than transformers' own bfloat16
+    assert np.mean(apart) < 1.5 * np.mean(own)
 
 
 def _bfloat16_logprobs(model: Any, prompt: np.ndarray, tokens: np.ndarray) -> np.ndarray:
@@ -500,7 +567,9 @@ async def test_a_prompt_prefilled_in_chunks_beside_decoding_rows_equals_one_pref
         return forward(decoding, chunks)
 
     monkeypatch.setattr(engine, "_forward", recorded)
-    running = asyncio.create_task(engine.generate(GenerateRequest(ids(30, 5), 3, Sampling(60, seed=1))))
+    running = asyncio.create_task(
+        engine.generate(GenerateRequest(ids(30, 5), 3, Sampling(60, seed=1)))
+    )
     while not engine.counts["decoded_tokens"]:
         await asyncio.sleep(0)
     prompt = ids(31, 150)
@@ -533,7 +602,9 @@ async def test_equal_prompts_of_one_step_are_computed_once(llama: Path) -> None:
     head = ids(34, 30)
     await engine.generate(GenerateRequest(head, 1, Sampling(1)))
     prompt = np.concatenate([head, ids(35, 1)])
-    await asyncio.gather(*(engine.generate(GenerateRequest(prompt, 2, Sampling(3))) for _ in range(3)))
+    await asyncio.gather(
+        *(engine.generate(GenerateRequest(prompt, 2, Sampling(3))) for _ in range(3))
+    )
     await engine.close()
     assert engine.counts["prefilled_tokens"] == 31
 
@@ -546,7 +617,10 @@ async def test_running_samples_take_their_memory_from_the_budget(llama: Path) ->
     for seed in range(4):  # the cache fills
         await engine.generate(GenerateRequest(ids(seed, 100), 1, Sampling(10)))
     most = held = 0
-    tasks = [asyncio.create_task(engine.generate(GenerateRequest(ids(50 + i, 90), 4, Sampling(64)))) for i in range(5)]
+    tasks = [
+        asyncio.create_task(engine.generate(GenerateRequest(ids(50 + i, 90), 4, Sampling(64))))
+        for i in range(5)
+    ]
     while not all(task.done() for task in tasks):
         most = max(most, int(engine.stats()["running"]))
         held = max(held, engine.memory.running_bytes + engine.cache.bytes)
@@ -567,10 +641,15 @@ async def test_a_stop_string_of_any_length_is_found_where_it_ends(llama: Path, l
     free = await engine.generate(GenerateRequest(ids(36, 10), 1, Sampling(120, seed=4)))
     text = engine.tokenizer.decode(free.samples[0].tokens.tolist(), skip_special_tokens=False)
     stop = text[45 : 45 + length]
-    stopped = await engine.generate(GenerateRequest(ids(36, 10), 1, Sampling(120, seed=4, stop=["no such text", stop])))
+    stopped = await engine.generate(
+        GenerateRequest(ids(36, 10), 1, Sampling(120, seed=4, stop=["no such text", stop]))
+    )
     await engine.close()
     tokens = stopped.samples[0].tokens.tolist()
-    decoded = [engine.tokenizer.decode(tokens[:end], skip_special_tokens=False) for end in (len(tokens), -1)]
+    decoded = [
+        engine.tokenizer.decode(tokens[:end], skip_special_tokens=False)
+        for end in (len(tokens), -1)
+    ]
     assert stopped.samples[0].finish == "stop"
     assert [stop in part for part in decoded] == [True, False]
 
@@ -591,15 +670,19 @@ async def test_tokens_are_told_as_they_come_in_order_and_before_the_result(llama
     await engine.close()
     for index, sample in enumerate(result.samples):
         assert [t for t, _ in told[index]] == sample.tokens.tolist()
-        np.testing.assert_array_equal(np.array([p for _, p in told[index]], np.float32), sample.logprobs)
+        np.testing.assert_array_equal(
+            np.array([p for _, p in told[index]], np.float32), sample.logprobs
+        )
     assert steps[:3] == [0, 1, 2]
 
 
-# ---------------------------------------------------------------------------------------------- the most probable tokens
+# ---------------------------------------------------------------------------------------------- the
+# most probable tokens
 
 
 def distribution(row: torch.Tensor, sampling: Sampling, allowed: list[int]) -> torch.Tensor:
-    """Log-probabilities, float64 [vocabulary], after constraint, temperature, top-k and top-p, from a plain forward's logits."""
+    """Log-probabilities, float64 [vocabulary], after constraint, temperature, top-k and top-p, from
+    a plain forward's logits."""
     scores = torch.full_like(row, -torch.inf, dtype=torch.float64)
     scores[allowed] = row[allowed].double() / (sampling.temperature or 1.0)
     odds, order = scores.softmax(-1).sort(descending=True)
@@ -641,7 +724,9 @@ async def test_the_most_probable_tokens_are_those_of_the_distribution_sampled_fr
 ) -> None:
     engine, model = await started(llama), reference(llama)
     prompts = [ids(90, 12), ids(91, 7)]
-    asked = [engine.generate(GenerateRequest(prompts[0], 3, msgspec.structs.replace(sampling, seed=3)))]
+    asked = [
+        engine.generate(GenerateRequest(prompts[0], 3, msgspec.structs.replace(sampling, seed=3)))
+    ]
     asked += [engine.generate(GenerateRequest(prompts[1], 2, Sampling(10, seed=4, top_logprobs=2)))]
     asked += [engine.generate(GenerateRequest(prompts[1], 2, Sampling(10, seed=4)))]
     result, other, plain = await asyncio.gather(*asked)
@@ -654,10 +739,13 @@ async def test_the_most_probable_tokens_are_those_of_the_distribution_sampled_fr
         whole = torch.tensor(np.concatenate([prompts[0], sample.tokens]), dtype=torch.long)[None]
         with torch.no_grad():
             rows = model(whole).logits[0, len(prompts[0]) - 1 : -1]
-        for place, (row, token, top) in enumerate(zip(rows, sample.tokens.tolist(), sample.top, strict=True)):
+        for place, (row, token, top) in enumerate(
+            zip(rows, sample.tokens.tolist(), sample.top, strict=True)
+        ):
             expected = distribution(row, sampling, allowed_at(place, sampling))
             best = expected.topk(min(sampling.top_logprobs, int(expected.isfinite().sum()))).values
-            np.testing.assert_allclose(list(top.values()), best, rtol=0, atol=GREATEST_DIFFERENCE)  # so they descend
+            # so they descend
+            np.testing.assert_allclose(list(top.values()), best, rtol=0, atol=GREATEST_DIFFERENCE)
             np.testing.assert_allclose(expected[list(top)], best, rtol=0, atol=GREATEST_DIFFERENCE)
             assert top.get(token, sample.logprobs[place]) == sample.logprobs[place]
 
@@ -666,14 +754,20 @@ def test_only_rows_that_ask_get_the_most_probable_tokens_and_none_without_probab
     logits = torch.tensor([[0.0, 1.0, -torch.inf, -200.0]]).repeat(3, 1)
     draws = [0.1, 0.5, 0.9]
     plain = pick(logits.clone(), [Sampling(1)] * 3, draws)
-    tokens, logprobs, top, _ = pick(logits, [Sampling(1), Sampling(1, top_logprobs=20), Sampling(1)], draws)
+    tokens, logprobs, top, _ = pick(
+        logits, [Sampling(1), Sampling(1, top_logprobs=20), Sampling(1)], draws
+    )
     assert plain == (tokens, logprobs, {}, {})
     assert list(top) == [1]
     assert list(top[1]) == [1, 0]
-    np.testing.assert_allclose(list(top[1].values()), [-math.log1p(math.exp(-1)), -math.log1p(math.exp(1))], atol=1e-6)
+    np.testing.assert_allclose(
+        list(top[1].values()), [-math.log1p(math.exp(-1)), -math.log1p(math.exp(1))], atol=1e-6
+    )
 
 
-async def test_more_of_the_most_probable_tokens_than_the_protocol_allows_are_refused(llama: Path) -> None:
+async def test_more_of_the_most_probable_tokens_than_the_protocol_allows_are_refused(
+    llama: Path,
+) -> None:
     engine = await started(llama)
     for count in (-1, 21):
         with pytest.raises(DataFault, match=f"top_logprobs {count}: expected 0 to 20"):
@@ -681,8 +775,12 @@ async def test_more_of_the_most_probable_tokens_than_the_protocol_allows_are_ref
     await engine.close()
 
 
-async def test_sglang_refuses_to_tell_the_most_probable_tokens_and_names_who_does(tmp_path: Path) -> None:
-    settings = ActorsConfig(engine="sglang", sglang=SGLangConfig(way="url", urls=["http://127.0.0.1:1"]))
+async def test_sglang_refuses_to_tell_the_most_probable_tokens_and_names_who_does(
+    tmp_path: Path,
+) -> None:
+    settings = ActorsConfig(
+        engine="sglang", sglang=SGLangConfig(way="url", urls=["http://127.0.0.1:1"])
+    )
     engine = SGLangEngine(str(tmp_path), settings)
     with pytest.raises(DataFault, match=r"top_logprobs 3: expected 0, .* ask the embedded engine"):
         await engine.generate(GenerateRequest(ids(1, 5), 1, Sampling(2, top_logprobs=3)))
@@ -699,16 +797,23 @@ def test_the_most_probable_tokens_travel_and_cost_nothing_where_nobody_asks() ->
     assert b"top_logprobs" not in encode_body(GenerateRequest(ids(1, 3), 1, Sampling(4)))[0]  # pyright: ignore
 
 
-# ---------------------------------------------------------------------------------------------- constraints and updates
+# ----------------------------------------------------------------------------------------------
+# constraints and updates
 
 
-async def test_a_constraint_binds_every_sample_and_log_probabilities_are_of_what_it_leaves(llama: Path) -> None:
+async def test_a_constraint_binds_every_sample_and_log_probabilities_are_of_what_it_leaves(
+    llama: Path,
+) -> None:
     engine, model = await started(llama), reference(llama)
     sampling = Sampling(12, constraint=Constraint("regex", "[ab]{2,5}c"))
     free = engine.generate(GenerateRequest(ids(38, 10), 3, Sampling(12)))
-    result, other = await asyncio.gather(engine.generate(GenerateRequest(ids(38, 10), 6, sampling)), free)
+    result, other = await asyncio.gather(
+        engine.generate(GenerateRequest(ids(38, 10), 6, sampling)), free
+    )
     with pytest.raises(DataFault):
-        await engine.generate(GenerateRequest(ids(38, 10), 1, Sampling(2, constraint=Constraint("regex", "("))))
+        await engine.generate(
+            GenerateRequest(ids(38, 10), 1, Sampling(2, constraint=Constraint("regex", "(")))
+        )
     await engine.close()
     letters = [engine.tokenizer.token_to_id(c) for c in "abc"]
     assert len({tuple(s.tokens.tolist()) for s in result.samples}) > 1
@@ -737,13 +842,17 @@ async def test_overlapping_loads_are_done_in_the_order_in_which_they_were_asked_
 
     def verified(folder: Path, expected: str) -> tuple[str, Path]:
         if folder == folders[0][0]:
-            first.wait(0.2)  # the first is slow to verify; were the second not to wait, it would set this
+            # the first is slow to verify; were the second not to wait, it would set this
+            first.wait(0.2)
         else:
             first.set()
         return plain(folder, expected)
 
     monkeypatch.setattr(weights, "verified_file", verified)
-    loads = [engine.load(LoadRequest(i + 1, str(folder), proof)) for i, (folder, proof, _) in enumerate(folders)]
+    loads = [
+        engine.load(LoadRequest(i + 1, str(folder), proof))
+        for i, (folder, proof, _) in enumerate(folders)
+    ]
     await asyncio.gather(*loads)
     (sample,) = (await engine.generate(GREEDY)).samples
     await engine.close()
@@ -771,7 +880,13 @@ async def test_a_swap_while_a_prompt_is_prefilled_keeps_its_mixed_keys_out_of_th
 
 
 @pytest.mark.parametrize(
-    "setting", [{"use_rslora": True}, {"rank_pattern": {"q_proj": 4}}, {"fan_in_fan_out": True}, {"bias": "all"}]
+    "setting",
+    [
+        {"use_rslora": True},
+        {"rank_pattern": {"q_proj": 4}},
+        {"fan_in_fan_out": True},
+        {"bias": "all"},
+    ],
 )
 async def test_an_adapter_that_is_no_plain_lora_is_refused(
     tmp_path: Path, llama: Path, setting: dict[str, Any]

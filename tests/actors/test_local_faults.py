@@ -1,4 +1,5 @@
-"""Faults inside the embedded engine's thread: every request is answered or failed, a failed step leaves nothing held, a death is told."""
+"""Faults inside the embedded engine's thread: every request is answered or failed, a failed step
+leaves nothing held, a death is told."""
 
 import asyncio
 import itertools
@@ -24,7 +25,14 @@ from actors.engines.memory import Memory, Shelf, Stretch
 from actors.engines.radix import RadixCache
 from actors.engines.thread import FAILED_STEPS
 from actors.serving.server import Server, runner
-from tests.actors.test_local_engine import GREATEST_DIFFERENCE, ids, reference, started, version_folder, worst
+from tests.actors.test_local_engine import (
+    GREATEST_DIFFERENCE,
+    ids,
+    reference,
+    started,
+    version_folder,
+    worst,
+)
 from tests.services import bench
 from wire.faults import InfrastructureFault
 from wire.messages import GenerateRequest, GenerateResult, LoadRequest, Sampling
@@ -72,7 +80,9 @@ def held(engine: LocalEngine) -> Iterator[None]:
         go.set()
 
 
-async def together(engine: LocalEngine, requests: list[GenerateRequest]) -> list[GenerateResult | BaseException]:
+async def together(
+    engine: LocalEngine, requests: list[GenerateRequest]
+) -> list[GenerateResult | BaseException]:
     """Results and errors of requests that arrive at once."""
     with held(engine):
         tasks = [asyncio.create_task(engine.generate(request)) for request in requests]
@@ -86,7 +96,9 @@ async def check_all_is_free_and_right(engine: LocalEngine, folder: Path) -> None
     assert (engine.memory.running_bytes, engine.cache.bytes, engine.stats()["running"]) == (0, 0, 0)
     assert (engine._admission.places, bool(engine._admission)) == (engine.config.max_batch, False)
     prompts = [np.concatenate([ids(70, 20), ids(71 + i, 4)]) for i in range(3)]
-    done = await together(engine, [GenerateRequest(p, engine.config.max_batch, Sampling(4)) for p in prompts])
+    done = await together(
+        engine, [GenerateRequest(p, engine.config.max_batch, Sampling(4)) for p in prompts]
+    )
     assert worst(reference(folder), list(zip(prompts, done, strict=True))) < GREATEST_DIFFERENCE  # pyright: ignore
     shelves = [*engine.memory.prefixes.values(), *engine.memory.tails.values()]
     assert sum(len(shelf.held) + shelf.promised for shelf in shelves) == 0
@@ -135,10 +147,14 @@ async def test_a_cache_that_a_failure_left_half_changed_is_not_used(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = await started(llama, kv_cache_gib=60_000 / 2**30)
-    child, other = np.concatenate([HEAD, ids(64, 9)]), np.concatenate([HEAD, ids(64, 4), ids(65, 5)])
+    child, other = (
+        np.concatenate([HEAD, ids(64, 9)]),
+        np.concatenate([HEAD, ids(64, 4), ids(65, 5)]),
+    )
     for prompt in (HEAD, child):
         await together(engine, [GenerateRequest(prompt, 1, Sampling(1))])
-    # The cache has cut the child's edge in two for the other prompt, and fails to copy the rest of that.
+    # The cache has cut the child's edge in two for the other prompt, and fails to copy the rest of
+    # that.
     monkeypatch.setattr(Stretch, "view", failing_once(Stretch.view, RuntimeError("no memory")))
     (result,) = await together(engine, [GenerateRequest(other, 1, Sampling(1))])
     assert isinstance(result, InfrastructureFault)
@@ -152,7 +168,10 @@ async def test_a_cache_that_a_failure_left_half_changed_is_not_used(
 async def test_an_abort_that_fails_fails_the_others_and_the_engine_goes_on(
     llama: Path, engine: LocalEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tasks = [asyncio.create_task(engine.generate(GenerateRequest(ids(i, 10), 2, Sampling(200)))) for i in range(2)]
+    tasks = [
+        asyncio.create_task(engine.generate(GenerateRequest(ids(i, 10), 2, Sampling(200))))
+        for i in range(2)
+    ]
     while not engine.counts["decoded_tokens"]:
         await asyncio.sleep(0)
     monkeypatch.setattr(Shelf, "drop", failing_once(Shelf.drop, RuntimeError("no memory")))
@@ -169,7 +188,9 @@ async def test_tokens_of_a_step_that_failed_are_not_told_after_the_failure(
     told: list[int] = []
     monkeypatch.setattr(engine, "_finish", failing_once(engine._finish, RuntimeError("no memory")))
     with pytest.raises(InfrastructureFault):
-        await engine.generate(GenerateRequest(ids(1, 5), 2, Sampling(3)), lambda index, tokens, _: told.append(index))
+        await engine.generate(
+            GenerateRequest(ids(1, 5), 2, Sampling(3)), lambda index, tokens, _: told.append(index)
+        )
     await engine.generate(GenerateRequest(ids(1, 5), 1, Sampling(3)), lambda *_: None)
     assert told == []
 
@@ -198,10 +219,21 @@ async def test_whatever_fails_and_wherever_every_request_is_answered_rightly_or_
         (radix, "_part"),
     ]
     with monkeypatch.context() as patched:
-        for owner, name in [*places, (RadixCache, "match"), (LocalEngine, "_forward"), (local, "pick")]:
+        for owner, name in [
+            *places,
+            (RadixCache, "match"),
+            (LocalEngine, "_forward"),
+            (local, "pick"),
+        ]:
             patched.setattr(owner, name, sometimes(getattr(owner, name)))
-        prompts = [np.concatenate([HEAD[: sizes.integers(20)], ids(i, int(sizes.integers(1, 60)))]) for i in range(60)]
-        asks = [GenerateRequest(p, int(sizes.integers(1, 6)), Sampling(int(sizes.integers(1, 12)))) for p in prompts]
+        prompts = [
+            np.concatenate([HEAD[: sizes.integers(20)], ids(i, int(sizes.integers(1, 60)))])
+            for i in range(60)
+        ]
+        asks = [
+            GenerateRequest(p, int(sizes.integers(1, 6)), Sampling(int(sizes.integers(1, 12))))
+            for p in prompts
+        ]
         results = [r for i in range(0, 60, 6) for r in await together(engine, asks[i : i + 6])]
     right = [(p, r) for p, r in zip(prompts, results, strict=True) if isinstance(r, GenerateResult)]
     assert {type(result) for result in results} == {GenerateResult, InfrastructureFault}
@@ -213,7 +245,8 @@ async def test_whatever_fails_and_wherever_every_request_is_answered_rightly_or_
     await engine.close()
 
 
-# ---------------------------------------------------------------------------------------------- death
+# ----------------------------------------------------------------------------------------------
+# death
 
 
 def boom(*_: Any) -> Any:
@@ -248,7 +281,9 @@ async def test_a_thread_that_ends_fails_all_that_is_open_tells_why_and_takes_no_
         results = await asyncio.gather(*tasks, return_exceptions=True)
         reason = await deaths[1]
         assert reason == engine.ended == f"the engine's thread has ended: {error!r}"
-        assert [(type(result), str(result)) for result in results] == [(InfrastructureFault, reason)] * 4
+        assert [(type(result), str(result)) for result in results] == [
+            (InfrastructureFault, reason)
+        ] * 4
         assert await engine.died() == reason  # also to who asks late
         for late in (engine.generate(SIBLINGS[0]), engine.load(LoadRequest(1, str(tmp_path), ""))):
             with pytest.raises(InfrastructureFault, match="boom"):
@@ -314,7 +349,8 @@ async def test_a_load_that_ends_the_thread_is_failed_too(
 async def test_weights_taken_in_part_are_never_sampled_from(
     tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A load that fails midway leaves a mixture: the actor ends, and is started anew with the newest weights."""
+    """A load that fails midway leaves a mixture: the actor ends, and is started anew with the
+    newest weights."""
     folder, digest, _ = version_folder(tmp_path, llama, 1)
 
     def cut(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
@@ -355,10 +391,14 @@ async def test_an_actor_whose_engine_died_fails_its_calls_and_ends(
     settings = ActorsConfig(dtype="float32", max_context=256)
     async with bench(tmp_path) as b, asyncio.timeout(ENOUGH_S):
         (tmp_path / "endpoint").write_text(b.dispatcher.endpoint)
-        actor = asyncio.create_task(worker.run(ActorProcess("actor-0", str(tmp_path), 0, str(llama), settings)))
+        actor = asyncio.create_task(
+            worker.run(ActorProcess("actor-0", str(tmp_path), 0, str(llama), settings))
+        )
         await b.dispatcher.wait_for("generate", 1, ENOUGH_S)
         call = asyncio.create_task(b.dispatcher.call("generate", SIBLINGS[0], deadline=ENOUGH_S))
-        with pytest.raises(InfrastructureFault, match=r"actor-0: the engine's thread has ended: KeyError\('boom'\)"):
+        with pytest.raises(
+            InfrastructureFault, match=r"actor-0: the engine's thread has ended: KeyError\('boom'\)"
+        ):
             await actor
         call.cancel()
         await asyncio.wait([call])

@@ -1,4 +1,5 @@
-"""The Messages dialect at the gateway, over HTTP: a conversation in it asks what the same chat asks, and replies, streams and errors are in its words."""
+"""The Messages dialect at the gateway, over HTTP: a conversation in it asks what the same chat
+asks, and replies, streams and errors are in its words."""
 
 import asyncio
 import json
@@ -10,13 +11,22 @@ from actors.environments.base import Spent
 from actors.serving import anthropic
 from actors.serving.asked import Asked, chat_of
 from actors.serving.replies import Reply
-from tests.actors.test_agent_gateway import Door, door  # noqa: F401  # pyright: ignore[reportUnusedImport]
+from tests.actors.test_agent_gateway import Door, door  # pyright: ignore[reportUnusedImport]  # noqa: F401
 from wire.dialogue import histories
 from wire.tool_calls import ToolCall
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
-TOOL = {"name": "add", "description": "Adds.", "input_schema": SCHEMA, "cache_control": {"type": "ephemeral"}}
-HELLO: dict[str, Any] = {"model": "claude-any", "max_tokens": 9, "messages": [{"role": "user", "content": "hello"}]}
+TOOL = {
+    "name": "add",
+    "description": "Adds.",
+    "input_schema": SCHEMA,
+    "cache_control": {"type": "ephemeral"},
+}
+HELLO: dict[str, Any] = {
+    "model": "claude-any",
+    "max_tokens": 9,
+    "messages": [{"role": "user", "content": "hello"}],
+}
 HISTORY = [
     {"role": "user", "content": [{"type": "text", "text": "1 + "}, {"type": "text", "text": "2"}]},
     {"role": "assistant", "content": [
@@ -60,7 +70,10 @@ def test_a_conversation_in_blocks_is_the_same_history_as_the_chat_that_says_the_
         "messages": SAME_CHAT, "max_tokens": 9,
         "tools": [{"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": SCHEMA}}],
     })  # fmt: skip
-    system = [{"type": "text", "text": "Be brief. "}, {"type": "text", "text": "Add.", "cache_control": {"type": "x"}}]
+    system = [
+        {"type": "text", "text": "Be brief. "},
+        {"type": "text", "text": "Add.", "cache_control": {"type": "x"}},
+    ]
     for given in (system, "Be brief. Add."):
         asked = asked_by(messages=HISTORY, tools=[TOOL], system=given)
         assert histories(asked.messages, asked.tools) == histories(chat.messages, chat.tools)
@@ -72,7 +85,10 @@ def test_the_line_that_claude_code_changes_in_every_request_is_no_part_of_the_pr
     plain = asked_by(system="You add.").messages
     for number in (1, 2):
         billed = line.format(number)
-        for system in (f"{billed}\nYou add.", [{"type": "text", "text": billed}, {"type": "text", "text": "You add."}]):
+        for system in (
+            f"{billed}\nYou add.",
+            [{"type": "text", "text": billed}, {"type": "text", "text": "You add."}],
+        ):
             assert asked_by(system=system).messages == plain
 
 
@@ -85,33 +101,48 @@ def test_the_line_that_claude_code_changes_in_every_request_is_no_part_of_the_pr
         ({"type": "none"}, [], False),
     ],
 )
-def test_a_choice_of_tools_means_what_it_means_there(choice: Any, offered: list[str], must_call: bool) -> None:
+def test_a_choice_of_tools_means_what_it_means_there(
+    choice: Any, offered: list[str], must_call: bool
+) -> None:
     asked = asked_by(tools=[TOOL], tool_choice=choice)
     assert (asked.offered, asked.must_call) == (offered, must_call)
 
 
-async def test_a_reply_has_its_text_and_its_calls_as_blocks_and_its_thought_only_if_it_is_wanted(door: Door) -> None:  # noqa: F811
+async def test_a_reply_has_its_text_and_its_calls_as_blocks_and_its_thought_only_if_it_is_wanted(
+    door: Door,  # noqa: F811
+) -> None:
     reply = Reply("I add.", [ToolCall("add", '{"a": 1}')], Spent(10, 4, 3), "hm")
     for thinking in ({}, {"thinking": {"type": "enabled", "budget_tokens": 1024}}):
         key = door.session.key
-        message = json.loads(await replied(door, reply, {**HELLO, "tools": [TOOL], **thinking}, **{"x-api-key": key}))
+        message = json.loads(
+            await replied(door, reply, {**HELLO, "tools": [TOOL], **thinking}, **{"x-api-key": key})
+        )
         *thoughts, text, call = message["content"]
         assert [block["thinking"] for block in thoughts] == (["hm"] if thinking else [])
         assert text == {"type": "text", "text": "I add."}
         assert (call["type"], call["name"], call["input"]) == ("tool_use", "add", {"a": 1})
         assert (message["model"], message["stop_reason"]) == ("claude-any", "tool_use")
-        usage = {"input_tokens": 6, "cache_creation_input_tokens": 0, "cache_read_input_tokens": 4, "output_tokens": 3}
+        usage = {
+            "input_tokens": 6,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": 4,
+            "output_tokens": 3,
+        }
         assert message["usage"] == usage
 
 
 async def test_a_stream_puts_together_the_whole_message(door: Door) -> None:  # noqa: F811
     body = {**HELLO, "tools": [TOOL], "thinking": {"type": "adaptive"}}
-    reply = Reply("I add.", [ToolCall("add", '{"a": 1}'), ToolCall("add", "{}")], Spent(10, 4, 3), "hm")
+    reply = Reply(
+        "I add.", [ToolCall("add", '{"a": 1}'), ToolCall("add", "{}")], Spent(10, 4, 3), "hm"
+    )
     whole = json.loads(await replied(door, reply, body))
     *events, rest = (await replied(door, reply, {**body, "stream": True})).split("\n\n")
     names, sent = zip(*(event.split("\n") for event in events), strict=True)
     decoded = [json.loads(line.removeprefix("data: ")) for line in sent]
-    assert rest == "" and [name.removeprefix("event: ") for name in names] == [event["type"] for event in decoded]
+    assert rest == "" and [name.removeprefix("event: ") for name in names] == [
+        event["type"] for event in decoded
+    ]
     message = decoded[0]["message"]
     for event in decoded:
         if event["type"] == "content_block_start":
@@ -165,14 +196,24 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "http://x"}}
         ({**HELLO, "output_config": {"format": {"type": "xml"}}}, "`output_config`"),
     ],
 )  # fmt: skip
-async def test_what_cannot_be_answered_is_refused_in_its_shape(door: Door, body: Any, said: str) -> None:  # noqa: F811
+async def test_what_cannot_be_answered_is_refused_in_its_shape(
+    door: Door,
+    body: Any,
+    said: str,  # noqa: F811
+) -> None:
     status, text = await door.post("messages", body)
     answer = json.loads(text)
-    assert (status, answer["type"], answer["error"]["type"]) == (400, "error", "invalid_request_error")
+    assert (status, answer["type"], answer["error"]["type"]) == (
+        400,
+        "error",
+        "invalid_request_error",
+    )
     assert said in answer["error"]["message"] and door.session.requests.empty()
 
 
-async def test_a_client_that_refers_to_a_held_conversation_is_told_to_send_it_whole(door: Door) -> None:  # noqa: F811
+async def test_a_client_that_refers_to_a_held_conversation_is_told_to_send_it_whole(
+    door: Door,  # noqa: F811
+) -> None:
     """The tool runner of anthropic 2.13 reads this reason, and goes on with whole conversations."""
     for thread in ({"type": "create"}, {"type": "continue", "previous_message_id": "msg-1"}):
         status, text = await door.post("messages", {**HELLO, "thread": thread})

@@ -1,4 +1,5 @@
-"""The Minesweeper environment; reveals are checked by a flood fill that works on the whole grid instead of a list of cells."""
+"""The Minesweeper environment; reveals are checked by a flood fill that works on the whole grid
+instead of a list of cells."""
 
 import asyncio
 import random
@@ -12,7 +13,15 @@ from hypothesis import strategies as st
 
 from actors.environments import minesweeper, registry
 from actors.environments.base import PROMPTS, SPLIT, Transition
-from actors.environments.minesweeper import MARK, REVEAL, Minesweeper, State, labelled, neighbours, revealed
+from actors.environments.minesweeper import (
+    MARK,
+    REVEAL,
+    Minesweeper,
+    State,
+    labelled,
+    neighbours,
+    revealed,
+)
 from wire.faults import DataFault
 
 NOBODY: Any = None
@@ -41,7 +50,8 @@ def numbered(rows: int, columns: int, layout: str) -> list[str]:
 
 
 def flooded(rows: int, columns: int, layout: str, board: str, cell: int) -> str:
-    """The board after the reveal of a safe cell: sweeps over the grid until no hidden cell touches a zero opened by it."""
+    """The board after the reveal of a safe cell: sweeps over the grid until no hidden cell touches
+    a zero opened by it."""
     shown, after, opened, before = numbered(rows, columns, layout), list(board), {cell}, set[int]()
     after[cell] = shown[cell]
     while opened != before:
@@ -49,7 +59,9 @@ def flooded(rows: int, columns: int, layout: str, board: str, cell: int) -> str:
         zeros = [divmod(other, columns) for other in opened if after[other] == "."]
         for at in range(rows * columns):
             row, column = divmod(at, columns)
-            if after[at] == "#" and any(abs(r - row) <= 1 and abs(c - column) <= 1 for r, c in zeros):
+            if after[at] == "#" and any(
+                abs(r - row) <= 1 and abs(c - column) <= 1 for r, c in zeros
+            ):
                 after[at] = shown[at]
                 opened.add(at)
     return "".join(after)
@@ -70,11 +82,14 @@ def play(rules: Minesweeper, state: State, *moves: str) -> Transition:
     for move in moves:
         assert not transition.done
         state = transition.state
-        transition = asyncio.run(rules.step(state, rules.read(state, f"<action>{move}</action>"), NOBODY))
+        transition = asyncio.run(
+            rules.step(state, rules.read(state, f"<action>{move}</action>"), NOBODY)
+        )
     return transition
 
 
-# ---------------------------------------------------------------------------------------------- boards
+# ----------------------------------------------------------------------------------------------
+# boards
 
 
 @given(SIZES, SEEDS, st.randoms(use_true_random=False))
@@ -91,7 +106,10 @@ def test_the_first_reveal_places_all_mines_outside_the_3x3_and_opens_a_region(
     assert (after.layout.count("*"), len(after.layout)) == (mines, rows * columns)
     cell = row * columns + column
     around = [
-        r * columns + c for r in range(rows) for c in range(columns) if abs(r - row) <= 1 and abs(c - column) <= 1
+        r * columns + c
+        for r in range(rows)
+        for c in range(columns)
+        if abs(r - row) <= 1 and abs(c - column) <= 1
     ]
     assert all(after.layout[other] == "." and after.board[other] not in "#*" for other in around)
     assert after.board[cell] == "."
@@ -119,7 +137,9 @@ def test_mines_are_uniform_outside_the_free_region() -> None:
         counts = [count + (mark == "*") for count, mark in zip(counts, state.layout, strict=True)]
     ring = [count for count in counts if count]
     assert len(ring) == 16
-    assert all(count == pytest.approx(1000, abs=4 * (3200 * 5 / 16 * 11 / 16) ** 0.5) for count in ring)
+    assert all(
+        count == pytest.approx(1000, abs=4 * (3200 * 5 / 16 * 11 / 16) ** 0.5) for count in ring
+    )
 
 
 def test_the_board_of_a_seed_never_changes() -> None:
@@ -138,7 +158,9 @@ def test_a_board_that_the_free_reveal_solves_is_drawn_again_and_after_all_tries_
     monkeypatch.setattr(minesweeper, "TRIES", 1)
     for seed, state in enumerate(states):
         if seed in redrawn:
-            with pytest.raises(DataFault, match=f"5x5 with 3 mines from seed {seed} solves it in each of 1 tries"):
+            with pytest.raises(
+                DataFault, match=f"5x5 with 3 mines from seed {seed} solves it in each of 1 tries"
+            ):
                 rules.initial(rules.task(seed))
         else:
             assert rules.initial(rules.task(seed)) == state
@@ -151,13 +173,27 @@ def test_random_legal_play_keeps_the_rules(
 ) -> None:
     rows, columns, mines = size
     rule = "flags" if flag_all else "reveal"
-    rules = Minesweeper(rows=rows, columns=columns, mines=mines, centre_start=False, success_rule=rule, max_turns=cap)
+    rules = Minesweeper(
+        rows=rows,
+        columns=columns,
+        mines=mines,
+        centre_start=False,
+        success_rule=rule,
+        max_turns=cap,
+    )
     state = rules.initial(rules.task(seed))
     transition = Transition(state, "", False)
     hidden, cleared, marked, won = rows * columns, False, False, False
     while not transition.done:
-        cube = [(k, r, c) for k in range(-1, 3) for r in range(-1, rows + 1) for c in range(-1, columns + 1)]
-        assert sorted(move for move in cube if rules.legal(state, move)) == sorted(rules.moves(state))
+        cube = [
+            (k, r, c)
+            for k in range(-1, 3)
+            for r in range(-1, rows + 1)
+            for c in range(-1, columns + 1)
+        ]
+        assert sorted(move for move in cube if rules.legal(state, move)) == sorted(
+            rules.moves(state)
+        )
         kind, row, column = move = rng.choice(rules.moves(state))
         cell = row * columns + column
         before, transition = state, play(rules, state, rules.notation(move))
@@ -165,7 +201,10 @@ def test_random_legal_play_keeps_the_rules(
         assert (state.seed, state.mines, state.turn) == (before.seed, before.mines, before.turn + 1)
         if kind == MARK:
             assert (
-                state.board == before.board[:cell] + {"#": "F", "F": "#"}[before.board[cell]] + before.board[cell + 1 :]
+                state.board
+                == before.board[:cell]
+                + {"#": "F", "F": "#"}[before.board[cell]]
+                + before.board[cell + 1 :]
             )
         elif state.layout[cell] == "*":
             assert state.board == before.board[:cell] + "*" + before.board[cell + 1 :]
@@ -187,7 +226,8 @@ def test_random_legal_play_keeps_the_rules(
     }
 
 
-# ---------------------------------------------------------------------------------------------- play
+# ----------------------------------------------------------------------------------------------
+# play
 
 
 def test_a_reveal_without_mines_around_opens_the_region() -> None:
@@ -213,15 +253,30 @@ def test_a_mine_ends_the_game_as_lost() -> None:
     assert (transition.done, transition.outcome, transition.state.over) == (True, -1.0, True)
     assert transition.state.board == "*" + OPENED[1:]
     assert game().read(transition.state, "<action>reveal 1 4</action>").kind == "illegal"
-    assert transition.measures == {"success": 0.0, "success_reveal": 0.0, "success_flags": 0.0, "completion": 13 / 14}
+    assert transition.measures == {
+        "success": 0.0,
+        "success_reveal": 0.0,
+        "success_flags": 0.0,
+        "completion": 13 / 14,
+    }
 
 
 def test_by_default_revealing_every_safe_cell_wins() -> None:
     transition = play(game(), small(), "reveal 4 4", "reveal 1 2", "reveal 1 3", "reveal 1 4")
     assert (transition.done, transition.outcome) == (True, 1.0)
-    assert transition.measures == {"success": 1.0, "success_reveal": 1.0, "success_flags": 0.0, "completion": 1.0}
+    assert transition.measures == {
+        "success": 1.0,
+        "success_reveal": 1.0,
+        "success_flags": 0.0,
+        "completion": 1.0,
+    }
     marked = play(game(), small(OPENED), "flag 1 1", "flag 2 4", "reveal 1 4")
-    assert marked.measures == {"success": 1.0, "success_reveal": 1.0, "success_flags": 1.0, "completion": 1.0}
+    assert marked.measures == {
+        "success": 1.0,
+        "success_reveal": 1.0,
+        "success_flags": 1.0,
+        "completion": 1.0,
+    }
 
 
 def test_by_the_rule_of_flags_every_mine_must_be_flagged_too() -> None:
@@ -232,10 +287,20 @@ def test_by_the_rule_of_flags_every_mine_must_be_flagged_too() -> None:
     assert not cleared.done
     won = play(rules, cleared.state, "flag 2 4")
     assert (won.done, won.outcome) == (True, 1.0)
-    assert won.measures == {"success": 1.0, "success_reveal": 1.0, "success_flags": 1.0, "completion": 1.0}
+    assert won.measures == {
+        "success": 1.0,
+        "success_reveal": 1.0,
+        "success_flags": 1.0,
+        "completion": 1.0,
+    }
     lost = play(rules, cleared.state, "reveal 2 4")
     assert (lost.done, lost.outcome) == (True, -1.0)
-    assert lost.measures == {"success": 0.0, "success_reveal": 1.0, "success_flags": 0.0, "completion": 1.0}
+    assert lost.measures == {
+        "success": 0.0,
+        "success_reveal": 1.0,
+        "success_flags": 0.0,
+        "completion": 1.0,
+    }
 
 
 def test_a_flag_can_be_the_winning_move_only_when_nothing_else_is_flagged() -> None:
@@ -245,7 +310,9 @@ def test_a_flag_can_be_the_winning_move_only_when_nothing_else_is_flagged() -> N
     assert play(rules, wrong.state, "flag 1 4", "reveal 1 4").outcome == 1.0
 
 
-@pytest.mark.parametrize(("move", "outcome"), [("reveal 1 4", 1.0), ("flag 1 1", 0.0), ("reveal 1 1", -1.0)])
+@pytest.mark.parametrize(
+    ("move", "outcome"), [("reveal 1 4", 1.0), ("flag 1 1", 0.0), ("reveal 1 1", -1.0)]
+)
 def test_the_last_turn_counts_as_lost_time_unless_it_decides(move: str, outcome: float) -> None:
     rules = game(max_turns=7)
     transition = play(rules, small(OPENED, turn=6), move)
@@ -256,7 +323,18 @@ def test_the_last_turn_counts_as_lost_time_unless_it_decides(move: str, outcome:
 
 @pytest.mark.parametrize(
     "text",
-    ["reveal 1 2", "reveal 2 4", "flag 1 2", "reveal 0 1", "flag 5 1", "reveal 1 5", "reveal 1", "dig 1 1", "1 4", ""],
+    [
+        "reveal 1 2",
+        "reveal 2 4",
+        "flag 1 2",
+        "reveal 0 1",
+        "flag 5 1",
+        "reveal 1 5",
+        "reveal 1",
+        "dig 1 1",
+        "1 4",
+        "",
+    ],
 )
 def test_an_unusable_action_loses_and_keeps_what_was_revealed(text: str) -> None:
     rules = game()
@@ -265,7 +343,12 @@ def test_an_unusable_action_loses_and_keeps_what_was_revealed(text: str) -> None
     transition = asyncio.run(rules.step(state, action, NOBODY))
     assert not action.valid
     assert (transition.done, transition.outcome) == (True, -1.0)
-    assert transition.measures == {"success": 0.0, "success_reveal": 0.0, "success_flags": 0.0, "completion": 13 / 14}
+    assert transition.measures == {
+        "success": 0.0,
+        "success_reveal": 0.0,
+        "success_flags": 0.0,
+        "completion": 13 / 14,
+    }
 
 
 def test_the_measures_of_an_episode_name_both_rules() -> None:
@@ -285,10 +368,13 @@ def test_the_measures_of_an_episode_name_both_rules() -> None:
     assert made["oracle"] == [0.0, 1.0]
 
 
-# ---------------------------------------------------------------------------------------------- texts
+# ----------------------------------------------------------------------------------------------
+# texts
 
 
-@pytest.mark.parametrize("text", ["reveal 3 12", "Open 3 12", " CLICK  3,12 ", "reveal, 3, 12", "\nreveal\t3\n12"])
+@pytest.mark.parametrize(
+    "text", ["reveal 3 12", "Open 3 12", " CLICK  3,12 ", "reveal, 3, 12", "\nreveal\t3\n12"]
+)
 def test_a_reveal_is_read(text: str) -> None:
     assert Minesweeper().move(text) == (REVEAL, 2, 11)
 
@@ -325,8 +411,15 @@ def test_every_move_is_read_from_its_own_notation() -> None:
 
 def test_the_last_action_block_counts() -> None:
     state = small(OPENED)
-    assert game().read(state, "<action>flag 1 2</action> or <action>reveal 1 4</action>").move == (0, 0, 3)
-    assert game().read(state, "<action>reveal 1 4</action> or <action>flag 1 2</action>").kind == "illegal"
+    assert game().read(state, "<action>flag 1 2</action> or <action>reveal 1 4</action>").move == (
+        0,
+        0,
+        3,
+    )
+    assert (
+        game().read(state, "<action>reveal 1 4</action> or <action>flag 1 2</action>").kind
+        == "illegal"
+    )
     assert game().read(state, "reveal 1 4").kind == "invalid"
     assert game(boxed=True).read(state, r"\boxed{flag 1 1}").move == (1, 0, 0)
 
@@ -353,7 +446,10 @@ def test_the_prompt_shows_the_board_and_never_the_mines() -> None:
     (message,) = rules.prompt(rules.task(5), state)
     shared, shown = message["content"].split(SPLIT)
     assert labelled(state.board, 5) in shown
-    assert "5x5 and hides 5 mines; mines less flags: 4. To win, reveal every cell without a mine." in shown
+    assert (
+        "5x5 and hides 5 mines; mines less flags: 4. To win, reveal every cell without a mine."
+        in shown
+    )
     other = msgspec.structs.replace(state, layout="*" * 25, seed=1)
     assert rules.prompt(rules.task(5), other) == [message]
     (later,) = rules.prompt(rules.task(6), rules.initial(rules.task(6)))
@@ -365,14 +461,24 @@ def test_the_prompt_shows_the_board_and_never_the_mines() -> None:
 
 def test_the_compact_prompt_is_the_cells_alone() -> None:
     rules = game(prompt="minesweeper_compact")
-    assert rules.prompt(rules.task(0), small(OPENED)) == [{"role": "user", "content": f"M{SPLIT}{OPENED}"}]
+    assert rules.prompt(rules.task(0), small(OPENED)) == [
+        {"role": "user", "content": f"M{SPLIT}{OPENED}"}
+    ]
 
 
 def test_the_history_keeps_the_last_moves_with_their_result() -> None:
     rules = game(history=4)
     state = play(rules, small(), "flag 1 2", "flag 1 2", "flag 1 1", "reveal 4 4").state
-    assert state.past == ("flag 1 2 flagged", "flag 1 2 unflagged", "flag 1 1 flagged", "reveal 4 4 safe")
-    assert play(rules, state, "reveal 2 4").state.past[-2:] == ("reveal 4 4 safe", "reveal 2 4 mine")
+    assert state.past == (
+        "flag 1 2 flagged",
+        "flag 1 2 unflagged",
+        "flag 1 1 flagged",
+        "reveal 4 4 safe",
+    )
+    assert play(rules, state, "reveal 2 4").state.past[-2:] == (
+        "reveal 4 4 safe",
+        "reveal 2 4 mine",
+    )
     assert "\n".join(state.past) in rules.prompt(rules.task(0), state)[0]["content"]
 
 
@@ -399,7 +505,11 @@ def test_neighbours_are_the_cells_at_most_one_step_away(size: tuple[int, int]) -
     rows, columns = size
     places = [divmod(cell, columns) for cell in range(rows * columns)]
     assert [list(near) for near in neighbours(rows, columns)] == [
-        [other for other, (r, c) in enumerate(places) if 0 < max(abs(r - row), abs(c - column)) <= 1]
+        [
+            other
+            for other, (r, c) in enumerate(places)
+            if 0 < max(abs(r - row), abs(c - column)) <= 1
+        ]
         for row, column in places
     ]
 
@@ -408,7 +518,10 @@ def test_neighbours_are_the_cells_at_most_one_step_away(size: tuple[int, int]) -
     ("options", "said"),
     [
         ({"mines": 0}, "mines = 0: expected 1 to 15 on 5x5"),
-        ({"mines": 16}, "mines = 16: expected 1 to 15 on 5x5, where the 3x3 .* and one safe cell, are kept free"),
+        (
+            {"mines": 16},
+            "mines = 16: expected 1 to 15 on 5x5, where the 3x3 .* and one safe cell, are kept free",
+        ),
         ({"mines": 17, "centre_start": False}, "mines = 17: expected 1 to 16 on 5x5"),
         ({"rows": 3, "columns": 3, "mines": 1}, "rows = 3, columns = 3: expected a board larger"),
         ({"rows": 0}, "rows = 0: expected a whole number, at least 1"),

@@ -1,4 +1,5 @@
-"""The embedded engine and SGLang serve the same policy: the same greedy tokens, and log-probabilities within a stated bound."""
+"""The embedded engine and SGLang serve the same policy: the same greedy tokens, and
+log-probabilities within a stated bound."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -20,7 +21,9 @@ UPDATES = 10
 
 
 @pytest_asyncio.fixture
-async def pair(llama: Path, tmp_path: Path, sglang_server: Shared) -> AsyncIterator[tuple[Engine, Engine]]:
+async def pair(
+    llama: Path, tmp_path: Path, sglang_server: Shared
+) -> AsyncIterator[tuple[Engine, Engine]]:
     """Both engines with the base weights."""
     local = LocalEngine(str(llama), ActorsConfig(dtype="float32", max_context=512, max_batch=8))
     sglang = sglang_server.engine()
@@ -33,7 +36,8 @@ async def pair(llama: Path, tmp_path: Path, sglang_server: Shared) -> AsyncItera
 
 
 async def compare(pair: tuple[Engine, Engine], version: int) -> np.ndarray:
-    """Both engines on the same prompts; returns the log-probabilities of the last sample, which tell versions apart."""
+    """Both engines on the same prompts; returns the log-probabilities of the last sample, which
+    tell versions apart."""
     last = np.zeros(0)
     for seed in range(3):
         request = GenerateRequest(ids(seed, 15 + 20 * seed), 1, Sampling(12, temperature=0.0))
@@ -51,7 +55,9 @@ async def test_before_and_after_ten_updates_of_all_weights(
     before = await compare(pair, 0)
     source = llama
     for version in range(1, UPDATES + 1):
-        folder, proof, model = version_folder(tmp_path / f"from{version}", source, version, noise=0.05)
+        folder, proof, model = version_folder(
+            tmp_path / f"from{version}", source, version, noise=0.05
+        )
         for engine in pair:
             await engine.load(LoadRequest(version, str(folder), proof))
         source = tmp_path / f"source{version}"

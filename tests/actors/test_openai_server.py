@@ -1,4 +1,5 @@
-"""The OpenAI-compatible server over a real engine and real sockets: answers in the protocol's shape, refusals that say why."""
+"""The OpenAI-compatible server over a real engine and real sockets: answers in the protocol's
+shape, refusals that say why."""
 
 import asyncio
 import io
@@ -46,7 +47,9 @@ class Client:
 
     async def completions(self, **fields: Any) -> Any:
         """A completion that must succeed."""
-        status, reply = await self.post("completions", {"prompt": "a tree", "max_tokens": 8, **fields})
+        status, reply = await self.post(
+            "completions", {"prompt": "a tree", "max_tokens": 8, **fields}
+        )
         assert status == 200, reply
         return reply
 
@@ -58,7 +61,9 @@ class Client:
 
     async def stream(self, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
         """The chunks of a stream that must end well."""
-        async with self.session.post(f"{self.url}/{path}", json={**body, "stream": True}) as response:
+        async with self.session.post(
+            f"{self.url}/{path}", json={**body, "stream": True}
+        ) as response:
             assert response.status == 200, await response.text()
             assert response.content_type == "text/event-stream"
             *events, done, rest = (await response.text()).split("\n\n")
@@ -94,7 +99,11 @@ async def refusing(llama: Path) -> AsyncIterator[Client]:
 
 
 def encoded(folder: Path, text: str) -> list[int]:
-    return tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text, add_special_tokens=False).ids
+    return (
+        tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+        .encode(text, add_special_tokens=False)
+        .ids
+    )
 
 
 async def test_models_lists_the_one_model_served(client: Client, llama: Path) -> None:
@@ -105,17 +114,26 @@ async def test_models_lists_the_one_model_served(client: Client, llama: Path) ->
         async with client.session.get(f"{client.url}/models/{name}") as response:
             assert response.status == status
             answer = await response.json()
-        assert answer == listed["data"][0] if status == 200 else answer["error"]["code"] == "model_not_found"
+        assert (
+            answer == listed["data"][0]
+            if status == 200
+            else answer["error"]["code"] == "model_not_found"
+        )
 
 
-async def test_a_chat_is_the_completion_of_its_rendered_template(client: Client, llama: Path) -> None:
+async def test_a_chat_is_the_completion_of_its_rendered_template(
+    client: Client, llama: Path
+) -> None:
     greedy = {"max_tokens": 12, "temperature": 0}
     status, chat = await client.post("chat/completions", USER | greedy)
     plain = await client.completions(prompt="<|user|>hi<|assistant|>", **greedy)
     assert status == 200
     assert chat["object"] == "chat.completion"
     assert plain["object"] == "text_completion"
-    assert chat["choices"][0]["message"] == {"role": "assistant", "content": plain["choices"][0]["text"]}
+    assert chat["choices"][0]["message"] == {
+        "role": "assistant",
+        "content": plain["choices"][0]["text"],
+    }
     assert chat["usage"]["prompt_tokens"] == len(encoded(llama, "<|user|>hi<|assistant|>"))
 
 
@@ -134,11 +152,17 @@ async def test_a_repeated_prompt_reports_its_cached_tokens(client: Client) -> No
     first, second = [await client.completions() for _ in range(2)]
     assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
     # The last token may have to be computed anew, for its logits.
-    assert second["usage"]["prompt_tokens_details"]["cached_tokens"] >= second["usage"]["prompt_tokens"] - 1
+    assert (
+        second["usage"]["prompt_tokens_details"]["cached_tokens"]
+        >= second["usage"]["prompt_tokens"] - 1
+    )
 
 
 async def test_a_seed_reproduces_and_another_seed_differs(client: Client) -> None:
-    texts = [(await client.completions(seed=seed, max_tokens=24))["choices"][0]["text"] for seed in (3, 3, 4)]
+    texts = [
+        (await client.completions(seed=seed, max_tokens=24))["choices"][0]["text"]
+        for seed in (3, 3, 4)
+    ]
     assert texts[0] == texts[1] != texts[2]
 
 
@@ -158,7 +182,9 @@ async def test_completion_logprobs_are_those_of_a_full_forward(client: Client, l
     same = await client.engine.generate(GenerateRequest(prompt, 1, Sampling(8, seed=6)))
     expected = full_logprobs(reference(llama), prompt, same.samples[0].tokens)
     assert len(choice["logprobs"]["tokens"]) == len(expected)
-    np.testing.assert_allclose(choice["logprobs"]["token_logprobs"], expected, atol=GREATEST_DIFFERENCE)
+    np.testing.assert_allclose(
+        choice["logprobs"]["token_logprobs"], expected, atol=GREATEST_DIFFERENCE
+    )
 
 
 async def test_chat_logprobs_spell_the_reply_byte_by_byte(client: Client) -> None:
@@ -206,7 +232,11 @@ async def test_chat_logprobs_spell_the_reply_byte_by_byte(client: Client) -> Non
         ("completions", {"prompt": "a", "logprobs": -1}, "logprobs"),
         ("completions", {"prompt": "a", "logprobs": True}, "logprobs"),
         ("completions", {"prompt": "a", "top_logprobs": 3}, "top_logprobs"),
-        ("completions", {"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options"),
+        (
+            "completions",
+            {"prompt": "a", "stream_options": {"include_usage": True}},
+            "stream_options",
+        ),
         ("completions", {"prompt": "a", "regex": "("}, "unclosed group"),
         ("completions", {"prompt": "a", "regex": "a", "guided_json": {}}, "one constraint"),
         ("completions", {"prompt": "a", "stream": True, "regex": "("}, "unclosed group"),
@@ -215,14 +245,38 @@ async def test_chat_logprobs_spell_the_reply_byte_by_byte(client: Client) -> Non
         ("completions", b"[]", "JSON object"),
         ("chat/completions", {"messages": []}, "messages"),
         ("chat/completions", {"messages": "hi"}, "messages"),
-        ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "image_url"),
-        ("chat/completions", USER | {"top_logprobs": 3}, "`top_logprobs`: 3: has no effect without `logprobs`: true"),
-        ("chat/completions", USER | {"top_logprobs": 3, "logprobs": False}, "without `logprobs`: true"),
-        ("chat/completions", USER | {"top_logprobs": 21, "logprobs": True}, "<= 20 - at `$.top_logprobs`"),
-        ("chat/completions", USER | {"top_logprobs": -1, "logprobs": True}, ">= 0 - at `$.top_logprobs`"),
+        (
+            "chat/completions",
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "image_url",
+        ),
+        (
+            "chat/completions",
+            USER | {"top_logprobs": 3},
+            "`top_logprobs`: 3: has no effect without `logprobs`: true",
+        ),
+        (
+            "chat/completions",
+            USER | {"top_logprobs": 3, "logprobs": False},
+            "without `logprobs`: true",
+        ),
+        (
+            "chat/completions",
+            USER | {"top_logprobs": 21, "logprobs": True},
+            "<= 20 - at `$.top_logprobs`",
+        ),
+        (
+            "chat/completions",
+            USER | {"top_logprobs": -1, "logprobs": True},
+            ">= 0 - at `$.top_logprobs`",
+        ),
         ("chat/completions", USER | {"top_logprobs": True, "logprobs": True}, "top_logprobs"),
         ("chat/completions", USER | {"tools": [{"type": "function"}]}, "tools"),
-        ("chat/completions", USER | {"max_tokens": 3, "max_completion_tokens": 4}, "max_completion_tokens"),
+        (
+            "chat/completions",
+            USER | {"max_tokens": 3, "max_completion_tokens": 4},
+            "max_completion_tokens",
+        ),
         ("chat/completions", USER | {"response_format": {"type": "json_schema"}}, "json_schema"),
         ("chat/completions", USER | {"response_format": {"type": "xml"}}, "response_format"),
         ("chat/completions", USER | {"chat_template_kwargs": {"loud": True}}, "loud"),
@@ -239,7 +293,9 @@ async def test_a_request_that_cannot_be_served_is_400_with_the_reason(
     assert refusing.engine.counts["decoded_tokens"] == 0
 
 
-async def test_a_template_that_refuses_a_conversation_is_400_with_its_reason(tmp_path: Path) -> None:
+async def test_a_template_that_refuses_a_conversation_is_400_with_its_reason(
+    tmp_path: Path,
+) -> None:
     folder = tiny.save(tmp_path / "strict")
     (folder / "chat_template.jinja").write_text("{{ raise_exception('roles must alternate') }}")
     async with serving(folder) as client:
@@ -247,7 +303,9 @@ async def test_a_template_that_refuses_a_conversation_is_400_with_its_reason(tmp
         assert (status, reply["error"]["message"]) == (400, "roles must alternate")
 
 
-async def test_a_template_sees_the_special_tokens_and_may_live_in_the_tokenizer_settings(tmp_path: Path) -> None:
+async def test_a_template_sees_the_special_tokens_and_may_live_in_the_tokenizer_settings(
+    tmp_path: Path,
+) -> None:
     folder = tiny.save(tmp_path / "inline")
     (folder / "chat_template.jinja").unlink()
     settings = json.loads((folder / "tokenizer_config.json").read_text())
@@ -255,7 +313,8 @@ async def test_a_template_sees_the_special_tokens_and_may_live_in_the_tokenizer_
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     async with serving(folder) as client:
         _, reply = await client.post("chat/completions", USER | {"max_tokens": 1})
-        assert reply["usage"]["prompt_tokens"] == 1 + len(encoded(folder, "hi"))  # "<s>" is one token
+        # "<s>" is one token
+        assert reply["usage"]["prompt_tokens"] == 1 + len(encoded(folder, "hi"))
 
 
 async def test_a_client_that_hangs_up_frees_its_samples(client: Client) -> None:
@@ -271,7 +330,9 @@ async def test_a_client_that_hangs_up_frees_its_samples(client: Client) -> None:
 
 
 async def test_a_body_that_is_too_long_for_the_server_is_refused(client: Client) -> None:
-    async with client.session.post(f"{client.url}/completions", data=io.BytesIO(b" " * (LARGEST_BODY + 1))) as response:
+    async with client.session.post(
+        f"{client.url}/completions", data=io.BytesIO(b" " * (LARGEST_BODY + 1))
+    ) as response:
         assert response.status == 413
 
 
@@ -293,7 +354,12 @@ async def test_another_model_than_the_one_served_is_not_found(client: Client, ll
 
 async def test_fields_at_the_value_that_changes_nothing_are_accepted(client: Client) -> None:
     plain = await client.chat(seed=2)
-    fields: dict[str, Any] = {"presence_penalty": 0, "frequency_penalty": 0.0, "user": "me", "metadata": {"a": "b"}}
+    fields: dict[str, Any] = {
+        "presence_penalty": 0,
+        "frequency_penalty": 0.0,
+        "user": "me",
+        "metadata": {"a": "b"},
+    }
     fields |= {
         "store": True,
         "tools": None,
@@ -335,17 +401,25 @@ async def test_a_chat_without_a_limit_may_use_what_is_left_of_the_context(client
 
 async def test_a_switch_of_the_template_reaches_it(tmp_path: Path) -> None:
     folder = tiny.save(tmp_path / "switch")
-    (folder / "chat_template.jinja").write_text("{% if loud %}HEY {% endif %}{{ messages[0]['content'] }}")
+    (folder / "chat_template.jinja").write_text(
+        "{% if loud %}HEY {% endif %}{{ messages[0]['content'] }}"
+    )
     async with serving(folder) as client:
         for switches, text in (({}, "hi"), ({"loud": True}, "HEY hi")):
             reply = await client.chat(chat_template_kwargs=switches)
             assert reply["usage"]["prompt_tokens"] == len(encoded(folder, text))
 
 
-# ---------------------------------------------------------------------------------------------- constraints
+# ----------------------------------------------------------------------------------------------
+# constraints
 
 GRADE = r"<explanation>[^<]{0,20}</explanation>\s{0,2}<score>(\+1|0|-1)</score>"
-YES = {"type": "object", "properties": {"yes": {"type": "boolean"}}, "required": ["yes"], "additionalProperties": False}
+YES = {
+    "type": "object",
+    "properties": {"yes": {"type": "boolean"}},
+    "required": ["yes"],
+    "additionalProperties": False,
+}
 
 
 @pytest.mark.parametrize(
@@ -353,7 +427,9 @@ YES = {"type": "object", "properties": {"yes": {"type": "boolean"}}, "required":
     [{"regex": GRADE}, {"guided_regex": GRADE}, {"structured_outputs": {"regex": GRADE}}],
     ids=lambda f: next(iter(f)),
 )
-async def test_every_choice_matches_the_regex_by_any_of_its_names(client: Client, fields: dict[str, Any]) -> None:
+async def test_every_choice_matches_the_regex_by_any_of_its_names(
+    client: Client, fields: dict[str, Any]
+) -> None:
     reply = await client.chat(n=4, max_tokens=120, **fields)
     for choice in reply["choices"]:
         assert re.fullmatch(GRADE, choice["message"]["content"])
@@ -363,7 +439,12 @@ async def test_every_choice_matches_the_regex_by_any_of_its_names(client: Client
 @pytest.mark.parametrize(
     "fields",
     [
-        {"response_format": {"type": "json_schema", "json_schema": {"name": "yes", "schema": YES, "strict": True}}},
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "yes", "schema": YES, "strict": True},
+            }
+        },
         {"json_schema": json.dumps(YES)},
         {"guided_json": YES},
         {"structured_outputs": {"json": YES}},
@@ -385,28 +466,39 @@ async def test_json_object_is_held_to_an_object(client: Client) -> None:
     assert all(choice["message"]["content"].startswith("{") for choice in reply["choices"])
 
 
-# ---------------------------------------------------------------------------------------------- streams
+# ----------------------------------------------------------------------------------------------
+# streams
 
 
 def joined(chunks: list[dict[str, Any]], index: int) -> tuple[str, list[Any], list[str]]:
     """Text, log-probability entries and finish reasons of one choice."""
     text, entries, reasons = "", [], []
-    for choice in (choice for chunk in chunks for choice in chunk["choices"] if choice["index"] == index):
+    for choice in (
+        choice for chunk in chunks for choice in chunk["choices"] if choice["index"] == index
+    ):
         text += choice["text"] if "text" in choice else choice["delta"].get("content", "")
-        entries += (choice["logprobs"] or {}).get("content") or (choice["logprobs"] or {}).get("token_logprobs") or []
+        entries += (
+            (choice["logprobs"] or {}).get("content")
+            or (choice["logprobs"] or {}).get("token_logprobs")
+            or []
+        )
         reasons += [choice["finish_reason"]] if choice["finish_reason"] else []
     return text, entries, reasons
 
 
 @pytest.mark.parametrize("logprobs", [False, True])
 @pytest.mark.parametrize("stop", [[], ["e", "no"], ["never to be seen"]])
-async def test_a_streamed_chat_put_together_is_the_whole_one(client: Client, stop: list[str], logprobs: bool) -> None:
+async def test_a_streamed_chat_put_together_is_the_whole_one(
+    client: Client, stop: list[str], logprobs: bool
+) -> None:
     asked = USER | {"n": 3, "seed": 4, "max_tokens": 60, "stop": stop, "logprobs": logprobs}
     _, whole = await client.post("chat/completions", asked)
     chunks = await client.stream("chat/completions", asked)
     assert len({chunk["id"] for chunk in chunks}) == 1
     assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
-    assert [chunk["choices"][0]["delta"] for chunk in chunks[:3]] == [{"role": "assistant", "content": ""}] * 3
+    assert [chunk["choices"][0]["delta"] for chunk in chunks[:3]] == [
+        {"role": "assistant", "content": ""}
+    ] * 3
     for choice in whole["choices"]:
         text, entries, reasons = joined(chunks, choice["index"])
         assert text == choice["message"]["content"]
@@ -423,11 +515,15 @@ async def test_a_streamed_completion_put_together_is_the_whole_one_and_its_usage
 ) -> None:
     asked = {"prompt": ["a tree", "two"], "n": 2, "seed": 4, "max_tokens": 30, "logprobs": 0}
     whole = await client.completions(**asked)
-    *chunks, last = await client.stream("completions", asked | {"stream_options": {"include_usage": True}})
+    *chunks, last = await client.stream(
+        "completions", asked | {"stream_options": {"include_usage": True}}
+    )
     for choice in whole["choices"]:
         text, entries, reasons = joined(chunks, choice["index"])
         assert (text, reasons) == (choice["text"], [choice["finish_reason"]])
-        np.testing.assert_allclose(entries, choice["logprobs"]["token_logprobs"], atol=GREATEST_DIFFERENCE)
+        np.testing.assert_allclose(
+            entries, choice["logprobs"]["token_logprobs"], atol=GREATEST_DIFFERENCE
+        )
     assert all(chunk["usage"] is None for chunk in chunks)
     assert last["choices"] == []
     assert last["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
@@ -458,12 +554,21 @@ async def test_requests_that_find_the_engine_full_wait_for_it(client: Client) ->
     assert all(len(reply["choices"]) == 8 for reply in replies)
 
 
-# ---------------------------------------------------------------------------------------------- the most probable tokens
+# ---------------------------------------------------------------------------------------------- the
+# most probable tokens
 
 
-async def test_a_judge_reads_the_odds_of_its_answers_from_one_token(client: Client, llama: Path) -> None:
+async def test_a_judge_reads_the_odds_of_its_answers_from_one_token(
+    client: Client, llama: Path
+) -> None:
     """yes, no or maybe by their first letters, against a plain forward of transformers."""
-    asked = {"regex": "yes|no|maybe", "temperature": 0.7, "logprobs": True, "top_logprobs": 20, "max_tokens": 5}
+    asked = {
+        "regex": "yes|no|maybe",
+        "temperature": 0.7,
+        "logprobs": True,
+        "top_logprobs": 20,
+        "max_tokens": 5,
+    }
     reply = await client.chat(**asked)
     first = reply["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
     model = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32).eval()
@@ -475,7 +580,9 @@ async def test_a_judge_reads_the_odds_of_its_answers_from_one_token(client: Clie
     for entry in first:
         assert abs(entry["logprob"] - expected[entry["token"]]) < GREATEST_DIFFERENCE
         assert entry["bytes"] == list(entry["token"].encode())
-    assert [entry["token"] for entry in first] == sorted(expected, key=lambda letter: -expected[letter])
+    assert [entry["token"] for entry in first] == sorted(
+        expected, key=lambda letter: -expected[letter]
+    )
 
 
 async def test_top_logprobs_change_nothing_else_and_hold_the_sampled_token_where_it_is_among_them(
@@ -485,7 +592,9 @@ async def test_top_logprobs_change_nothing_else_and_hold_the_sampled_token_where
     told = await client.chat(n=3, seed=6, logprobs=True, top_logprobs=20)
     for before, after in zip(plain["choices"], told["choices"], strict=True):
         assert before["message"] == after["message"]
-        for old, new in zip(before["logprobs"]["content"], after["logprobs"]["content"], strict=True):
+        for old, new in zip(
+            before["logprobs"]["content"], after["logprobs"]["content"], strict=True
+        ):
             assert (old["token"], old["top_logprobs"]) == (new["token"], [])
             values = [entry["logprob"] for entry in new["top_logprobs"]]
             assert len(values) == 20
@@ -503,7 +612,9 @@ async def test_a_completion_tells_the_most_probable_tokens_by_their_text_and_the
         assert told["top_logprobs"] is None
         return
     sampled_is_extra = []
-    for token, logprob, top in zip(told["tokens"], told["token_logprobs"], told["top_logprobs"], strict=True):
+    for token, logprob, top in zip(
+        told["tokens"], told["token_logprobs"], told["top_logprobs"], strict=True
+    ):
         assert top[token] == logprob
         assert list(top.values()) == sorted(top.values(), reverse=True)
         assert len(top) in (logprobs, logprobs + 1)
@@ -515,7 +626,10 @@ async def test_a_completion_tells_the_most_probable_tokens_by_their_text_and_the
     ("path", "asked"),
     [
         ("chat/completions", USER | {"logprobs": True, "top_logprobs": 4}),
-        ("chat/completions", USER | {"logprobs": True, "top_logprobs": 20, "top_k": 3, "stop": ["e", "no"]}),
+        (
+            "chat/completions",
+            USER | {"logprobs": True, "top_logprobs": 20, "top_k": 3, "stop": ["e", "no"]},
+        ),
         ("completions", {"prompt": ["a tree", "two"], "logprobs": 5, "temperature": 0}),
         ("completions", {"prompt": "a tree", "logprobs": 3, "regex": "[ab]{4}"}),
     ],
@@ -524,17 +638,24 @@ async def test_streamed_top_logprobs_put_together_are_the_whole_ones(
     client: Client, path: str, asked: dict[str, Any]
 ) -> None:
     asked = asked | {"n": 2, "seed": 4, "max_tokens": 30}
-    await client.post(path, asked)  # from here on the prompt is cached, so both are computed by the same sums
+    # from here on the prompt is cached, so both are computed by the same sums
+    await client.post(path, asked)
     _, whole = await client.post(path, asked)
     chunks = await client.stream(path, asked)
     for choice in whole["choices"]:
-        parts = [c["logprobs"] for chunk in chunks for c in chunk["choices"] if c["index"] == choice["index"]]
+        parts = [
+            c["logprobs"]
+            for chunk in chunks
+            for c in chunk["choices"]
+            if c["index"] == choice["index"]
+        ]
         for field, wanted in choice["logprobs"].items():
             told = [entry for part in parts if part for entry in part[field] or []]
             assert told == (wanted or [])
 
 
-# ---------------------------------------------------------------------------------------------- access
+# ----------------------------------------------------------------------------------------------
+# access
 
 
 async def test_without_its_key_a_server_answers_health_alone(llama: Path) -> None:
@@ -547,7 +668,9 @@ async def test_without_its_key_a_server_answers_health_alone(llama: Path) -> Non
             ("X-Api-Key", "s3cret", 200),
             ("Authorization", "Bearer s3cret", 200),
         ):
-            async with client.session.get(f"{client.url}/models", headers={header: key}) as response:
+            async with client.session.get(
+                f"{client.url}/models", headers={header: key}
+            ) as response:
                 assert response.status == status
                 reply = await response.json()
         assert reply["data"][0]["id"] == "mine"

@@ -1,4 +1,5 @@
-"""OpenEnv's classes in this process. COPPICE_OPENENV_PYTHON names a Python with openenv, in which these tests and the contract's run over the library."""
+"""OpenEnv's classes in this process. COPPICE_OPENENV_PYTHON names a Python with openenv, in which
+these tests and the contract's run over the library."""
 
 import asyncio
 import json
@@ -26,7 +27,9 @@ NO_TOOLS: Any = None
 
 
 def counting(name: str = "Counting") -> Any:
-    return OpenEnv(f"tests.openenv_shape:{name}", "tests.openenv_shape:Add", "You add.", field="number")
+    return OpenEnv(
+        f"tests.openenv_shape:{name}", "tests.openenv_shape:Add", "You add.", field="number"
+    )
 
 
 async def played(environment: Any, *actions: Any, seed: int = 7) -> Any:
@@ -64,9 +67,14 @@ async def test_an_action_that_is_refused_ends_the_episode_with_what_it_earned(ac
 
 
 async def test_what_an_environment_raises_is_a_fault_of_its_task() -> None:
-    with pytest.raises(DataFault, match="Counting: the episode of seed 13 cannot begin: RuntimeError: no episode of"):
+    with pytest.raises(
+        DataFault,
+        match="Counting: the episode of seed 13 cannot begin: RuntimeError: no episode of",
+    ):
         await played(counting(), 1, seed=13)
-    with pytest.raises(DataFault, match=r'Counting: the action {"number": -1} fails: RuntimeError: only upwards'):
+    with pytest.raises(
+        DataFault, match=r'Counting: the action {"number": -1} fails: RuntimeError: only upwards'
+    ):
         await played(counting(), 1, -1)
 
 
@@ -77,17 +85,25 @@ def test_a_class_that_is_not_there_is_named() -> None:
 
 @pytest.mark.slow
 async def test_the_library_itself_passes_in_its_own_python() -> None:
-    """openenv needs an older mcp than this Python has, so it is in one of its own, which finds this project's packages after its own."""
-    python = os.environ.get("COPPICE_OPENENV_PYTHON") or pytest.skip("COPPICE_OPENENV_PYTHON names no Python")
+    """openenv needs an older mcp than this Python has, so it is in one of its own, which finds this
+    project's packages after its own."""
+    python = os.environ.get("COPPICE_OPENENV_PYTHON") or pytest.skip(
+        "COPPICE_OPENENV_PYTHON names no Python"
+    )
     packages = sysconfig.get_paths()["purelib"]
-    files = [str(ROOT / "tests" / "actors" / name) for name in ("test_other_environments.py", Path(__file__).name)]
+    files = [
+        str(ROOT / "tests" / "actors" / name)
+        for name in ("test_other_environments.py", Path(__file__).name)
+    ]
     environment = os.environ | {"COPPICE_OPENENV_REAL": "1", "PYTHONPATH": str(ROOT)}
     environment.pop("PYTEST_ADDOPTS", None)
     version = await asyncio.create_subprocess_exec(
         python, "-c", "import sys; print(sys.version_info[:2])", stdout=asyncio.subprocess.PIPE
     )
     if (await version.communicate())[0].decode().strip() != str(sys.version_info[:2]):
-        pytest.skip("COPPICE_OPENENV_PYTHON is another version of Python, which cannot load this project's packages")
+        pytest.skip(
+            "COPPICE_OPENENV_PYTHON is another version of Python, which cannot load this project's packages"
+        )
     run = await asyncio.create_subprocess_exec(
         python,
         "-c",

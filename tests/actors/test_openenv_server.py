@@ -1,4 +1,5 @@
-"""OpenEnv over its WebSocket: sessions, a full server, refusals, and connections that break. COPPICE_OPENENV_PYTHON names a Python with openenv."""
+"""OpenEnv over its WebSocket: sessions, a full server, refusals, and connections that break.
+COPPICE_OPENENV_PYTHON names a Python with openenv."""
 
 import asyncio
 import gc
@@ -56,7 +57,9 @@ class Server:
 @pytest_asyncio.fixture(params=["stand-in", "openenv"])
 async def serve(request: pytest.FixtureRequest) -> AsyncIterator[Callable[[int], Any]]:
     """Starts servers of a capacity."""
-    python = os.environ.get("COPPICE_OPENENV_PYTHON") if request.param == "openenv" else sys.executable
+    python = (
+        os.environ.get("COPPICE_OPENENV_PYTHON") if request.param == "openenv" else sys.executable
+    )
     if python is None:
         pytest.skip("COPPICE_OPENENV_PYTHON names no Python")
     servers: list[Server] = []
@@ -114,7 +117,9 @@ async def test_siblings_are_played_again_and_see_the_same(
     assert siblings[0] == siblings[1] != siblings[2]
     gc.collect()
     unclosed = [told for told in recwarn.list if issubclass(told.category, ResourceWarning)]
-    assert not unclosed, "where two siblings stand in the same state, one session is kept and the other is closed"
+    assert not unclosed, (
+        "where two siblings stand in the same state, one session is kept and the other is closed"
+    )
     assert await played(server.environment(), state, 3) == siblings[0], "another process"
 
 
@@ -128,7 +133,9 @@ async def test_what_the_server_refuses_ends_the_episode_with_what_it_earned(
     assert (last.done, last.outcome, last.measures) == (True, 0.5, {"success": 0.0})
 
 
-async def test_an_episode_that_cannot_begin_is_a_fault_of_its_task(serve: Callable[[int], Any]) -> None:
+async def test_an_episode_that_cannot_begin_is_a_fault_of_its_task(
+    serve: Callable[[int], Any],
+) -> None:
     with pytest.raises(DataFault, match="seed 13 cannot begin: no episode of this seed"):
         await opened((await serve(8)).environment(), 13)
 
@@ -140,14 +147,18 @@ async def test_on_a_full_server_kept_sessions_make_way(serve: Callable[[int], An
     assert [json.loads(end.observation)["total"] for end in ends] == [10, 11, 12]
 
 
-async def test_on_a_server_that_stays_full_a_step_is_told_the_remedy(serve: Callable[[int], Any]) -> None:
+async def test_on_a_server_that_stays_full_a_step_is_told_the_remedy(
+    serve: Callable[[int], Any],
+) -> None:
     server = await serve(1)
     await opened(server.environment())
     with pytest.raises(Full, match="max_concurrent_envs"):
         await opened(server.environment(timeout_s=2.0))
 
 
-async def test_an_episode_goes_on_in_a_new_session_when_the_server_has_been_away(serve: Callable[[int], Any]) -> None:
+async def test_an_episode_goes_on_in_a_new_session_when_the_server_has_been_away(
+    serve: Callable[[int], Any],
+) -> None:
     server = await serve(8)
     environment = server.environment()
     state = (await played(environment, await opened(environment), 1, 2)).state

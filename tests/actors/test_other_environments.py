@@ -1,4 +1,5 @@
-"""What every adapter of another library's environments promises: pure steps, states that can be stored, and episodes that do not disturb each other."""
+"""What every adapter of another library's environments promises: pure steps, states that can be
+stored, and episodes that do not disturb each other."""
 
 import asyncio
 import os
@@ -23,7 +24,8 @@ from wire.faults import DataFault
 
 
 class Drawn(Mutable):
-    """A game of a library as many are: its object changes, and it draws from the process's random state, also while it is played."""
+    """A game of a library as many are: its object changes, and it draws from the process's random
+    state, also while it is played."""
 
     name = "drawn"
 
@@ -45,20 +47,25 @@ class Drawn(Mutable):
 class _Talk:
     """The tools of an environment, of which a second player speaks."""
 
-    async def say(self, speaker: str, messages: list[dict[str, str]], max_tokens: int, stop: list[str]) -> str:
+    async def say(
+        self, speaker: str, messages: list[dict[str, str]], max_tokens: int, stop: list[str]
+    ) -> str:
         await asyncio.sleep(0)
         return f"<action>[{len(messages[-1]['content']) % 9}]"  # determined by what it sees
 
 
 def other(python: str, game: str, **arguments: Any) -> OtherPython:
-    """Return a game in this Python ("sys"), or in the one that a variable names. Without it the test is skipped."""
+    """Return a game in this Python ("sys"), or in the one that a variable names. Without it the
+    test is skipped."""
     path = sys.executable if python == "sys" else os.environ.get(python)
     return OtherPython(path, game, arguments) if path else pytest.skip(f"{python} names no Python")
 
 
 def openenv(name: str) -> OpenEnv:
     """Return an environment of OpenEnv's shape in this process."""
-    return OpenEnv(f"tests.openenv_shape:{name}", "tests.openenv_shape:Add", "You add.", field="number")
+    return OpenEnv(
+        f"tests.openenv_shape:{name}", "tests.openenv_shape:Add", "You add.", field="number"
+    )
 
 
 Talk: Any = _Talk
@@ -73,11 +80,26 @@ ADAPTED: dict[str, tuple[Callable[[], Environment], list[str]]] = {
     "2048": (lambda: TextArena("2048-v0"), ["[left]", "[up]", "[right]"]),
     "TicTacToe": (lambda: TextArena("TicTacToe-v0", players=2, second=0.5), ["[4]", "[0]", "[8]"]),
     "other Python": (lambda: other("sys", "tests.drawn_game:Drawn"), ["a", "bb", "ccc"]),
-    "other Python, no copies": (lambda: other("sys", "tests.drawn_game:Uncopied"), ["a", "bb", "ccc"]),
-    "GEM 2048": (lambda: other("COPPICE_GEM_PYTHON", "gem", id="game:Game2048-v0-easy"), ["left", "up", "right"]),
-    "GEM Sudoku": (lambda: other("COPPICE_GEM_PYTHON", "gem", id="game:Sudoku-v0-easy"), ["1 1 1", "1 1 2", "1 1 3"]),
-    "TextWorld": (lambda: other("COPPICE_TEXTWORLD_PYTHON", "textworld"), ["look", "inventory", "go north"]),
-    "other Python, reasoning": (lambda: other("sys", "reasoning_gym", name="word_ladder"), ["COLD,CORD", "x"]),
+    "other Python, no copies": (
+        lambda: other("sys", "tests.drawn_game:Uncopied"),
+        ["a", "bb", "ccc"],
+    ),
+    "GEM 2048": (
+        lambda: other("COPPICE_GEM_PYTHON", "gem", id="game:Game2048-v0-easy"),
+        ["left", "up", "right"],
+    ),
+    "GEM Sudoku": (
+        lambda: other("COPPICE_GEM_PYTHON", "gem", id="game:Sudoku-v0-easy"),
+        ["1 1 1", "1 1 2", "1 1 3"],
+    ),
+    "TextWorld": (
+        lambda: other("COPPICE_TEXTWORLD_PYTHON", "textworld"),
+        ["look", "inventory", "go north"],
+    ),
+    "other Python, reasoning": (
+        lambda: other("sys", "reasoning_gym", name="word_ladder"),
+        ["COLD,CORD", "x"],
+    ),
     "OpenEnv": (lambda: openenv("Counting"), ["1", '{"number": 2}', "3"]),
     "OpenEnv, no seed": (lambda: openenv("Unseeded"), ["1", "2", "9"]),
     "reasoning": (lambda: ReasoningGym("basic_arithmetic"), ["3", "x"]),
@@ -172,11 +194,15 @@ async def test_a_step_that_is_cancelled_leaves_nothing_behind() -> None:
     expected = await environment.step(state, environment.read(state, reply("[4]")), Talk())
     for copies in (True, False):
         environment.copies = copies
-        step = asyncio.create_task(environment.step(state, environment.read(state, reply("[4]")), Talk()))
+        step = asyncio.create_task(
+            environment.step(state, environment.read(state, reply("[4]")), Talk())
+        )
         await asyncio.sleep(0)
         step.cancel()
         await asyncio.gather(step, return_exceptions=True)
-        assert await environment.step(state, environment.read(state, reply("[4]")), Talk()) == expected
+        assert (
+            await environment.step(state, environment.read(state, reply("[4]")), Talk()) == expected
+        )
 
 
 async def test_siblings_are_copies_and_what_cannot_be_copied_is_played_again() -> None:
@@ -184,13 +210,20 @@ async def test_siblings_are_copies_and_what_cannot_be_copied_is_played_again() -
         environment: Any = Drawn(copies)
         state = environment.initial(environment.task(5))
         for action in ("a", "b"):
-            state = (await environment.step(state, environment.read(state, reply(action)), Talk())).state
-        children = [await environment.step(state, environment.read(state, reply("c")), Talk()) for _ in range(4)]
+            state = (
+                await environment.step(state, environment.read(state, reply(action)), Talk())
+            ).state
+        children = [
+            await environment.step(state, environment.read(state, reply("c")), Talk())
+            for _ in range(4)
+        ]
         assert len({child.state.seen for child in children}) == 1
         assert environment.turns == played
 
 
-async def test_an_action_that_cannot_be_read_or_is_refused_ends_the_episode_with_what_it_earned() -> None:
+async def test_an_action_that_cannot_be_read_or_is_refused_ends_the_episode_with_what_it_earned() -> (
+    None
+):
     environment: Any = Drawn()
     state = environment.initial(environment.task(5))
     first = await environment.step(state, environment.read(state, reply("a")), Talk())
@@ -200,7 +233,9 @@ async def test_an_action_that_cannot_be_read_or_is_refused_ends_the_episode_with
 
 
 @pytest.mark.parametrize(("answer", "score"), [("7", 0.01), ("words", 0.0), ("5 \u00d7 6", 0.5)])
-async def test_an_answer_at_which_a_set_fails_scores_0_and_leaves_its_question_alone(answer: str, score: float) -> None:
+async def test_an_answer_at_which_a_set_fails_scores_0_and_leaves_its_question_alone(
+    answer: str, score: float
+) -> None:
     pytest.importorskip("reasoning_gym")
     environment: Any = ReasoningGym("prime_factorization", {"min_value": 30, "max_value": 30})
     task = environment.task(3)
@@ -232,10 +267,15 @@ async def test_the_horizon_ends_an_episode() -> None:
         (lambda: Gymnasium("Pendulum-v1"), "Pendulum-v1"),
         (lambda: ReasoningGym("no_such_set"), "no_such_set"),
         (lambda: TextArena("NoGame-v0"), "TicTacToe-v0"),
-        (lambda: TextArena("GermanWhist-v0", players=3), "players = 3: it does not begin: .*two-player game only"),
+        (
+            lambda: TextArena("GermanWhist-v0", players=3),
+            "players = 3: it does not begin: .*two-player game only",
+        ),
     ],
 )
-def test_an_environment_that_is_not_there_is_named(make: Callable[[], Environment], said: str) -> None:
+def test_an_environment_that_is_not_there_is_named(
+    make: Callable[[], Environment], said: str
+) -> None:
     for package in ("gymnasium", "textarena", "reasoning_gym"):
         pytest.importorskip(package)
     with pytest.raises(ValueError, match=said):
@@ -247,7 +287,9 @@ async def test_first_states_that_are_made_in_threads_do_not_disturb_each_other()
     environment = Drawn()
     tasks = [environment.task(seed) for seed in expected]
     made = await asyncio.gather(*(asyncio.to_thread(environment.initial, task) for task in tasks))
-    played = [await environment.step(state, environment.read(state, reply("a")), Talk()) for state in made]
+    played = [
+        await environment.step(state, environment.read(state, reply("a")), Talk()) for state in made
+    ]
     for seed, transition in zip(expected, played, strict=True):
         alone: Any = Drawn()
         assert transition == await alone.step(expected[seed], alone.read(None, reply("a")), Talk())

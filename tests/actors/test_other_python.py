@@ -1,4 +1,5 @@
-"""Games that another Python plays: the contract is in test_other_environments.py; here is what a process of one's own may do beside it."""
+"""Games that another Python plays: the contract is in test_other_environments.py; here is what a
+process of one's own may do beside it."""
 
 import asyncio
 import os
@@ -51,7 +52,9 @@ async def process_of(environment: Any, state: Any) -> int:
     return int((await played(environment, state, "process")).state.seen.partition("[")[0])
 
 
-async def test_the_game_is_in_a_process_of_its_own_that_close_ends(drawn: Callable[..., Any]) -> None:
+async def test_the_game_is_in_a_process_of_its_own_that_close_ends(
+    drawn: Callable[..., Any],
+) -> None:
     environment = drawn()
     state = await opened(environment)
     pid = await process_of(environment, state)
@@ -84,7 +87,9 @@ async def test_a_step_that_fails_is_a_fault_and_the_episode_goes_on_from_its_sta
     assert (await process_of(environment, state) == before) == (fault is DataFault)
 
 
-async def test_a_cancelled_step_leaves_no_answer_for_the_next_one(drawn: Callable[..., Any]) -> None:
+async def test_a_cancelled_step_leaves_no_answer_for_the_next_one(
+    drawn: Callable[..., Any],
+) -> None:
     environment = drawn()
     state = await opened(environment)
     expected = [await played(environment, state, action) for action in ("a", "bb")]
@@ -94,7 +99,9 @@ async def test_a_cancelled_step_leaves_no_answer_for_the_next_one(drawn: Callabl
             await asyncio.sleep(0)
         step.cancel()
         await asyncio.gather(step, return_exceptions=True)
-        both = await asyncio.gather(played(environment, state, "a"), played(environment, state, "bb"))
+        both = await asyncio.gather(
+            played(environment, state, "a"), played(environment, state, "bb")
+        )
         assert both == expected
 
 
@@ -107,7 +114,9 @@ async def test_a_game_that_cannot_be_copied_is_played_again(drawn: Callable[...,
     assert siblings[0].state == (await played(copied, await opened(copied), "a", "bb", "c")).state
 
 
-async def test_tasks_are_dealt_to_the_processes_and_a_task_stays_with_its_own(drawn: Callable[..., Any]) -> None:
+async def test_tasks_are_dealt_to_the_processes_and_a_task_stays_with_its_own(
+    drawn: Callable[..., Any],
+) -> None:
     environment = drawn(processes=2)
     states = [await opened(environment, seed) for seed in (1, 2, 3)]
     first, second, third = [await process_of(environment, state) for state in states]
@@ -147,7 +156,9 @@ def test_what_cannot_be_started_is_refused_before_a_run(
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     with pytest.raises(ValueError, match=said):
-        load("other_python", {"python": sys.executable, "game": "tests.drawn_game:Drawn", **options})
+        load(
+            "other_python", {"python": sys.executable, "game": "tests.drawn_game:Drawn", **options}
+        )
 
 
 async def test_the_random_state_of_this_process_is_not_touched(drawn: Callable[..., Any]) -> None:

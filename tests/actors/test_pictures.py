@@ -1,4 +1,5 @@
-"""The embedded engine on prompts with pictures: the learner's log-probabilities, in any chunks, from any cache, after any update."""
+"""The embedded engine on prompts with pictures: the learner's log-probabilities, in any chunks,
+from any cache, after any update."""
 
 import asyncio
 import base64
@@ -39,17 +40,24 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def prompt(*numbers: int) -> np.ndarray:
     """The same text with these pictures."""
-    shown = [np.concatenate([[260], vision.ids(n, SIZES[n]), [261, 50 + i]]) for i, n in enumerate(numbers)]
+    shown = [
+        np.concatenate([[260], vision.ids(n, SIZES[n]), [261, 50 + i]])
+        for i, n in enumerate(numbers)
+    ]
     return np.concatenate([np.arange(5), *shown, [7, 8]]).astype(np.int32)
 
 
 def asked(*numbers: int, n: int = 2, new: int = 8, **fields: Any) -> GenerateRequest:
     images = {number: PICTURES[number] for number in numbers}
-    return GenerateRequest(prompt(*numbers), n, Sampling(new, temperature=1.0, seed=sum(numbers), **fields), images)
+    return GenerateRequest(
+        prompt(*numbers), n, Sampling(new, temperature=1.0, seed=sum(numbers), **fields), images
+    )
 
 
 async def started(folder: Path, **settings: Any) -> LocalEngine:
-    engine = LocalEngine(str(folder), ActorsConfig(**{"dtype": "float32", "max_context": 256, **settings}))
+    engine = LocalEngine(
+        str(folder), ActorsConfig(**{"dtype": "float32", "max_context": 256, **settings})
+    )
     await engine.start()
     return engine
 
@@ -61,7 +69,11 @@ def policy(folder: Path, run: Path, rank: int = 0) -> Policy:
 def assert_equal(learner: Policy, request: GenerateRequest, result: GenerateResult) -> None:
     assert len(result.samples) == request.n
     for sample in result.samples:
-        path = Tokens(np.concatenate([request.tokens, sample.tokens]).astype(np.int64), len(request.tokens), PICTURES)
+        path = Tokens(
+            np.concatenate([request.tokens, sample.tokens]).astype(np.int64),
+            len(request.tokens),
+            PICTURES,
+        )
         with torch.no_grad():
             expected = learner.read(learner.plain_row(path))[0].numpy()
         assert np.abs(expected - sample.logprobs).max() < BOUND
@@ -92,7 +104,9 @@ async def test_the_cache_tells_pictures_of_one_size_apart_and_shares_what_is_equ
     assert cached == [0, before_second, whole, whole - 2]
 
 
-async def test_a_turn_that_follows_a_sample_continues_its_positions(seeing: Path, tmp_path: Path) -> None:
+async def test_a_turn_that_follows_a_sample_continues_its_positions(
+    seeing: Path, tmp_path: Path
+) -> None:
     engine, learner = await started(seeing), policy(seeing, tmp_path)
     first = await engine.generate(asked(4, n=1))
     grown = np.concatenate([prompt(4), first.samples[0].tokens, prompt(2)]).astype(np.int32)
@@ -105,7 +119,9 @@ async def test_a_turn_that_follows_a_sample_continues_its_positions(seeing: Path
 
 @pytest.mark.parametrize("rank", [0, 4])
 @pytest.mark.parametrize("train_vision", [False, True])
-async def test_published_weights_come_into_force(seeing: Path, tmp_path: Path, rank: int, train_vision: bool) -> None:
+async def test_published_weights_come_into_force(
+    seeing: Path, tmp_path: Path, rank: int, train_vision: bool
+) -> None:
     engine, learner = await started(seeing), policy(seeing, tmp_path, rank)
     if train_vision:
         config = process(seeing, tmp_path, rank, train_vision=True).learner
@@ -118,7 +134,8 @@ async def test_published_weights_come_into_force(seeing: Path, tmp_path: Path, r
     published = publish(learner, 1, tmp_path, 3)
     if rank and not train_vision:
         settings = json.loads((Path(published.path) / "adapter_config.json").read_text())
-        assert settings["target_modules"] == linear_layers(seeing)  # SGLang refuses an adapter that names other layers
+        # SGLang refuses an adapter that names other layers
+        assert settings["target_modules"] == linear_layers(seeing)
     await engine.load(LoadRequest(1, published.path, published.digest))
     after = await engine.generate(asked(1, 2))
     await engine.close()
@@ -130,7 +147,9 @@ async def test_published_weights_come_into_force(seeing: Path, tmp_path: Path, r
 async def test_pictures_that_do_not_fit_are_refused(seeing: Path, llama: Path) -> None:
     engine = await started(seeing)
     missing = msgspec.structs.replace(asked(1), images={})
-    with pytest.raises(DataFault, match=r"pictures \[1\] are in the prefix and their bytes are not"):
+    with pytest.raises(
+        DataFault, match=r"pictures \[1\] are in the prefix and their bytes are not"
+    ):
         await engine.generate(missing)
     with pytest.raises(DataFault, match="has 6 tokens in the prefix: expected 2 x 2"):
         await engine.generate(msgspec.structs.replace(asked(1), images={1: PICTURES[2]}))
@@ -142,7 +161,9 @@ async def test_pictures_that_do_not_fit_are_refused(seeing: Path, llama: Path) -
     await blind.close()
 
 
-def test_sglang_is_sent_one_placeholder_per_picture_and_must_have_read_the_trees_tokens(seeing: Path) -> None:
+def test_sglang_is_sent_one_placeholder_per_picture_and_must_have_read_the_trees_tokens(
+    seeing: Path,
+) -> None:
     settings = SGLangConfig(way="url", urls=["http://127.0.0.1:1"])
     engine = SGLangEngine(str(seeing), ActorsConfig(max_context=256, sglang=settings))
     request = asked(1, 2, 1)
@@ -150,7 +171,9 @@ def test_sglang_is_sent_one_placeholder_per_picture_and_must_have_read_the_trees
     (ids, again), (images, _) = body["input_ids"], body["image_data"]
     assert ids == again
     assert ids == [*range(5), 260, 262, 261, 50, 260, 262, 261, 51, 260, 262, 261, 52, 7, 8]
-    assert [base64.b64decode(one.partition(",")[2]) for one in images] == [PICTURES[n] for n in (1, 2, 1)]
+    assert [base64.b64decode(one.partition(",")[2]) for one in images] == [
+        PICTURES[n] for n in (1, 2, 1)
+    ]
     assert body["return_prompt_token_ids"]
     assert "image_data" not in engine._body(asked(), ["a", "b"])
     read = np.where(request.tokens < 0, 262, request.tokens).tolist()

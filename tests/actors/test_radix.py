@@ -43,7 +43,8 @@ def segments(cache: RadixCache) -> dict[tuple[int, ...], Segment]:
 
 
 class BruteForce:
-    """Segments by the prefix each ends: its parent's end and when it was last used. Every step looks at all of them."""
+    """Segments by the prefix each ends: its parent's end and when it was last used. Every step
+    looks at all of them."""
 
     def __init__(self, budget: int):
         self.budget = budget
@@ -67,14 +68,18 @@ class BruteForce:
         if kept == len(tokens):
             return
         if head and head not in self.ends:
-            cut = next(e for e, (p, _) in self.ends.items() if len(p) < kept < len(e) and e[:kept] == head)
+            cut = next(
+                e for e, (p, _) in self.ends.items() if len(p) < kept < len(e) and e[:kept] == head
+            )
             parent, used = before[cut]
             self.ends[head] = (parent, self.now)
             self.ends[cut] = (head, used)  # the rest, cut off, is not used now
         self.ends[tokens] = (head, self.now)
         while sum(len(e) - len(p) for e, (p, _) in self.ends.items()) * TOKEN_BYTES > self.budget:
             parents = {parent for parent, _ in self.ends.values()}
-            del self.ends[min((e for e in self.ends if e not in parents), key=lambda e: self.ends[e][1])]
+            del self.ends[
+                min((e for e in self.ends if e not in parents), key=lambda e: self.ends[e][1])
+            ]
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -99,7 +104,11 @@ def test_random_operations_equal_the_brute_force_cache_to_the_byte(seed: int) ->
             assert segment.kv is not None
             assert segment.kv.untyped_storage().nbytes() == segment.kv.nbytes
         order = list(cache._order)
-        assert all(order.index(s) < order.index(s.parent) for s in order if s.parent is not cache._root and s.parent)
+        assert all(
+            order.index(s) < order.index(s.parent)
+            for s in order
+            if s.parent is not cache._root and s.parent
+        )
 
 
 def test_the_least_recently_used_subtree_goes_from_its_leaves_to_its_root() -> None:
@@ -107,7 +116,8 @@ def test_the_least_recently_used_subtree_goes_from_its_leaves_to_its_root() -> N
     insert(cache, 1, 2, 3)
     insert(cache, 1, 2, 4)
     insert(cache, 5, 6, 7)
-    assert length(cache, 1, 2, 3) == 3  # the subtree of 1, 2 and its leaf 3 are newer now than the leaf 4
+    # the subtree of 1, 2 and its leaf 3 are newer now than the leaf 4
+    assert length(cache, 1, 2, 3) == 3
     insert(cache, 8, 8, 8, 8)
     assert set(segments(cache)) == {(1, 2), (1, 2, 3), (8, 8, 8, 8)}
     insert(cache, 9, 9)
@@ -159,7 +169,11 @@ def test_without_keys_and_values_it_counts_the_prefixes_that_are_new() -> None:
         seen |= prefixes
 
 
-@pytest.mark.parametrize(("a", "b"), itertools.product([[], [1], [1, 2], [1, 3], [2, 2, 2]], repeat=2))
+@pytest.mark.parametrize(
+    ("a", "b"), itertools.product([[], [1], [1, 2], [1, 3], [2, 2, 2]], repeat=2)
+)
 def test_common_length(a: list[int], b: list[int]) -> None:
-    expected = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    expected = next(
+        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
+    )
     assert common_length(np.array(a, np.int32), np.array(b, np.int32)) == expected

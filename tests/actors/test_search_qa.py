@@ -24,11 +24,16 @@ class Shelf(Tools):
     async def play(self, player: str, state: Any) -> tuple[int, ...]:
         raise AssertionError("nobody plays in search QA")
 
-    async def say(self, speaker: str, messages: list[dict[str, str]], max_tokens: int, stop: list[str]) -> str:
+    async def say(
+        self, speaker: str, messages: list[dict[str, str]], max_tokens: int, stop: list[str]
+    ) -> str:
         raise AssertionError(speaker)
 
     async def retrieve(self, query: str, topk: int) -> list[Passage]:
-        return [Passage("1", "Bulgaria", "Capital: Sofia", 0.9), Passage("2", "Rome", "x" * 400, 0.5)][:topk]
+        return [
+            Passage("1", "Bulgaria", "Capital: Sofia", 0.9),
+            Passage("2", "Rome", "x" * 400, 0.5),
+        ][:topk]
 
 
 @pytest.mark.parametrize(
@@ -69,7 +74,9 @@ def test_with_an_optional_think_block_the_first_search_or_answer_block_counts(
 
 
 @pytest.mark.parametrize("think", ["required", "optional"])
-@pytest.mark.parametrize("piece", ["<think></think><search>", "<think></think>", "<search></answer>", "<think>"])
+@pytest.mark.parametrize(
+    "piece", ["<think></think><search>", "<think></think>", "<search></answer>", "<think>"]
+)
 def test_text_of_a_policy_that_only_repeats_tags_is_read_in_no_time(piece: str, think: Any) -> None:
     environment = SearchQA(think=think)
     start = time.process_time()
@@ -78,7 +85,9 @@ def test_text_of_a_policy_that_only_repeats_tags_is_read_in_no_time(piece: str, 
 
 
 @pytest.mark.parametrize("think", ["required", "optional"])
-@pytest.mark.parametrize("piece", ["<think>", "<answer>", "</think><answer>", "<think></think> <answer>"])
+@pytest.mark.parametrize(
+    "piece", ["<think>", "<answer>", "</think><answer>", "<think></think> <answer>"]
+)
 def test_reading_takes_no_longer_than_the_text_is_long(piece: str, think: Any) -> None:
     text = "<think></think>" + piece * 50_000 + "</think><answer> Sofia </answer>"
     start = time.process_time()
@@ -91,8 +100,16 @@ def test_reading_takes_no_longer_than_the_text_is_long(piece: str, think: Any) -
     [
         ("required", "<think> x </think> <answer> It is <answer> Sofia </answer>", "x"),
         ("optional", "<think> x </think> <answer> It is <answer> Sofia </answer>", "x"),
-        ("required", "<think> in <answer> tags </think> <answer> Sofia </answer>", "in <answer> tags"),
-        ("optional", "<think> in <answer> tags </think> <answer> Sofia </answer>", "in <answer> tags"),
+        (
+            "required",
+            "<think> in <answer> tags </think> <answer> Sofia </answer>",
+            "in <answer> tags",
+        ),
+        (
+            "optional",
+            "<think> in <answer> tags </think> <answer> Sofia </answer>",
+            "in <answer> tags",
+        ),
         ("optional", "I write <answer> and then <answer> Sofia </answer>", ""),
     ],
 )
@@ -106,7 +123,9 @@ def test_an_answer_begins_at_the_last_opening_tag_so_that_reward_and_table_agree
 
 def test_a_query_and_a_forced_answer_begin_there_too() -> None:
     for think in ("required", "optional"):
-        action = SearchQA(think=think).parse("<think> t </think> <search> of <search> capital </search>")
+        action = SearchQA(think=think).parse(
+            "<think> t </think> <search> of <search> capital </search>"
+        )
         assert (action.kind, action.query) == ("search", "capital")
     assert SearchQA().parse_forced(" It is <answer> Sofia </answer>").answer == "Sofia"
 
@@ -115,7 +134,10 @@ async def test_an_information_block_stands_between_as_many_newlines_as_asked() -
     environment = SearchQA("short", 1, newlines=2)
     action = environment.parse("<think> t </think> <search> capital </search>")
     moved = await environment.step(environment.initial(TASK), action, Shelf())
-    assert moved.observation == "\n\n<information>Doc 1(Title: Bulgaria) Capital: Sofia</information>\n\n"
+    assert (
+        moved.observation
+        == "\n\n<information>Doc 1(Title: Bulgaria) Capital: Sofia</information>\n\n"
+    )
     with pytest.raises(ValueError, match="newlines = -1"):
         registry.load("search_qa", {"newlines": -1})
 
@@ -133,10 +155,14 @@ async def test_stepping_is_pure_and_shows_passages_one_a_line() -> None:
     moved = await environment.step(state, action, Shelf())
     assert state.steps == ()
     assert moved.state.steps[0].query == "capital"
-    assert moved.observation.startswith("\n<information>Doc 1(Title: Bulgaria) Capital: Sofia\nDoc 2(Title: Rome)")
+    assert moved.observation.startswith(
+        "\n<information>Doc 1(Title: Bulgaria) Capital: Sofia\nDoc 2(Title: Rome)"
+    )
     assert moved.observation.endswith("</information>\n")
     assert len(moved.observation) == 60 + len("\n<information></information>\n")
-    done = await environment.step(moved.state, environment.parse("<think>t</think><answer>Sofia</answer>"), Shelf())
+    done = await environment.step(
+        moved.state, environment.parse("<think>t</think><answer>Sofia</answer>"), Shelf()
+    )
     assert done.done
     assert done.state.done
 
@@ -174,7 +200,18 @@ def test_prompts_hold_the_question_and_unknown_ones_are_refused() -> None:
         SearchQA("serch_r1")
 
 
-TAGS = ("<think>", "</think>", "<search>", "</search>", "<answer>", "</answer>", "<information>", " ", "\n", "Sofia")
+TAGS = (
+    "<think>",
+    "</think>",
+    "<search>",
+    "</search>",
+    "<answer>",
+    "</answer>",
+    "<information>",
+    " ",
+    "\n",
+    "Sofia",
+)
 
 
 @given(st.lists(st.sampled_from(TAGS), max_size=12).map("".join))
@@ -226,8 +263,12 @@ def test_an_answer_tag_inside_the_think_block_is_no_answer() -> None:
 async def test_two_candidates_step_from_one_state_without_touching_each_other() -> None:
     environment = SearchQA("short")
     state = environment.initial(TASK)
-    first = await environment.step(state, environment.parse("<think>a</think><search>x</search>"), Shelf())
-    left = await environment.step(first.state, environment.parse("<think>b</think><search>y</search>"), Shelf())
+    first = await environment.step(
+        state, environment.parse("<think>a</think><search>x</search>"), Shelf()
+    )
+    left = await environment.step(
+        first.state, environment.parse("<think>b</think><search>y</search>"), Shelf()
+    )
     right = await environment.step(first.state, environment.parse("nothing"), Shelf())
     assert [s.query for s in left.state.steps] == ["x", "y"]
     assert [s.query for s in right.state.steps] == ["x", ""]
@@ -249,7 +290,9 @@ def test_a_search_that_finds_nothing_says_so() -> None:
     assert SearchQA().render([]) == "\n<information>No results found.</information>\n"
 
 
-async def test_a_judge_sees_the_steps_before_the_action_and_only_usable_queries_as_past_ones() -> None:
+async def test_a_judge_sees_the_steps_before_the_action_and_only_usable_queries_as_past_ones() -> (
+    None
+):
     environment = SearchQA("short", 1)
     task = Task("1", "Who?", ["a", "b"], evidence=["T\nField: a"])
     searched = await environment.step(
@@ -259,7 +302,12 @@ async def test_a_judge_sees_the_steps_before_the_action_and_only_usable_queries_
     turn = environment.judged(task, noticed.state, environment.parse_forced(" a "), 3, 3)
     assert turn.past_queries == ["q"]
     assert turn.past_observations == [searched.observation, noticed.observation]
-    assert (turn.golds, turn.evidence, turn.answer, turn.think) == (["a", "b"], ["T\nField: a"], "a", None)
+    assert (turn.golds, turn.evidence, turn.answer, turn.think) == (
+        ["a", "b"],
+        ["T\nField: a"],
+        "a",
+        None,
+    )
     assert "<information>" not in turn.context
 
 

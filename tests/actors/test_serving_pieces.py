@@ -1,4 +1,5 @@
-"""A streamed text: whatever the tokens, its pieces are the whole text, and none shows what must not be seen yet."""
+"""A streamed text: whatever the tokens, its pieces are the whole text, and none shows what must not
+be seen yet."""
 
 import pytest
 import tokenizers
@@ -17,26 +18,39 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> tokenizers.Tokenizer:
     return tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
 
 
-def streamed(words: tokenizers.Tokenizer, tokens: list[int], stops: list[str]) -> tuple[list[str], Pieces]:
+def streamed(
+    words: tokenizers.Tokenizer, tokens: list[int], stops: list[str]
+) -> tuple[list[str], Pieces]:
     pieces = Pieces(words, stops)
     return [*(pieces.feed(token, -1.0) for token in tokens), pieces.finish()], pieces
 
 
 @settings(max_examples=300, deadline=None)
 @given(tokens=st.lists(st.integers(0, SPECIAL), max_size=30))
-def test_the_pieces_of_any_tokens_are_their_text(words: tokenizers.Tokenizer, tokens: list[int]) -> None:
+def test_the_pieces_of_any_tokens_are_their_text(
+    words: tokenizers.Tokenizer, tokens: list[int]
+) -> None:
     assert "".join(streamed(words, tokens, [])[0]) == words.decode(tokens, skip_special_tokens=True)
 
 
 @settings(max_examples=300, deadline=None)
-@given(text=st.text("aé日🌲b", max_size=20), stops=st.lists(st.text("aé日b", min_size=1, max_size=4), max_size=3))
+@given(
+    text=st.text("aé日🌲b", max_size=20),
+    stops=st.lists(st.text("aé日b", min_size=1, max_size=4), max_size=3),
+)
 def test_the_pieces_end_where_the_first_stop_string_begins(
     words: tokenizers.Tokenizer, text: str, stops: list[str]
 ) -> None:
     made, pieces = streamed(words, words.encode(text, add_special_tokens=False).ids, stops)
     # Token by token, the text that ends with the earliest completed stop string.
-    grown = next((text[:end] for end in range(len(text) + 1) if any(stop in text[:end] for stop in stops)), text)
-    assert "".join(made) == grown[: min((grown.find(stop) for stop in stops if stop in grown), default=len(grown))]
+    grown = next(
+        (text[:end] for end in range(len(text) + 1) if any(stop in text[:end] for stop in stops)),
+        text,
+    )
+    assert (
+        "".join(made)
+        == grown[: min((grown.find(stop) for stop in stops if stop in grown), default=len(grown))]
+    )
     assert pieces.stopped == any(stop in text for stop in stops)
     for piece in made:
         assert "\ufffd" not in piece
@@ -55,7 +69,9 @@ def test_what_may_begin_a_stop_string_is_held_back_and_nothing_else(
             break
         held = text[len(shown) : end]
         assert stop.startswith(held)
-        longer = [text[start:end] for start in range(len(shown)) if stop.startswith(text[start:end])]
+        longer = [
+            text[start:end] for start in range(len(shown)) if stop.startswith(text[start:end])
+        ]
         assert not longer
 
 
@@ -72,4 +88,7 @@ def test_the_most_probable_tokens_are_told_by_their_text(words: tokenizers.Token
     pieces = Pieces(words, [])
     pieces.feed(a, -2.0, {b: -0.5, SPECIAL: -1.0, a: -2.0})
     pieces.feed(b, -0.1)
-    assert [token.top for token in pieces.take()] == [[("b", -0.5), ("<pad>", -1.0), ("a", -2.0)], []]
+    assert [token.top for token in pieces.take()] == [
+        [("b", -0.5), ("<pad>", -1.0), ("a", -2.0)],
+        [],
+    ]

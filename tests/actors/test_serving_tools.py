@@ -1,4 +1,5 @@
-"""Tools and /v1/responses of a served model: required calls are made by constraint, others are read from the reply, streams are the same replayed."""
+"""Tools and /v1/responses of a served model: required calls are made by constraint, others are read
+from the reply, streams are the same replayed."""
 
 import json
 from collections.abc import AsyncIterator
@@ -31,7 +32,9 @@ ASKED = {"messages": [{"role": "user", "content": "1 + 3"}], "tools": [ADD], "ma
 @pytest.fixture
 async def client(llama: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Client]:
     """A server of the tiny Llama, whose replies are noise and whose prompts with tools are long."""
-    monkeypatch.setattr(test_openai_server, "SETTINGS", msgspec.structs.replace(SETTINGS, max_context=1024))
+    monkeypatch.setattr(
+        test_openai_server, "SETTINGS", msgspec.structs.replace(SETTINGS, max_context=1024)
+    )
     async with serving(llama) as opened:
         yield opened
 
@@ -50,12 +53,15 @@ async def test_a_required_call_is_made_and_matches_its_schema(client: Client, ch
 
 async def test_a_named_tool_is_called_among_several(client: Client) -> None:
     fields = ASKED | {"tools": [LOOK, ADD]}
-    answer = await client.chat(**fields, tool_choice={"type": "function", "function": {"name": "add"}})
+    answer = await client.chat(
+        **fields, tool_choice={"type": "function", "function": {"name": "add"}}
+    )
     assert answer["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == "add"
 
 
 async def test_definitions_of_several_tools_with_equal_names_are_kept_apart(client: Client) -> None:
-    """As pydantic writes nested parameters: references that start at the root of each tool's own schema."""
+    """As pydantic writes nested parameters: references that start at the root of each tool's own
+    schema."""
 
     def tool(name: str, value: int) -> dict[str, Any]:
         inner = {
@@ -74,7 +80,8 @@ async def test_definitions_of_several_tools_with_equal_names_are_kept_apart(clie
         choice = {"type": "function", "function": {"name": name}}
         for tool_choice in (choice, "required"):
             answer = await client.chat(
-                **(ASKED | {"tools": [tool("one", 1), tool("two", 2)], "max_tokens": 190}), tool_choice=tool_choice
+                **(ASKED | {"tools": [tool("one", 1), tool("two", 2)], "max_tokens": 190}),
+                tool_choice=tool_choice,
             )
             (call,) = answer["choices"][0]["message"]["tool_calls"]
             called = {"one": 1, "two": 2}[call["function"]["name"]]
@@ -85,7 +92,12 @@ async def test_definitions_of_several_tools_with_equal_names_are_kept_apart(clie
 async def test_parameters_that_refer_to_themselves_stay_their_own(client: Client) -> None:
     """A reference to the root is one to the tool's parameters, not to the list of tools."""
     properties = {"next": {"$ref": "#"}, "v": {"enum": [7]}}
-    parameters = {"type": "object", "properties": properties, "required": ["v"], "additionalProperties": False}
+    parameters = {
+        "type": "object",
+        "properties": properties,
+        "required": ["v"],
+        "additionalProperties": False,
+    }
     tool = {"type": "function", "function": {"name": "tree", "parameters": parameters}}
     answer = await client.chat(
         **(ASKED | {"tools": [LOOK, tool], "max_tokens": 190}),
@@ -116,8 +128,14 @@ async def test_a_call_that_is_cut_is_no_call(client: Client) -> None:
     assert "tool_calls" not in one["message"]
 
 
-async def test_calls_and_their_results_are_read_and_a_reply_without_a_call_is_text(client: Client) -> None:
-    call = {"id": "x", "type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": 3}'}}
+async def test_calls_and_their_results_are_read_and_a_reply_without_a_call_is_text(
+    client: Client,
+) -> None:
+    call = {
+        "id": "x",
+        "type": "function",
+        "function": {"name": "add", "arguments": '{"a": 1, "b": 3}'},
+    }
     history = [
         *ASKED["messages"],
         {"role": "assistant", "content": None, "tool_calls": [call]},
@@ -132,7 +150,8 @@ async def test_calls_and_their_results_are_read_and_a_reply_without_a_call_is_te
 
 async def test_a_stream_is_the_same_call_in_deltas(client: Client) -> None:
     chunks = await client.stream(
-        "chat/completions", {**ASKED, "tool_choice": "required", "seed": 5, "stream_options": {"include_usage": True}}
+        "chat/completions",
+        {**ASKED, "tool_choice": "required", "seed": 5, "stream_options": {"include_usage": True}},
     )
     whole = await client.chat(**ASKED, tool_choice="required", seed=5)
     deltas = [choice["delta"] for chunk in chunks for choice in chunk["choices"]]
@@ -158,7 +177,9 @@ async def test_responses_answer_in_their_own_words(client: Client) -> None:
     assert answer["output"][0]["type"] == "message"
     assert answer["usage"]["output_tokens"] <= 4
     form = {"format": {"type": "json_schema", "name": "n", "schema": {"enum": [7]}}}
-    status, answer = await client.post("responses", {"input": "hi", "max_output_tokens": 20, "text": form})
+    status, answer = await client.post(
+        "responses", {"input": "hi", "max_output_tokens": 20, "text": form}
+    )
     assert answer["output"][0]["content"][0]["text"] == "7"
 
 
@@ -172,13 +193,17 @@ async def test_responses_answer_in_their_own_words(client: Client) -> None:
         ({"presence_penalty": 1}, "presence_penalty"),
     ],
 )
-async def test_what_cannot_be_done_is_refused_by_name(client: Client, fields: dict[str, Any], word: str) -> None:
+async def test_what_cannot_be_done_is_refused_by_name(
+    client: Client, fields: dict[str, Any], word: str
+) -> None:
     status, answer = await client.post("chat/completions", ASKED | fields)
     assert status in (400, 404)
     assert word in answer["error"]["message"]
 
 
-async def test_several_replies_and_their_log_probabilities_come_beside_tools(client: Client) -> None:
+async def test_several_replies_and_their_log_probabilities_come_beside_tools(
+    client: Client,
+) -> None:
     asked = {**ASKED, "max_tokens": 12, "n": 3, "logprobs": True, "top_logprobs": 2, "seed": 5}
     answer = await client.chat(**asked)
     assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2]
@@ -186,40 +211,58 @@ async def test_several_replies_and_their_log_probabilities_come_beside_tools(cli
     assert sum(counted) == answer["usage"]["completion_tokens"]
     for choice in answer["choices"]:
         assert all(len(entry["top_logprobs"]) == 2 for entry in choice["logprobs"]["content"])
-    chunks = [choice for chunk in await client.stream("chat/completions", asked) for choice in chunk["choices"]]
+    chunks = [
+        choice
+        for chunk in await client.stream("chat/completions", asked)
+        for choice in chunk["choices"]
+    ]
     for choice in answer["choices"]:
         own = [chunk for chunk in chunks if chunk["index"] == choice["index"]]
-        assert "".join(chunk["delta"].get("content", "") for chunk in own) == choice["message"]["content"]
-        tokens = [e["token"] for chunk in own if chunk["logprobs"] for e in chunk["logprobs"]["content"]]
+        assert (
+            "".join(chunk["delta"].get("content", "") for chunk in own)
+            == choice["message"]["content"]
+        )
+        tokens = [
+            e["token"] for chunk in own if chunk["logprobs"] for e in chunk["logprobs"]["content"]
+        ]
         assert tokens == [entry["token"] for entry in choice["logprobs"]["content"]]
     called = (await client.chat(**ASKED, n=2, tool_choice="required"))["choices"]
     assert len({choice["message"]["tool_calls"][0]["id"] for choice in called}) == 2
 
 
 @pytest.mark.parametrize("path", ["chat/completions", "responses"])
-async def test_of_allowed_tools_one_is_called_and_all_stay_in_the_prompt(client: Client, path: str) -> None:
+async def test_of_allowed_tools_one_is_called_and_all_stay_in_the_prompt(
+    client: Client, path: str
+) -> None:
     named = {"mode": "required", "tools": [{"type": "function", "name": "add"}]}
     if path == "responses":
         flat = [{"type": "function", **tool["function"]} for tool in (LOOK, ADD)]
         body = {"input": "1 + 3", "tools": flat, "tool_choice": {"type": "allowed_tools", **named}}
         answer = (await client.post(path, body))[1]
         called, prompt = answer["output"][0]["name"], answer["usage"]["input_tokens"]
-        whole = (await client.post(path, body | {"tool_choice": "none", "max_output_tokens": 1}))[1]["usage"][
-            "input_tokens"
-        ]
+        whole = (await client.post(path, body | {"tool_choice": "none", "max_output_tokens": 1}))[
+            1
+        ]["usage"]["input_tokens"]
     else:
-        body = ASKED | {"tools": [LOOK, ADD], "tool_choice": {"type": "allowed_tools", "allowed_tools": named}}
+        body = ASKED | {
+            "tools": [LOOK, ADD],
+            "tool_choice": {"type": "allowed_tools", "allowed_tools": named},
+        }
         answer = await client.chat(**body)
         called, prompt = (
             answer["choices"][0]["message"]["tool_calls"][0]["function"]["name"],
             answer["usage"]["prompt_tokens"],
         )
-        whole = (await client.chat(**body | {"tool_choice": "none", "max_tokens": 1}))["usage"]["prompt_tokens"]
+        whole = (await client.chat(**body | {"tool_choice": "none", "max_tokens": 1}))["usage"][
+            "prompt_tokens"
+        ]
     assert (called, prompt) == ("add", whole)
 
 
 @pytest.mark.parametrize("tools", [[], [ADD]])
-async def test_what_nobody_knows_changes_nothing_wherever_it_stands(client: Client, tools: list[Any]) -> None:
+async def test_what_nobody_knows_changes_nothing_wherever_it_stands(
+    client: Client, tools: list[Any]
+) -> None:
     """As clients write it: extensions of their own, and a reply's ``model_dump()`` in the history."""
     fields = {"tools": tools, "max_tokens": 4, "seed": 1}
     reply = {
@@ -251,7 +294,8 @@ async def test_what_nobody_knows_changes_nothing_wherever_it_stands(client: Clie
     wanted = await client.chat(messages=plain, **fields)
     answer = await client.chat(messages=told, **fields, **more)
     assert (
-        answer["choices"] == wanted["choices"] and answer["usage"]["prompt_tokens"] == wanted["usage"]["prompt_tokens"]
+        answer["choices"] == wanted["choices"]
+        and answer["usage"]["prompt_tokens"] == wanted["usage"]["prompt_tokens"]
     )
 
 
@@ -270,10 +314,20 @@ async def test_the_messages_dialect_is_served_with_calls_and_counts(client: Clie
     counted = (await client.post("messages/count_tokens", body))[1]["input_tokens"]
     assert counted == message["usage"]["input_tokens"] + message["usage"]["cache_read_input_tokens"]
     result = {"type": "tool_result", "tool_use_id": call["id"], "content": "4"}
-    history = [*body["messages"], {"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]
+    history = [
+        *body["messages"],
+        {"role": "assistant", "content": [call]},
+        {"role": "user", "content": [result]},
+    ]
     _, message = await client.post(
         "messages",
-        body | {"messages": history, "tool_choice": {"type": "none"}, "max_tokens": 4, "stop_sequences": ["~~"]},
+        body
+        | {
+            "messages": history,
+            "tool_choice": {"type": "none"},
+            "max_tokens": 4,
+            "stop_sequences": ["~~"],
+        },
     )
     assert message["content"][0]["type"] == "text" and message["usage"]["output_tokens"] <= 4
     status, answer = await client.post("messages", body | {"model": "claude"})

@@ -1,7 +1,9 @@
-"""Servers that join, leave, die and start anew behind a router during a run, in every order with the updates of weights.
+"""Servers that join, leave, die and start anew behind a router during a run, in every order with
+the updates of weights.
 
-Router and servers are scripted, over real HTTP: real ones cannot be made to fail at a chosen step. The router answers as sglang-router 0.3.2
-does. What the real ones do is in tests/sglang_cpu/router_compare.py.
+Router and servers are scripted, over real HTTP: real ones cannot be made to fail at a chosen step.
+The router answers as sglang-router 0.3.2 does. What the real ones do is in
+tests/sglang_cpu/router_compare.py.
 """
 
 import asyncio
@@ -33,7 +35,8 @@ WAIT_S = 60.0
 
 
 class Site:
-    """A web application on a port of its own, which ``start`` and ``stop`` open and close like a process that starts and dies."""
+    """A web application on a port of its own, which ``start`` and ``stop`` open and close like a
+    process that starts and dies."""
 
     def __init__(self) -> None:
         self.port = 0
@@ -61,7 +64,8 @@ class Site:
 
 
 class Server(Site):
-    """A scripted SGLang server. Its samples are the number of the weights that it holds: 0 is the base model."""
+    """A scripted SGLang server. Its samples are the number of the weights that it holds: 0 is the
+    base model."""
 
     def __init__(self, number: int = 0, tensors: str = "a") -> None:
         super().__init__()
@@ -101,7 +105,9 @@ class Server(Site):
             case "/continue_generation":
                 self.going.set()
             case "/update_weights_from_disk":
-                self.weights = int(load_file(Path(body["model_path"]) / "model.safetensors")["a"][0])
+                self.weights = int(
+                    load_file(Path(body["model_path"]) / "model.safetensors")["a"][0]
+                )
             case "/update_weight_version":
                 self.named = body["new_version"]
             case "/load_lora_adapter":
@@ -110,22 +116,36 @@ class Server(Site):
                 return await self.sample(body)
             case "/weights_checker":
                 ranks = [{"checksums": {self.tensors: f"{self.weights}"}}]
-                return web.json_response({"per_engine_checksum": f"of {self.weights} {self.tensors}", "ranks": ranks})
+                return web.json_response(
+                    {"per_engine_checksum": f"of {self.weights} {self.tensors}", "ranks": ranks}
+                )
             case "/workers":
                 return web.json_response({"detail": "Not Found"}, status=404)
-        return web.json_response({"max_total_num_tokens": 1000, "device": "cuda", "weight_version": self.named})
+        return web.json_response(
+            {"max_total_num_tokens": 1000, "device": "cuda", "weight_version": self.named}
+        )
 
     async def sample(self, body: dict[str, Any]) -> web.Response:
         await self.going.wait()
         if body.get("lora_path") and body["lora_path"] not in self.adapters:
-            return web.json_response({"error": {"message": "adapter has never been loaded"}}, status=400)
-        meta = {"weight_version": self.named, "prompt_tokens": 3, "finish_reason": {"type": "length"}}
-        row = {"output_ids": [self.weights], "meta_info": meta | {"output_token_logprobs": [[-1.0, 1, None]]}}
+            return web.json_response(
+                {"error": {"message": "adapter has never been loaded"}}, status=400
+            )
+        meta = {
+            "weight_version": self.named,
+            "prompt_tokens": 3,
+            "finish_reason": {"type": "length"},
+        }
+        row = {
+            "output_ids": [self.weights],
+            "meta_info": meta | {"output_token_logprobs": [[-1.0, 1, None]]},
+        }
         return web.json_response(row)
 
 
 class Router(Site):
-    """A scripted router. It sends to its servers in turn, to the newest alone after ``newest``, and tries no other when one fails."""
+    """A scripted router. It sends to its servers in turn, to the newest alone after ``newest``, and
+    tries no other when one fails."""
 
     def __init__(self, *servers: Server):
         super().__init__()
@@ -149,7 +169,10 @@ class Router(Site):
             return web.json_response({"status": "accepted"}, status=202)
         match request.path:
             case "/workers":
-                workers = [{"id": key, "url": one.url, "is_healthy": True} for key, one in self.here.items()]
+                workers = [
+                    {"id": key, "url": one.url, "is_healthy": True}
+                    for key, one in self.here.items()
+                ]
                 return web.json_response({"workers": workers, "total": len(workers)})
             case "/generate" if self.here:
                 servers = list(self.here.values())
@@ -186,7 +209,9 @@ class Fleet:
         (base / "config.json").write_text("{}")
         save_file({"a": torch.zeros(4)}, base / "model.safetensors")
         settings = SGLangConfig(way="url", urls=[self.router.url], update_timeout_s=WAIT_S)
-        self.engine = sglang.SGLangEngine(str(base), ActorsConfig(max_batch=8, max_context=512, sglang=settings))
+        self.engine = sglang.SGLangEngine(
+            str(base), ActorsConfig(max_batch=8, max_context=512, sglang=settings)
+        )
         await self.engine.start()
 
     async def joins(self, server: Server) -> Server:
@@ -210,9 +235,12 @@ class Fleet:
     async def sampled(self, *expected: int, n: int = 4) -> None:
         """All of some samples are of these weights, and bear their numbers as versions."""
         results: list[GenerateResult] = [
-            await self.engine.generate(GenerateRequest(REQUEST.tokens, n, REQUEST.sampling)) for _ in range(2)
+            await self.engine.generate(GenerateRequest(REQUEST.tokens, n, REQUEST.sampling))
+            for _ in range(2)
         ]
-        samples = [(int(s.tokens[0]), int(s.versions[0])) for result in results for s in result.samples]
+        samples = [
+            (int(s.tokens[0]), int(s.versions[0])) for result in results for s in result.samples
+        ]
         assert set(samples) == {(number, number) for number in expected}
 
     async def closed(self) -> None:
@@ -239,7 +267,9 @@ async def test_the_router_says_which_servers_take_the_weights(fleet: Fleet) -> N
     await fleet.sampled(1)
 
 
-async def test_no_sample_of_a_server_that_joins_is_taken_before_it_holds_the_version(fleet: Fleet) -> None:
+async def test_no_sample_of_a_server_that_joins_is_taken_before_it_holds_the_version(
+    fleet: Fleet,
+) -> None:
     reached, release = asyncio.Event(), asyncio.Event()
 
     async def held() -> None:
@@ -270,7 +300,9 @@ async def test_no_sample_of_a_server_that_joins_is_taken_before_it_holds_the_ver
     assert [server.weights for server in fleet.servers] == [2, 2, 2]
 
 
-async def test_a_sample_of_weights_with_an_equal_number_from_elsewhere_is_not_taken(fleet: Fleet) -> None:
+async def test_a_sample_of_weights_with_an_equal_number_from_elsewhere_is_not_taken(
+    fleet: Fleet,
+) -> None:
     fleet.engine._following.cancel()  # pyright: ignore[reportOptionalMemberAccess]
     for name in ("1", "1@another", "7", "default"):
         fleet.servers[0].named, fleet.servers[0].weights = name, 99
@@ -299,11 +331,15 @@ async def test_a_server_that_joins_during_an_update_gets_the_new_version(fleet: 
 
 
 @pytest.mark.parametrize("chosen", ["disk", "tensor"])
-async def test_what_a_joining_server_has_cached_goes_also_where_updates_keep_caches(fleet: Fleet, chosen: Any) -> None:
+async def test_what_a_joining_server_has_cached_goes_also_where_updates_keep_caches(
+    fleet: Fleet, chosen: Any
+) -> None:
     giver = Giver(timeout_s=5.0)
     third = Server()
     try:
-        fleet.engine.weights.config = SGLangConfig(weights=chosen, pause="in_place", update_timeout_s=WAIT_S)
+        fleet.engine.weights.config = SGLangConfig(
+            weights=chosen, pause="in_place", update_timeout_s=WAIT_S
+        )
         for server in (*fleet.servers, third):
 
             async def taken(server: Server = server) -> None:
@@ -311,7 +347,9 @@ async def test_what_a_joining_server_has_cached_goes_also_where_updates_keep_cac
 
             server.at["/update_weights_from_tensor"] = taken
             server.flushed.clear()
-        await fleet.engine.load(version(fleet.folder, 2) if chosen == "disk" else in_memory(fleet, giver, 2))
+        await fleet.engine.load(
+            version(fleet.folder, 2) if chosen == "disk" else in_memory(fleet, giver, 2)
+        )
         await fleet.joins(third)
         await fleet.with_all(3)
         assert not any(fleet.servers[0].flushed) and third.flushed[-1]
@@ -336,7 +374,9 @@ async def test_a_server_that_leaves_takes_no_further_part(fleet: Fleet) -> None:
 
 @pytest.mark.parametrize("step", [*STEPS, "/continue_generation"])
 @pytest.mark.parametrize("ends", ["fails", "dies"])
-async def test_a_server_that_fails_or_dies_in_an_update_does_not_fail_it(fleet: Fleet, step: str, ends: str) -> None:
+async def test_a_server_that_fails_or_dies_in_an_update_does_not_fail_it(
+    fleet: Fleet, step: str, ends: str
+) -> None:
     first, second = fleet.servers
     getattr(first, ends).add(step)
     await fleet.load(2)
@@ -360,7 +400,8 @@ async def test_an_engine_that_ends_closes_the_connection_to_a_server_that_it_has
 ) -> None:
     monkeypatch.setattr(sglang, "LOOK_S", 1e6)
     fleet.engine._look_now.set()
-    await fleet.until(lambda: not fleet.engine._look_now.is_set())  # the update waits for this look, which is the last
+    # the update waits for this look, which is the last
+    await fleet.until(lambda: not fleet.engine._look_now.is_set())
     fleet.servers[0].fails.add("/pause_generation")
     await fleet.load(2)
     assert len(fleet.engine.way.servers) == 1
@@ -370,7 +411,9 @@ async def test_an_engine_that_ends_closes_the_connection_to_a_server_that_it_has
     assert not [told for told in recwarn.list if issubclass(told.category, ResourceWarning)]
 
 
-async def test_when_an_update_fails_everywhere_nothing_is_served_until_one_succeeds(fleet: Fleet) -> None:
+async def test_when_an_update_fails_everywhere_nothing_is_served_until_one_succeeds(
+    fleet: Fleet,
+) -> None:
     for server in fleet.servers:
         server.fails.add("/update_weights_from_disk")
     with pytest.raises(InfrastructureFault, match="injected"):
@@ -448,7 +491,9 @@ async def test_what_a_dying_server_computed_is_asked_again_elsewhere(fleet: Flee
     await fleet.with_all(1)
 
 
-async def test_an_adapter_reaches_a_server_that_joins(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_adapter_reaches_a_server_that_joins(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(fleet.engine.weights, "_verify", lambda *_: None)
     await fleet.engine.load(adapter(fleet.folder, 2))
     third = await fleet.joins(Server())
@@ -505,7 +550,8 @@ def in_memory(fleet: Fleet, giver: Giver, number: int) -> LoadRequest:
 async def test_weights_reach_all_servers_side_by_side_and_bucket_by_bucket(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch, chosen: Any
 ) -> None:
-    """Each server waits in every bucket for the other, and each ask for the other ask, so that nothing could be done one after the other."""
+    """Each server waits in every bucket for the other, and each ask for the other ask, so that
+    nothing could be done one after the other."""
     path = f"/update_weights_from_{chosen}"
     together = asyncio.Barrier(2)
     asks = threading.Barrier(2, timeout=WAIT_S)
@@ -537,4 +583,6 @@ async def test_weights_reach_all_servers_side_by_side_and_bucket_by_bucket(
 
 async def test_behind_a_router_cut_distributions_are_refused(fleet: Fleet) -> None:
     with pytest.raises(DataFault, match="top_p = 1"):
-        await fleet.engine.generate(GenerateRequest(np.array([1, 2], np.int32), 1, Sampling(4, top_p=0.5)))
+        await fleet.engine.generate(
+            GenerateRequest(np.array([1, 2], np.int32), 1, Sampling(4, top_p=0.5))
+        )

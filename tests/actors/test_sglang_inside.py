@@ -1,4 +1,5 @@
-"""SGLang inside the actor's process, against transformers: one start of a real engine, driven by ``tests.sglang_cpu.inside``."""
+"""SGLang inside the actor's process, against transformers: one start of a real engine, driven by
+``tests.sglang_cpu.inside``."""
 
 import json
 import multiprocessing
@@ -15,7 +16,13 @@ from actors.config import ActorsConfig
 from actors.engines.sglang_inside import Inside
 from learner.giver import Giver
 from tests.actors.test_engine_contract import adapter_folder
-from tests.actors.test_local_engine import GREATEST_DIFFERENCE, full_logprobs, ids, reference, version_folder
+from tests.actors.test_local_engine import (
+    GREATEST_DIFFERENCE,
+    full_logprobs,
+    ids,
+    reference,
+    version_folder,
+)
 from tests.actors.test_sglang_weights import in_memory
 from tests.sglang_cpu import environment, server
 from tests.sglang_cpu.shared import LORA
@@ -74,18 +81,23 @@ def drive(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Drive:
 def test_tokens_and_logprobs_are_those_of_a_full_forward(drive: Drive, llama: Path) -> None:
     (sample,) = drive.answers["greedy"]["samples"]
     model = reference(llama)
-    expected = model.generate(torch.tensor(PROMPT, dtype=torch.long)[None], max_new_tokens=8, do_sample=False)[
-        0, len(PROMPT) :
-    ].tolist()
+    expected = model.generate(
+        torch.tensor(PROMPT, dtype=torch.long)[None], max_new_tokens=8, do_sample=False
+    )[0, len(PROMPT) :].tolist()
     assert sample["tokens"] == expected
     for result, prompt in ((drive.answers["greedy"], PROMPT), (drive.answers["four"], OTHER)):
         _judge(result, prompt, model, 0, GREATEST_DIFFERENCE)
     assert len({tuple(sample["tokens"]) for sample in drive.answers["four"]["samples"]}) > 1
-    assert (drive.answers["four"]["cached"], drive.answers["again"]["cached"]) == (0, len(OTHER) - 1)
+    assert (drive.answers["four"]["cached"], drive.answers["again"]["cached"]) == (
+        0,
+        len(OTHER) - 1,
+    )
 
 
 @pytest.mark.parametrize(("how", "version"), [("full", 3), ("memory", 5), ("adapter", 6)])
-def test_a_new_version_is_sampled_from_by_each_transport(drive: Drive, how: str, version: int) -> None:
+def test_a_new_version_is_sampled_from_by_each_transport(
+    drive: Drive, how: str, version: int
+) -> None:
     """From a file, out of the learner's memory, and an adapter alone."""
     assert drive.answers[how]["cached"] == 0
     _judge(drive.answers[how], PROMPT, drive.models[how], version, 5 * GREATEST_DIFFERENCE)
@@ -96,7 +108,9 @@ def test_a_new_version_is_sampled_from_by_each_transport(drive: Drive, how: str,
 def test_an_update_within_a_generation_labels_each_token(drive: Drive) -> None:
     for sample in drive.answers["across"]["samples"]:
         assert len(sample["versions"]) == 400
-        assert set(sample["versions"]) == {0, 3}, "the version came before the first token, or after the last"
+        assert set(sample["versions"]) == {0, 3}, (
+            "the version came before the first token, or after the last"
+        )
         assert sample["versions"] == sorted(sample["versions"])
 
 
@@ -121,7 +135,9 @@ async def test_a_child_that_ends_by_itself_is_noticed(llama: Path) -> None:
     assert "ended with status 0" in await way.died()
 
 
-def _judge(result: dict[str, Any], prompt: np.ndarray, model: Any, version: int, most: float) -> None:
+def _judge(
+    result: dict[str, Any], prompt: np.ndarray, model: Any, version: int, most: float
+) -> None:
     """The samples are labelled with ``version`` and their log-probabilities are those of ``model``."""
     for sample in result["samples"]:
         assert sample["versions"] == [version] * len(sample["tokens"])

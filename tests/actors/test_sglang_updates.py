@@ -1,6 +1,8 @@
-"""An update of SGLang that fails at each of its steps: what the engine serves afterwards, and that generation always goes on.
+"""An update of SGLang that fails at each of its steps: what the engine serves afterwards, and that
+generation always goes on.
 
-The server is scripted: a real one cannot be made to fail at a chosen step. What a real one does is in test_sglang_weights.py.
+The server is scripted: a real one cannot be made to fail at a chosen step. What a real one does is
+in test_sglang_weights.py.
 """
 
 import asyncio
@@ -22,11 +24,17 @@ from wire.messages import GenerateRequest, LoadRequest, Sampling
 from wire.published import Manifest
 
 REQUEST = GenerateRequest(np.array([1, 2, 3], np.int32), 1, Sampling(4))
-STEPS = ["/pause_generation", "/update_weight_version", "/update_weights_from_disk", "/weights_checker"]
+STEPS = [
+    "/pause_generation",
+    "/update_weight_version",
+    "/update_weights_from_disk",
+    "/weights_checker",
+]
 
 
 class Scripted:
-    """Server and way in one: answers like SGLang, fails where ``fails`` says, ``once`` for each entry."""
+    """Server and way in one: answers like SGLang, fails where ``fails`` says, ``once`` for each
+    entry."""
 
     name, elastic = "scripted", False
 
@@ -65,7 +73,9 @@ class Scripted:
 
     async def close(self) -> None: ...
 
-    async def call(self, path: str, body: dict[str, Any], timeout_s: float, attempts: int = 1) -> dict[str, Any]:
+    async def call(
+        self, path: str, body: dict[str, Any], timeout_s: float, attempts: int = 1
+    ) -> dict[str, Any]:
         self.calls.append(path)
         if path == "/pause_generation":
             self.paused = True
@@ -77,7 +87,9 @@ class Scripted:
             raise self.fails.pop(path)
         if path == "/update_weight_version":
             self.version = body["new_version"]
-        return {"per_engine_checksum": self.weights, "ranks": []} if path == "/weights_checker" else {}
+        return (
+            {"per_engine_checksum": self.weights, "ranks": []} if path == "/weights_checker" else {}
+        )
 
 
 def version(folder: Path, number: int) -> LoadRequest:
@@ -107,7 +119,9 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Scripted:
     return made
 
 
-async def started(tmp_path: Path, settings: SGLangConfig = SGLangConfig(update_timeout_s=5)) -> sglang.SGLangEngine:
+async def started(
+    tmp_path: Path, settings: SGLangConfig = SGLangConfig(update_timeout_s=5)
+) -> sglang.SGLangEngine:
     base = tmp_path / "base"
     base.mkdir()
     (base / "config.json").write_text("{}")
@@ -120,7 +134,9 @@ async def started(tmp_path: Path, settings: SGLangConfig = SGLangConfig(update_t
 
 
 @pytest.mark.parametrize("step", [*STEPS, "/continue_generation"])
-@pytest.mark.parametrize("error", [InfrastructureFault("injected"), KeyError("buckets"), asyncio.CancelledError()])
+@pytest.mark.parametrize(
+    "error", [InfrastructureFault("injected"), KeyError("buckets"), asyncio.CancelledError()]
+)
 async def test_a_failed_update_serves_nothing_until_one_succeeds(
     server: Scripted, tmp_path: Path, step: str, error: BaseException
 ) -> None:
@@ -157,7 +173,9 @@ async def test_a_cancelled_update_leaves_no_server_paused(server: Scripted, tmp_
     engine = await started(tmp_path)
     answer = server.call
 
-    async def slow(path: str, body: dict[str, Any], timeout_s: float, attempts: int = 1) -> dict[str, Any]:
+    async def slow(
+        path: str, body: dict[str, Any], timeout_s: float, attempts: int = 1
+    ) -> dict[str, Any]:
         found = await answer(path, body, timeout_s)
         await asyncio.sleep(0.3 if path == "/pause_generation" else 0)
         return found
@@ -178,14 +196,18 @@ async def test_an_action_that_was_cut_off_is_no_sample(server: Scripted, tmp_pat
         await engine.generate(REQUEST)
 
 
-async def test_a_server_that_somebody_started_anew_is_noticed(server: Scripted, tmp_path: Path) -> None:
+async def test_a_server_that_somebody_started_anew_is_noticed(
+    server: Scripted, tmp_path: Path
+) -> None:
     engine = await started(tmp_path)
     server.version = "default"
     with pytest.raises(InfrastructureFault, match="'default', expected '1@"):
         await engine.generate(REQUEST)
 
 
-async def test_a_new_actor_takes_no_weights_of_an_update_that_was_cut_off(server: Scripted, tmp_path: Path) -> None:
+async def test_a_new_actor_takes_no_weights_of_an_update_that_was_cut_off(
+    server: Scripted, tmp_path: Path
+) -> None:
     server.version = "moving-1"
     base = tmp_path / "base"
     base.mkdir()
@@ -197,7 +219,8 @@ async def test_a_new_actor_takes_no_weights_of_an_update_that_was_cut_off(server
 
 
 @pytest.mark.parametrize(
-    "error", [InfrastructureFault("no answer within 1800 s"), TimeoutError(), asyncio.CancelledError()]
+    "error",
+    [InfrastructureFault("no answer within 1800 s"), TimeoutError(), asyncio.CancelledError()],
 )
 async def test_a_request_that_nobody_waits_for_any_more_is_aborted(
     server: Scripted, tmp_path: Path, error: BaseException
@@ -224,7 +247,9 @@ async def test_requests_go_on_while_a_version_is_verified(
     update = asyncio.create_task(engine.load(version(tmp_path, 2)))
     await verifying.wait()
     try:
-        assert (await asyncio.wait_for(engine.generate(REQUEST), 10)).samples[0].versions.tolist() == [1]
+        assert (await asyncio.wait_for(engine.generate(REQUEST), 10)).samples[
+            0
+        ].versions.tolist() == [1]
     finally:
         verified.set()
     await update
@@ -239,7 +264,9 @@ class Held:
         self.reached, self.release = asyncio.Event(), asyncio.Event()
         server.call = self.call  # pyright: ignore[reportAttributeAccessIssue]
 
-    async def call(self, path: str, body: dict[str, Any], timeout_s: float, attempts: int = 1) -> dict[str, Any]:
+    async def call(
+        self, path: str, body: dict[str, Any], timeout_s: float, attempts: int = 1
+    ) -> dict[str, Any]:
         answer = await self.answer(path, body, timeout_s)
         if path == self.path:
             self.reached.set()

@@ -36,7 +36,9 @@ async def locked() -> AsyncIterator[str]:
 async def refused(url: str) -> list[str]:
     """What the event loop and the interpreter have to say about what a failed start left behind."""
     said: list[str] = []
-    asyncio.get_running_loop().set_exception_handler(lambda _, context: said.append(str(context["message"])))
+    asyncio.get_running_loop().set_exception_handler(
+        lambda _, context: said.append(str(context["message"]))
+    )
     settings = SGLangConfig(way="url", urls=[url], api_key_env=KEY)
     engine: Any = SGLangEngine("no model folder", ActorsConfig(sglang=settings))
     gc.collect()  # what other tests of this process have left
@@ -60,7 +62,9 @@ async def test_a_failed_start_leaves_no_session_open(
     assert await refused(url) == []
 
 
-async def test_a_model_that_cannot_be_read_leaves_no_session_open(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_model_that_cannot_be_read_leaves_no_session_open(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A start that fails after the connections are there is closed by the engine."""
     monkeypatch.setenv(KEY, "any")
     settings = SGLangConfig(way="url", urls=["http://127.0.0.1:9"], api_key_env=KEY)

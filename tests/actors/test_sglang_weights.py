@@ -1,4 +1,5 @@
-"""Weights into a real SGLang server by each transport, out of the learner's real giver; and what happens when an update fails."""
+"""Weights into a real SGLang server by each transport, out of the learner's real giver; and what
+happens when an update fails."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -20,7 +21,13 @@ from actors.engines.sglang_api import Facts, arguments, linear_layers
 from learner.giver import Giver, Snapshot
 from learner.publish import fingerprint
 from tests.actors.test_engine_contract import restore
-from tests.actors.test_local_engine import GREATEST_DIFFERENCE, full_logprobs, ids, reference, version_folder
+from tests.actors.test_local_engine import (
+    GREATEST_DIFFERENCE,
+    full_logprobs,
+    ids,
+    reference,
+    version_folder,
+)
 from tests.sglang_cpu.shared import Shared as Server
 from wire import digest
 from wire.faults import InfrastructureFault
@@ -41,12 +48,18 @@ async def engine(sglang_server: Server, llama: Path, tmp_path: Path) -> AsyncIte
 def test_the_rendezvous_listens_on_its_host_alone_and_ends() -> None:
     giver = Giver(timeout_s=5.0)
     port = int(giver.address.rpartition(":")[2])
-    found = [c for c in psutil.Process().net_connections() if c.status == "LISTEN" and c.laddr.port == port]
+    found = [
+        c
+        for c in psutil.Process().net_connections()
+        if c.status == "LISTEN" and c.laddr.port == port
+    ]
     assert [c.laddr.ip for c in found] == ["127.0.0.1"]
     giver.close()
 
 
-def in_memory(tmp_path: Path, giver: Giver, version: int, tensors: dict[str, Any], bucket_bytes: int) -> LoadRequest:
+def in_memory(
+    tmp_path: Path, giver: Giver, version: int, tensors: dict[str, Any], bucket_bytes: int
+) -> LoadRequest:
     """A version that only the giver holds."""
     folder = tmp_path / f"m{version}"
     folder.mkdir()
@@ -63,11 +76,13 @@ async def test_weights_out_of_the_learners_memory(
     if wanted == "distributed" and torch.cuda.device_count() == 1:
         pytest.skip("a broadcast between GPUs needs two")
     _, _, model = version_folder(tmp_path, llama, 7)
-    device = "cuda" if torch.cuda.is_available() else "cpu"  # where a learner beside GPU servers holds them
+    # where a learner beside GPU servers holds them
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     tensors = {name: p.detach().to(device) for name, p in model.named_parameters()}
     giver = Giver(timeout_s=60.0)
     try:
-        # The rendezvous is on a CPU, where "auto" would take the tensors: the test names its transport.
+        # The rendezvous is on a CPU, where "auto" would take the tensors: the test names its
+        # transport.
         engine.weights.config = msgspec.structs.replace(engine.weights.config, weights=wanted)
         loaded = await engine.load(in_memory(tmp_path, giver, 7, tensors, bucket_bytes=20_000))
     finally:
@@ -76,7 +91,10 @@ async def test_weights_out_of_the_learners_memory(
     prompt = ids(1, 20)
     (sample,) = (await engine.generate(GenerateRequest(prompt, 1, Sampling(6)))).samples
     assert sample.versions.tolist() == [7] * len(sample.tokens)
-    assert np.abs(full_logprobs(model, prompt, sample.tokens) - sample.logprobs).max() < GREATEST_DIFFERENCE
+    assert (
+        np.abs(full_logprobs(model, prompt, sample.tokens) - sample.logprobs).max()
+        < GREATEST_DIFFERENCE
+    )
     assert engine.counts["loaded_bytes"] >= sum(t.nbytes for t in tensors.values())
 
 
@@ -94,10 +112,15 @@ async def test_an_update_in_place_keeps_no_cache_for_the_next_version(
     assert result.cached_tokens == 0
     for sample in result.samples:
         assert sample.versions.tolist() == [7] * len(sample.tokens)
-        assert np.abs(full_logprobs(model, request.tokens, sample.tokens) - sample.logprobs).max() < GREATEST_DIFFERENCE
+        assert (
+            np.abs(full_logprobs(model, request.tokens, sample.tokens) - sample.logprobs).max()
+            < GREATEST_DIFFERENCE
+        )
 
 
-async def test_two_servers_of_one_engine_with_different_weights_are_noticed(engine: SGLangEngine) -> None:
+async def test_two_servers_of_one_engine_with_different_weights_are_noticed(
+    engine: SGLangEngine,
+) -> None:
     answers = [{"per_engine_checksum": "a" * 64}, {"per_engine_checksum": "b" * 64}]
     engine.way.servers.append(engine.way.servers[0])
     try:
@@ -107,7 +130,9 @@ async def test_two_servers_of_one_engine_with_different_weights_are_noticed(engi
         engine.way.servers.pop()
 
 
-async def test_an_update_that_changes_nothing_is_noticed(engine: SGLangEngine, llama: Path, tmp_path: Path) -> None:
+async def test_an_update_that_changes_nothing_is_noticed(
+    engine: SGLangEngine, llama: Path, tmp_path: Path
+) -> None:
     folder, proof, _ = version_folder(tmp_path, llama, 8)
     await engine.load(LoadRequest(8, str(folder), proof))
     same = tmp_path / "same"
@@ -132,7 +157,9 @@ async def test_weights_of_another_model_are_refused_before_sglang_sees_them(
     """It would end its process over a wrong shape, and take no notice of an unknown name."""
     folder = tmp_path / "other"
     folder.mkdir()
-    tensors = {n: p.detach().clone() for n, p in reference(llama).named_parameters()} | {name: torch.zeros(5)}
+    tensors = {n: p.detach().clone() for n, p in reference(llama).named_parameters()} | {
+        name: torch.zeros(5)
+    }
     save_file(tensors, folder / "model.safetensors")
     proof = digest.safetensors_file(folder / "model.safetensors")
     Manifest(9, "full", proof).write(folder)
@@ -155,16 +182,21 @@ async def test_a_version_the_learner_no_longer_gives_is_an_error_that_says_so(
         giver.offer(Snapshot(9, tensors))
         with pytest.raises(InfrastructureFault, match="asked for version 7, gives 8, 9"):
             await engine.load(old)
-        assert (await engine.generate(GenerateRequest(ids(2, 8), 1, Sampling(2)))).samples  # nothing was touched
+        # nothing was touched
+        assert (await engine.generate(GenerateRequest(ids(2, 8), 1, Sampling(2)))).samples
     finally:
         giver.close()
 
 
-async def test_a_learner_that_is_gone_is_an_error_within_the_timeout(engine: SGLangEngine, tmp_path: Path) -> None:
+async def test_a_learner_that_is_gone_is_an_error_within_the_timeout(
+    engine: SGLangEngine, tmp_path: Path
+) -> None:
     folder = tmp_path / "gone"
     folder.mkdir()
     Manifest(7, "full", "d" * 64, False, Memory("127.0.0.1:1", "here", "cpu")).write(folder)
-    engine.weights.config = msgspec.structs.replace(engine.weights.config, weights="tensor", update_timeout_s=2.0)
+    engine.weights.config = msgspec.structs.replace(
+        engine.weights.config, weights="tensor", update_timeout_s=2.0
+    )
     with pytest.raises(InfrastructureFault, match="rendezvous"):
         await asyncio.wait_for(engine.load(LoadRequest(7, str(folder), "d" * 64)), 60)
 
@@ -172,11 +204,19 @@ async def test_a_learner_that_is_gone_is_an_error_within_the_timeout(engine: SGL
 def test_a_server_is_started_for_the_layers_that_the_learner_trains(llama: Path) -> None:
     from peft import LoraConfig, get_peft_model
 
-    adapted: Any = get_peft_model(reference(llama), LoraConfig(target_modules="all-linear"))  # as learner/model.py
-    trained = {name.split(".lora_A")[0].split(".")[-1] for name, _ in adapted.named_parameters() if "lora_A" in name}
+    # as learner/model.py
+    adapted: Any = get_peft_model(reference(llama), LoraConfig(target_modules="all-linear"))
+    trained = {
+        name.split(".lora_A")[0].split(".")[-1]
+        for name, _ in adapted.named_parameters()
+        if "lora_A" in name
+    }
     assert set(linear_layers(llama)) == trained
     given = {"enable_lora": True, "lora_target_modules": ["q_proj"]}
-    assert arguments(str(llama), ActorsConfig(sglang=SGLangConfig(arguments=given))).items() >= given.items()
+    assert (
+        arguments(str(llama), ActorsConfig(sglang=SGLangConfig(arguments=given))).items()
+        >= given.items()
+    )
     assert "lora_target_modules" not in arguments(str(llama), ActorsConfig())
 
 
@@ -186,11 +226,29 @@ def test_a_server_is_started_for_the_layers_that_the_learner_trains(llama: Path)
         ({"kind": "lora"}, Facts(device="cuda"), "h", {"0"}, "adapter"),
         ({}, Facts(device="cuda"), "h", {"0"}, "disk"),
         ({"memory": Memory("s", "h", "cuda", "0")}, Facts(device="cuda"), "h", {"0"}, "tensor"),
-        ({"memory": Memory("s", "h", "cuda", "0")}, Facts(device="cuda"), "h", {"1"}, "distributed"),
+        (
+            {"memory": Memory("s", "h", "cuda", "0")},
+            Facts(device="cuda"),
+            "h",
+            {"1"},
+            "distributed",
+        ),
         ({"memory": Memory("s", "h", "cuda", "0")}, Facts(device="cuda"), "", set(), "distributed"),
         ({"memory": Memory("s", "h", "cpu")}, Facts(device="cuda"), "h", {"0"}, "disk"),
-        ({"memory": Memory("s", "h", "cpu"), "file": False}, Facts(device="cpu"), "h", set(), "tensor"),
-        ({"memory": Memory("s", "h", "cpu"), "file": False}, Facts(device="cpu"), "g", set(), "distributed"),
+        (
+            {"memory": Memory("s", "h", "cpu"), "file": False},
+            Facts(device="cpu"),
+            "h",
+            set(),
+            "tensor",
+        ),
+        (
+            {"memory": Memory("s", "h", "cpu"), "file": False},
+            Facts(device="cpu"),
+            "g",
+            set(),
+            "distributed",
+        ),
     ],
 )
 def test_the_transport_follows_from_where_the_processes_are(
@@ -202,7 +260,10 @@ def test_the_transport_follows_from_where_the_processes_are(
 
 @pytest.mark.parametrize(
     ("wanted", "manifest"),
-    [("disk", Manifest(1, "full", "d", False, Memory("s", "h", "cpu"))), ("tensor", Manifest(1, "full", "d"))],
+    [
+        ("disk", Manifest(1, "full", "d", False, Memory("s", "h", "cpu"))),
+        ("tensor", Manifest(1, "full", "d")),
+    ],
 )
 def test_a_transport_that_cannot_be_had_is_refused_with_the_remedy(
     wanted: transport.Transport, manifest: Manifest

@@ -17,7 +17,8 @@ from tools.defaults.legal_play import FIRST_SEED
 
 NOBODY: Any = None
 ROOM = "######" + "#P_O_#" + "#_X__#" + "#____#" * 2 + "######"
-"""Solved by down, down, right, up (which pushes the box up into the first row), left, up, right (which pushes it onto the target)."""
+"""Solved by down, down, right, up (which pushes the box up into the first row), left, up, right
+(which pushes it onto the target)."""
 PAIR = "######" + "#PXO_#" + "#_XO_#" + "#____#" * 2 + "######"
 
 
@@ -78,7 +79,10 @@ def test_the_episode_ends_at_the_horizon_and_success_may_be_the_outcome() -> Non
     assert play(game, State(ROOM, turn=2), "up")[-1].outcome == 0.0
     assert play(game, State("######" + "#PXO_#" + "######" * 4), "right")[-1].outcome == 1.0
     partly = State(PAIR.replace("#PXO_#", "#_P√_#"), turn=14)
-    assert play(Sokoban(boxes=2), partly, "left")[-1].measures == {"success": 0.0, "completion": 0.5}
+    assert play(Sokoban(boxes=2), partly, "left")[-1].measures == {
+        "success": 0.0,
+        "completion": 0.5,
+    }
     assert game.moves(play(game, State(ROOM, turn=2), "up")[-1].state) == []
 
 
@@ -112,7 +116,12 @@ def test_standing_still_is_valid_and_costs_the_step() -> None:
 
 def test_notation_is_read_back_as_the_move() -> None:
     game = Sokoban()
-    assert [game.move(game.notation(move)) for move in game.moves(State(ROOM))] == [(0,), (1,), (2,), (3,)]
+    assert [game.move(game.notation(move)) for move in game.moves(State(ROOM))] == [
+        (0,),
+        (1,),
+        (2,),
+        (3,),
+    ]
 
 
 def test_the_prompt_has_rules_then_state_and_shows_the_last_two_turns() -> None:
@@ -178,14 +187,18 @@ def test_training_and_held_out_rooms_share_no_layout_however_turned() -> None:
     train = [parse(game.initial(tasks.at(position)).board) for position in range(600)]
     heldout = [parse(game.initial(task).board) for task in tasks.held_out(128)]
     warm = [parse(game.initial(game.task(FIRST_SEED + count)).board) for count in range(100)]
-    assert {layout_digest(room) for room in train + warm}.isdisjoint({layout_digest(room) for room in heldout})
+    assert {layout_digest(room) for room in train + warm}.isdisjoint(
+        {layout_digest(room) for room in heldout}
+    )
     assert not any(map(is_held_out, train + warm)) and all(map(is_held_out, heldout))
 
 
 def test_the_released_split_shares_layouts() -> None:
     game = Sokoban(split="released")
     tasks = GeneratedTasks(game.task, seed=0)
-    train = {layout_digest(parse(game.initial(tasks.at(position)).board)) for position in range(600)}
+    train = {
+        layout_digest(parse(game.initial(tasks.at(position)).board)) for position in range(600)
+    }
     heldout = [layout_digest(parse(game.initial(task).board)) for task in tasks.held_out(128)]
     assert sum(digest in train for digest in heldout) > 30
 
@@ -200,7 +213,9 @@ def test_good_moves_begin_a_shortest_solution() -> None:
 
 def test_a_judged_turn_has_the_games_own_budget() -> None:
     game = Sokoban()
-    turn = game.judged(game.task(1), State(ROOM), game.read(State(ROOM), "<action>right</action>"), 3, 4)
+    turn = game.judged(
+        game.task(1), State(ROOM), game.read(State(ROOM), "<action>right</action>"), 3, 4
+    )
     assert (turn.step, turn.budget, turn.move) == (3, 15, [3])
     assert msgspec.convert(turn.state, State) == State(ROOM)
 

@@ -1,4 +1,5 @@
-"""The pictures of Sokoban rooms. Pillow, which matplotlib brings, is the independent reader of the PNG bytes."""
+"""The pictures of Sokoban rooms. Pillow, which matplotlib brings, is the independent reader of the
+PNG bytes."""
 
 import io
 from pathlib import Path
@@ -49,7 +50,9 @@ def test_a_side_enlarges_the_pixels(side: int) -> None:
     middle = image[cell // 2 :: cell, cell // 2 :: cell][:6, :6]
     expected = pixels(EVERY_KIND)[SIDE // 2 :: SIDE, SIDE // 2 :: SIDE]
     assert side == 256 or np.array_equal(middle, expected)
-    assert {tuple(pixel) for pixel in image.reshape(-1, 3)} == {tuple(p) for p in pixels(EVERY_KIND).reshape(-1, 3)}
+    assert {tuple(pixel) for pixel in image.reshape(-1, 3)} == {
+        tuple(p) for p in pixels(EVERY_KIND).reshape(-1, 3)
+    }
 
 
 def test_the_prompt_shows_the_room_as_a_picture_and_no_board() -> None:
@@ -66,7 +69,9 @@ def test_the_prompt_shows_the_room_as_a_picture_and_no_board() -> None:
     assert not set("√#_") & set(before["text"] + after["text"])
 
 
-def test_a_side_without_a_picture_and_a_picture_that_a_game_cannot_draw_are_refused(tmp_path: Path) -> None:
+def test_a_side_without_a_picture_and_a_picture_that_a_game_cannot_draw_are_refused(
+    tmp_path: Path,
+) -> None:
     with pytest.raises(ValueError, match="side = 256: expected 0, or the pixels of a prompt"):
         Sokoban(side=256)
     path = tmp_path / "prompt.txt"

@@ -26,8 +26,12 @@ TWO = "######" + "#O__O#" + "#_XX_#" + "#_P__#" + "#____#" + "######"
 
 
 def searched(board: str) -> int | None:
-    """The length of a shortest solution by forward search over sets of cells, which shares no code with the table of distances."""
-    at = {glyph: {divmod(cell, 6) for cell, other in enumerate(board) if other == glyph} for glyph in GLYPHS}
+    """The length of a shortest solution by forward search over sets of cells, which shares no code
+    with the table of distances."""
+    at = {
+        glyph: {divmod(cell, 6) for cell, other in enumerate(board) if other == glyph}
+        for glyph in GLYPHS
+    }
     walls, targets = at["#"], frozenset(at["O"] | at["√"] | at["S"])
     (player,) = at["P"] | at["S"]
     start = (player, frozenset(at["X"] | at["√"]))
@@ -37,7 +41,10 @@ def searched(board: str) -> int | None:
         if boxes == targets:
             return depth
         for down, across in ((-1, 0), (1, 0), (0, -1), (0, 1)):
-            there, beyond = (here[0] + down, here[1] + across), (here[0] + 2 * down, here[1] + 2 * across)
+            there, beyond = (
+                (here[0] + down, here[1] + across),
+                (here[0] + 2 * down, here[1] + 2 * across),
+            )
             if there in walls or (there in boxes and (beyond in walls or beyond in boxes)):
                 continue
             after = (there, boxes - {there} | {beyond} if there in boxes else boxes)
@@ -53,7 +60,9 @@ def test_known_rooms_have_known_solutions(board: str, steps: int | None) -> None
 
 
 @pytest.mark.parametrize(("boxes", "rooms", "positions"), [(1, 40, 25), (2, 12, 8), (3, 4, 4)])
-def test_distances_equal_a_forward_search_in_random_positions(boxes: int, rooms: int, positions: int) -> None:
+def test_distances_equal_a_forward_search_in_random_positions(
+    boxes: int, rooms: int, positions: int
+) -> None:
     """The positions are drawn anywhere in the room, so many of them cannot be solved."""
     rng, unsolvable = random.Random(boxes), 0
     for seed in range(rooms):
@@ -72,7 +81,9 @@ def test_a_shortest_solution_is_found_by_following_the_distances() -> None:
         position = generate(6, 1 + seed % 3, seed, 15)
         for left in range(shortest(position) or 0, 0, -1):
             assert shortest(position) == left
-            position = next(after for way in range(4) if shortest(after := pushed(position, way)) == left - 1)
+            position = next(
+                after for way in range(4) if shortest(after := pushed(position, way)) == left - 1
+            )
         assert position.solved
 
 
@@ -113,7 +124,8 @@ def test_a_room_depends_on_its_seed_alone() -> None:
 
 def test_a_generator_that_finds_no_room_says_what_to_do() -> None:
     with pytest.raises(
-        DataFault, match="size 6 with 1 boxes and a solution of at most 15 steps from seed 3 in 4096 tries: ask"
+        DataFault,
+        match="size 6 with 1 boxes and a solution of at most 15 steps from seed 3 in 4096 tries: ask",
     ):
         generate(6, 1, 3, 15, wanted=lambda room: False)
 

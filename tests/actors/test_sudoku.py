@@ -1,4 +1,5 @@
-"""The Sudoku environment; puzzles are checked by an exact-cover solver that shares nothing with the environment's."""
+"""The Sudoku environment; puzzles are checked by an exact-cover solver that shares nothing with the
+environment's."""
 
 import asyncio
 import random
@@ -20,7 +21,9 @@ SMALL = Sudoku(size=4, blanks=8)
 SOLVED = "1234341221434321"
 SEEDS = st.integers(0, 2**31)
 BLANKS = {4: (1, 6, 10, 12), 9: (1, 20, 40)}
-PUZZLES = st.sampled_from([(size, blanks) for size, choices in BLANKS.items() for blanks in choices])
+PUZZLES = st.sampled_from(
+    [(size, blanks) for size, choices in BLANKS.items() for blanks in choices]
+)
 
 
 def exact_cover(board: str, limit: int) -> set[str]:
@@ -111,7 +114,8 @@ def small(board: str, turn: int = 0) -> State:
     return State(4, board, SOLVED, board, turn)
 
 
-# ---------------------------------------------------------------------------------------------- puzzles
+# ----------------------------------------------------------------------------------------------
+# puzzles
 
 
 @given(PUZZLES, SEEDS)
@@ -119,14 +123,22 @@ def small(board: str, turn: int = 0) -> State:
 def test_a_puzzle_has_exactly_its_blanks_and_one_solution(kind: tuple[int, int], seed: int) -> None:
     size, blanks = kind
     state = Sudoku(size=size, blanks=blanks).initial(Task("t", seed=seed))
-    assert (state.size, state.board, state.turn, state.past, state.over) == (size, state.puzzle, 0, (), False)
+    assert (state.size, state.board, state.turn, state.past, state.over) == (
+        size,
+        state.puzzle,
+        0,
+        (),
+        False,
+    )
     assert len(state.puzzle) == size * size
     assert state.puzzle.count(".") == blanks
     assert exact_cover(state.puzzle, 2) == {state.solution}
 
 
 @pytest.mark.parametrize(("size", "blanks"), [(9, 40), (4, 8)])
-def test_a_seed_always_gives_the_same_puzzle_and_other_seeds_other_ones(size: int, blanks: int) -> None:
+def test_a_seed_always_gives_the_same_puzzle_and_other_seeds_other_ones(
+    size: int, blanks: int
+) -> None:
     made = [generate(size, blanks, seed) for seed in range(30)]
     assert made == [generate(size, blanks, seed) for seed in range(30)]
     assert len(set(made)) == 30
@@ -140,12 +152,15 @@ def test_the_puzzle_of_a_seed_never_changes() -> None:
 @given(st.sampled_from([8, 10, 12]), SEEDS)
 @settings(max_examples=15, deadline=None)
 def test_the_puzzle_is_the_one_that_removal_cell_by_cell_gives(blanks: int, seed: int) -> None:
-    """methods.md 3.3 word for word: as many attempts as blanks, a removal kept only with one solution, a retry if one was refused."""
+    """methods.md 3.3 word for word: as many attempts as blanks, a removal kept only with one
+    solution, a retry if one was refused."""
     tries = (removed_one_by_one(blanks, seed + attempt * 1_000_003) for attempt in range(256))
     assert generate(4, blanks, seed)[0] == next(grid for grid in tries if grid.count(".") == blanks)
 
 
-def test_a_seed_without_a_puzzle_is_a_data_fault_that_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_seed_without_a_puzzle_is_a_data_fault_that_names_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(sudoku, "TRIES", 1)
     failed = []
     for seed in range(100, 140):
@@ -161,7 +176,12 @@ def test_the_solver_knows_all_grids_of_size_4_and_stops_at_the_limit() -> None:
     assert len(set(solutions("." * 16, 1000))) == 288
     assert len(solutions("." * 16, 5)) == 5
     assert solutions(SOLVED, 2) == [SOLVED]
-    assert solutions("11" + "." * 14, 2) == solutions("1...1" + "." * 11, 2) == solutions("1....1" + "." * 10, 2) == []
+    assert (
+        solutions("11" + "." * 14, 2)
+        == solutions("1...1" + "." * 11, 2)
+        == solutions("1....1" + "." * 10, 2)
+        == []
+    )
 
 
 def test_the_solver_finds_the_one_solution_of_17_clues() -> None:
@@ -181,12 +201,15 @@ def test_the_solver_finds_what_exact_cover_finds(rng: random.Random, clues: int)
     assert set(found) == exact_cover(board, 400)
 
 
-# ---------------------------------------------------------------------------------------------- play
+# ----------------------------------------------------------------------------------------------
+# play
 
 
 @given(SEEDS, st.booleans(), st.integers(1, 60), st.randoms(use_true_random=False))
 @settings(max_examples=30, deadline=None)
-def test_random_legal_play_keeps_the_rules(seed: int, terminate: bool, cap: int, rng: random.Random) -> None:
+def test_random_legal_play_keeps_the_rules(
+    seed: int, terminate: bool, cap: int, rng: random.Random
+) -> None:
     game = Sudoku(size=4, blanks=10, terminate_on_wrong=terminate, max_turns=cap)
     state = game.initial(game.task(seed))
     transition = Transition(state, "", False)
@@ -199,8 +222,15 @@ def test_random_legal_play_keeps_the_rules(seed: int, terminate: bool, cap: int,
         right = before.solution[row * 4 + column] == str(digit)
         changed = [cell for cell in range(16) if before.board[cell] != state.board[cell]]
         assert changed == ([row * 4 + column] if right else [])
-        assert all(digit in (".", answer) for digit, answer in zip(state.board, state.solution, strict=True))
-        assert (state.puzzle, state.solution, state.turn) == (before.puzzle, before.solution, before.turn + 1)
+        assert all(
+            digit in (".", answer)
+            for digit, answer in zip(state.board, state.solution, strict=True)
+        )
+        assert (state.puzzle, state.solution, state.turn) == (
+            before.puzzle,
+            before.solution,
+            before.turn + 1,
+        )
         assert transition.observation == ""
         solved, wrong, late = "." not in state.board, terminate and not right, state.turn == cap
         assert transition.done == (solved or wrong or late)
@@ -247,9 +277,12 @@ def test_a_wrong_digit_can_end_the_episode_as_a_loss() -> None:
 
 
 @pytest.mark.parametrize(
-    ("board", "digit", "outcome"), [("..34", 1, 0.0), ("..34", 2, 0.0), (".234", 2, 0.0), (".234", 1, 1.0)]
+    ("board", "digit", "outcome"),
+    [("..34", 1, 0.0), ("..34", 2, 0.0), (".234", 2, 0.0), (".234", 1, 1.0)],
 )
-def test_the_last_turn_counts_as_lost_time_unless_it_solves(board: str, digit: int, outcome: float) -> None:
+def test_the_last_turn_counts_as_lost_time_unless_it_solves(
+    board: str, digit: int, outcome: float
+) -> None:
     game = Sudoku(size=4, max_turns=7, blanks=4)
     transition = play(game, small(board + SOLVED[4:], turn=6), (0, 0, digit))
     assert (transition.done, transition.outcome) == (True, outcome)
@@ -257,7 +290,9 @@ def test_the_last_turn_counts_as_lost_time_unless_it_solves(board: str, digit: i
     assert not play(game, small(board + SOLVED[4:], turn=5), (0, 0, 2)).done
 
 
-@pytest.mark.parametrize("text", ["1 1 3", "1 5 3", "0 2 2", "1 2 5", "1 2 0", "5 2 2", "1 2", "1 2 3 4", "1 2 x", ""])
+@pytest.mark.parametrize(
+    "text", ["1 1 3", "1 5 3", "0 2 2", "1 2 5", "1 2 0", "5 2 2", "1 2", "1 2 3 4", "1 2 x", ""]
+)
 def test_an_unusable_action_loses_and_keeps_what_was_filled(text: str) -> None:
     state = msgspec.structs.replace(small("1..4.4.2" + SOLVED[8:]), board="1.34.4.2" + SOLVED[8:])
     action = SMALL.read(state, f"<action>{text}</action>")
@@ -267,7 +302,8 @@ def test_an_unusable_action_loses_and_keeps_what_was_filled(text: str) -> None:
     assert transition.measures == {"success": 0.0, "completion": 0.25}
 
 
-# ---------------------------------------------------------------------------------------------- texts
+# ----------------------------------------------------------------------------------------------
+# texts
 
 
 @pytest.mark.parametrize("text", ["3 7 5", " 3  7   5 ", "3,7,5", "3, 7, 5", "\n3 7\t5\n"])
@@ -276,7 +312,8 @@ def test_a_move_is_row_column_digit_counted_from_1(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["375", "3 7", "3 7 5 1", "R3 C7 5", "3 7 five", "-3 7 5", "3 7 5.", "٣ 7 5", "9" * 5000]
+    "text",
+    ["375", "3 7", "3 7 5 1", "R3 C7 5", "3 7 five", "-3 7 5", "3 7 5.", "٣ 7 5", "9" * 5000],
 )
 def test_other_text_is_no_move(text: str) -> None:
     assert Sudoku().move(text) is None
@@ -302,7 +339,11 @@ def test_a_small_grid_is_drawn_with_labels_and_boxes() -> None:
     )
 
 
-@given(st.sampled_from([4, 9]).flatmap(lambda n: st.text("." + "123456789"[:n], min_size=n * n, max_size=n * n)))
+@given(
+    st.sampled_from([4, 9]).flatmap(
+        lambda n: st.text("." + "123456789"[:n], min_size=n * n, max_size=n * n)
+    )
+)
 @settings(max_examples=50)
 def test_the_drawn_grid_can_be_read_back(board: str) -> None:
     size = round(len(board) ** 0.5)
@@ -330,12 +371,19 @@ def test_the_prompt_shows_the_board_and_never_the_solution() -> None:
 def test_the_compact_prompt_is_the_cells_alone() -> None:
     game = Sudoku("sudoku_compact", size=4, blanks=8)
     state = small("12.4" * 4)
-    assert game.prompt(game.task(0), state) == [{"role": "user", "content": f"S{SPLIT}{'12.4' * 4}"}]
+    assert game.prompt(game.task(0), state) == [
+        {"role": "user", "content": f"S{SPLIT}{'12.4' * 4}"}
+    ]
 
 
 def test_the_view_counts_and_names_the_blanks() -> None:
     view = SMALL.view(small(".2.4" + SOLVED[4:15] + "."))
-    assert (view["blanks"], view["empty"], view["size"], view["box"]) == ("3", "1 1, 1 3, 4 4", "4", "2")
+    assert (view["blanks"], view["empty"], view["size"], view["box"]) == (
+        "3",
+        "1 1, 1 3, 4 4",
+        "4",
+        "2",
+    )
 
 
 def test_the_history_keeps_the_last_moves_with_their_result() -> None:

@@ -47,7 +47,9 @@ def test_search_r1_and_flashrag_rows_load_and_unusable_ones_are_rejected_with_re
     assert len(rejected) == (3 if ending == "jsonl" else 2)
 
 
-def test_a_missing_file_or_one_without_tasks_is_an_error_that_says_what_was_expected(tmp_path: Path) -> None:
+def test_a_missing_file_or_one_without_tasks_is_an_error_that_says_what_was_expected(
+    tmp_path: Path,
+) -> None:
     with pytest.raises(FileNotFoundError, match=r"jsonl or \.parquet"):
         load_tasks(str(tmp_path / "none.jsonl"))
     (tmp_path / "empty.jsonl").write_text('{"question": "q"}\n')
@@ -75,16 +77,26 @@ def test_unusable_held_out_rows_and_a_set_that_is_too_small_are_told_with_counts
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "t.jsonl"
-    lines = [json.dumps(ROWS[0]), "", "{broken", json.dumps({"question": "No gold"}), json.dumps(ROWS[1])]
+    lines = [
+        json.dumps(ROWS[0]),
+        "",
+        "{broken",
+        json.dumps({"question": "No gold"}),
+        json.dumps(ROWS[1]),
+    ]
     path.write_text("\n".join(lines))
     tasks, (rows, few) = held_out(str(path), 5)
     assert len(tasks) == 2
-    assert rows.startswith(f"held-out set: 2 of 4 rows cannot be used; the first: {path}:3: not JSON")
+    assert rows.startswith(
+        f"held-out set: 2 of 4 rows cannot be used; the first: {path}:3: not JSON"
+    )
     assert few == "held-out set: 5 questions are asked for and 2 are there, so all of them are used"
     assert held_out(written(path, ROWS[0]), 1)[1] == []
 
 
-def test_a_byte_order_mark_is_no_part_of_the_first_row_and_lines_in_latin_1_are_set_aside(tmp_path: Path) -> None:
+def test_a_byte_order_mark_is_no_part_of_the_first_row_and_lines_in_latin_1_are_set_aside(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "t.jsonl"
     row = json.dumps({"question": "Où?", "golden_answers": ["à"]}, ensure_ascii=False)
     path.write_bytes(row.encode("utf-8-sig") + b"\n" + row.encode("latin-1") + b"\n")
@@ -103,7 +115,9 @@ def test_a_line_with_a_hundred_thousand_brackets_is_set_aside(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be", "utf-16-le", "utf-32", "utf-32-be"])
-def test_a_file_in_utf_16_or_utf_32_is_refused_with_the_remedy(tmp_path: Path, encoding: str) -> None:
+def test_a_file_in_utf_16_or_utf_32_is_refused_with_the_remedy(
+    tmp_path: Path, encoding: str
+) -> None:
     path = tmp_path / "t.jsonl"
     path.write_bytes(json.dumps(ROWS[0]).encode(encoding))
     with pytest.raises(ValueError, match=r"t\.jsonl is not in UTF-8 .*iconv"):
@@ -119,9 +133,13 @@ def test_a_line_that_is_no_object_is_set_aside_and_the_rest_loads(tmp_path: Path
 
 
 @pytest.mark.parametrize("golds", [[], [""], ["  "], None, [1946], ""])
-def test_a_question_without_a_usable_gold_answer_is_set_aside(tmp_path: Path, golds: object) -> None:
+def test_a_question_without_a_usable_gold_answer_is_set_aside(
+    tmp_path: Path, golds: object
+) -> None:
     source = written(
-        tmp_path / "t.jsonl", {"question": "q", "golden_answers": golds}, {"question": "r", "golden_answers": ["a"]}
+        tmp_path / "t.jsonl",
+        {"question": "q", "golden_answers": golds},
+        {"question": "r", "golden_answers": ["a"]},
     )
     tasks, (rejected,) = load_tasks(source)
     assert [task.question for task in tasks] == ["r?"]
@@ -129,21 +147,37 @@ def test_a_question_without_a_usable_gold_answer_is_set_aside(tmp_path: Path, go
 
 
 def test_blank_golds_beside_good_ones_are_left_out(tmp_path: Path) -> None:
-    ((task,), _) = load_tasks(written(tmp_path / "t.jsonl", {"question": "q?", "golden_answers": ["a", "", "b"]}))
+    ((task,), _) = load_tasks(
+        written(tmp_path / "t.jsonl", {"question": "q?", "golden_answers": ["a", "", "b"]})
+    )
     assert task.golds == ["a", "b"]
 
 
 @pytest.mark.parametrize(
-    ("given", "read"), [("who ", "who?"), ("Who?", "Who?"), ("Name it.", "Name it."), ("Go!", "Go!")]
+    ("given", "read"),
+    [("who ", "who?"), ("Who?", "Who?"), ("Name it.", "Name it."), ("Go!", "Go!")],
 )
-def test_a_question_mark_is_added_only_where_a_sentence_has_no_end(tmp_path: Path, given: str, read: str) -> None:
-    ((task,), _) = load_tasks(written(tmp_path / "t.jsonl", {"question": given, "golden_answers": ["a"]}))
+def test_a_question_mark_is_added_only_where_a_sentence_has_no_end(
+    tmp_path: Path, given: str, read: str
+) -> None:
+    ((task,), _) = load_tasks(
+        written(tmp_path / "t.jsonl", {"question": given, "golden_answers": ["a"]})
+    )
     assert task.question == read
 
 
 def test_evidence_becomes_passage_texts_and_counts_the_hops(tmp_path: Path) -> None:
-    facts = [{"title": "Bulgaria", "field": "Capital", "value": "Sofia"}, {"title": "B", "field": "F", "value": "v"}]
-    row = {"id": 7, "question": "q?", "golden_answers": ["v"], "evidence": facts, "data_source": "factbook"}
+    facts = [
+        {"title": "Bulgaria", "field": "Capital", "value": "Sofia"},
+        {"title": "B", "field": "F", "value": "v"},
+    ]
+    row = {
+        "id": 7,
+        "question": "q?",
+        "golden_answers": ["v"],
+        "evidence": facts,
+        "data_source": "factbook",
+    }
     ((task,), _) = load_tasks(written(tmp_path / "t.jsonl", row))
     assert task.evidence == ["Bulgaria\nCapital: Sofia", "B\nF: v"]
     assert (task.id, task.hops, task.source) == ("7", 2, "factbook")
@@ -157,8 +191,13 @@ def test_a_row_without_an_id_takes_its_index_or_its_place(tmp_path: Path) -> Non
 
 
 def test_a_search_r1_prompt_gives_the_question_after_its_last_marker(tmp_path: Path) -> None:
-    prompt = [{"role": "user", "content": "Question: is an example. Rules. Question: who wrote it\n"}]
-    row = {"prompt": prompt, "reward_model": {"style": "rule", "ground_truth": {"target": ["x", "y"]}}}
+    prompt = [
+        {"role": "user", "content": "Question: is an example. Rules. Question: who wrote it\n"}
+    ]
+    row = {
+        "prompt": prompt,
+        "reward_model": {"style": "rule", "ground_truth": {"target": ["x", "y"]}},
+    }
     ((task,), _) = load_tasks(written(tmp_path / "t.jsonl", row))
     assert (task.question, task.golds) == ("who wrote it?", ["x", "y"])
 
@@ -169,24 +208,37 @@ def test_what_is_neither_a_file_nor_a_hub_name_is_named(source: str) -> None:
         load_tasks(source)
 
 
-# ---------------------------------------------------------------------------------------------- several sources, and the hub
+# ----------------------------------------------------------------------------------------------
+# several sources, and the hub
 
 SET = "RUC-NLPIR/FlashRAG_datasets"
 
 
-def test_equal_ids_of_several_sources_stay_apart_and_those_of_one_stay_as_they_are(tmp_path: Path) -> None:
+def test_equal_ids_of_several_sources_stay_apart_and_those_of_one_stay_as_they_are(
+    tmp_path: Path,
+) -> None:
     row = {"id": "train_0", "golden_answers": ["a"]}
     one = written(tmp_path / "nq.jsonl", row | {"question": "Who?"}, {"question": "no gold"})
     two = written(tmp_path / "hotpotqa.jsonl", row | {"question": "Where?"})
     tasks, rejected = load_tasks([one, two])
-    assert [(task.id, task.question) for task in tasks] == [(f"{one}#train_0", "Who?"), (f"{two}#train_0", "Where?")]
+    assert [(task.id, task.question) for task in tasks] == [
+        (f"{one}#train_0", "Who?"),
+        (f"{two}#train_0", "Where?"),
+    ]
     assert [r.where for r in rejected] == [f"{one}:2"]
-    assert [task.id for task in load_tasks([one])[0]] == [task.id for task in load_tasks(one)[0]] == ["train_0"]
+    assert (
+        [task.id for task in load_tasks([one])[0]]
+        == [task.id for task in load_tasks(one)[0]]
+        == ["train_0"]
+    )
 
 
 def test_a_run_draws_from_all_of_its_sources(tmp_path: Path) -> None:
     sources = [
-        written(tmp_path / name, *({"id": i, "question": f"{name} {i}?", "golden_answers": ["a"]} for i in range(5)))
+        written(
+            tmp_path / name,
+            *({"id": i, "question": f"{name} {i}?", "golden_answers": ["a"]} for i in range(5)),
+        )
         for name in ("x.jsonl", "y.jsonl")
     ]
     tasks = Tasks(sources, 0)
@@ -195,7 +247,9 @@ def test_a_run_draws_from_all_of_its_sources(tmp_path: Path) -> None:
     assert held_out(sources, 3)[0] == held_out(sources, 99)[0][:3]
 
 
-def test_one_source_of_several_that_cannot_be_read_ends_the_load_and_is_named(tmp_path: Path) -> None:
+def test_one_source_of_several_that_cannot_be_read_ends_the_load_and_is_named(
+    tmp_path: Path,
+) -> None:
     good = written(tmp_path / "a.jsonl", {"question": "q", "golden_answers": ["a"]})
     with pytest.raises(FileNotFoundError, match=r"gone\.jsonl"):
         load_tasks([good, str(tmp_path / "gone.jsonl")])
@@ -235,7 +289,9 @@ def test_a_form_that_no_source_has_is_refused_before_anything_is_read(source: st
         check_form(source)
 
 
-def test_a_folder_of_the_hub_is_train_unless_a_split_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_of_the_hub_is_train_unless_a_split_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Against a stand-in for the hub: no test here reaches the real one."""
     from huggingface_hub.errors import EntryNotFoundError
 
@@ -243,21 +299,33 @@ def test_a_folder_of_the_hub_is_train_unless_a_split_is_named(tmp_path: Path, mo
         assert (repository, repo_type) == (SET, "dataset")
         if file not in ("nq/train.jsonl", "nq/dev.jsonl"):
             raise EntryNotFoundError(file)
-        return written(tmp_path / file.replace("/", "-"), {"id": "0", "question": f"{file}?", "golden_answers": ["a"]})
+        return written(
+            tmp_path / file.replace("/", "-"),
+            {"id": "0", "question": f"{file}?", "golden_answers": ["a"]},
+        )
 
     monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
-    questions = [load_tasks(f"{SET}/{name}")[0][0].question for name in ("nq", "nq:train", "nq:dev")]
+    questions = [
+        load_tasks(f"{SET}/{name}")[0][0].question for name in ("nq", "nq:train", "nq:dev")
+    ]
     assert questions == ["nq/train.jsonl?", "nq/train.jsonl?", "nq/dev.jsonl?"]
     with pytest.raises(FileNotFoundError, match=r"has no nq/test\.jsonl: give a path"):
         load_tasks(f"{SET}/nq:test")
 
 
-def test_a_set_that_has_a_folder_a_set_says_so_when_it_is_asked_for_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_set_that_has_a_folder_a_set_says_so_when_it_is_asked_for_as_a_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def load(name: str, split: str) -> None:
-        raise ValueError("Config name is missing.\nPlease pick one among the available configs: ['nq']")
+        raise ValueError(
+            "Config name is missing.\nPlease pick one among the available configs: ['nq']"
+        )
 
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load))
-    with pytest.raises(FileNotFoundError, match=f"did not give {SET}: Config name is missing.*owner/name/folder:split"):
+    with pytest.raises(
+        FileNotFoundError,
+        match=f"did not give {SET}: Config name is missing.*owner/name/folder:split",
+    ):
         load_tasks(f"{SET}:train")
 
 
@@ -271,13 +339,18 @@ def test_tasks_of_agents_stand_as_they_are_written(tmp_path: Path) -> None:
     path = tmp_path / "tasks.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     tasks, rejected = load_tasks(str(path), verbatim=True)
-    assert [(task.id, task.question, task.golds) for task in tasks[:2]] == [("a", " Add 1 and 2", []), ("b", "", [])]
+    assert [(task.id, task.question, task.golds) for task in tasks[:2]] == [
+        ("a", " Add 1 and 2", []),
+        ("b", "", []),
+    ]
     assert (tasks[2].question, tasks[2].golds) == ("Why", ["x"])
     assert [one.where.rpartition(":")[2] for one in rejected] == ["4"]
     assert len(load_tasks(str(path))[0]) == 1
 
 
-def test_a_task_that_is_taken_as_it_stands_has_all_columns_of_its_row_as_json_has_them(tmp_path: Path) -> None:
+def test_a_task_that_is_taken_as_it_stands_has_all_columns_of_its_row_as_json_has_them(
+    tmp_path: Path,
+) -> None:
     row = {
         "question": "q",
         "golden_answers": ["a"],
@@ -290,5 +363,9 @@ def test_a_task_that_is_taken_as_it_stands_has_all_columns_of_its_row_as_json_ha
     pyarrow.parquet.write_table(pa.Table.from_pylist([row]), place)
     ((task,), _) = load_tasks(str(place), verbatim=True)
     assert task.row == row | {"due": "2026-01-02"}
-    assert Agent("module:run").initial(task).task == task.row | {"id": "7", "golds": ["a"], "seed": 0}
+    assert Agent("module:run").initial(task).task == task.row | {
+        "id": "7",
+        "golds": ["a"],
+        "seed": 0,
+    }
     assert load_tasks(str(place))[0][0].row == {}

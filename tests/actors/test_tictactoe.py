@@ -42,7 +42,9 @@ class Table(Tools):
     async def retrieve(self, query: str, topk: int) -> list[Passage]:
         raise AssertionError(query)
 
-    async def say(self, speaker: str, messages: list[dict[str, str]], max_tokens: int, stop: list[str]) -> str:
+    async def say(
+        self, speaker: str, messages: list[dict[str, str]], max_tokens: int, stop: list[str]
+    ) -> str:
         raise AssertionError(speaker)
 
     async def play(self, player: str, state: Any) -> tuple[int, ...]:
@@ -81,7 +83,8 @@ def board_of(referee: Any) -> str:
 boards = st.builds(lambda n: live()[n % 4520], st.integers(0, 4519))
 seeds = st.integers(0, 2**63)
 
-# ------------------------------------------------------------------------------------------ the rules
+# ------------------------------------------------------------------------------------------ the
+# rules
 
 
 def test_openspiel_agrees_on_every_board_about_turn_moves_end_returns_and_minimax_value() -> None:
@@ -113,20 +116,27 @@ def test_openspiel_agrees_on_every_board_about_turn_moves_end_returns_and_minima
 def test_the_facts_of_methods_3_2() -> None:
     assert len(live()) == 4520
     assert Counter(map(to_move, live())) == {"X": 2423, "O": 2097}
-    assert sum(len(optimal(b)) / len(legal_cells(b)) for b in live()) / 4520 == pytest.approx(0.580, abs=5e-4)
+    assert sum(len(optimal(b)) / len(legal_cells(b)) for b in live()) / 4520 == pytest.approx(
+        0.580, abs=5e-4
+    )
     assert optimal(EMPTY) == tuple(range(9))
 
 
-@pytest.mark.parametrize(("board", "mark"), [("XXXOO....", "X"), ("XX.OOOX..", "O"), ("XOXXOOOXX", ""), (EMPTY, "")])
+@pytest.mark.parametrize(
+    ("board", "mark"), [("XXXOO....", "X"), ("XX.OOOX..", "O"), ("XOXXOOOXX", ""), (EMPTY, "")]
+)
 def test_the_winner_is_who_has_a_line(board: str, mark: str) -> None:
     assert winner(board) == mark
 
 
-# ------------------------------------------------------------------------------------------ episodes
+# ------------------------------------------------------------------------------------------
+# episodes
 
 
 @given(seeds, st.lists(st.integers(0, 8), min_size=9, max_size=9), st.booleans(), st.integers(0, 3))
-def test_an_episode_follows_openspiel_to_its_end(seed: int, choices: list[int], served: bool, opening: int) -> None:
+def test_an_episode_follows_openspiel_to_its_end(
+    seed: int, choices: list[int], served: bool, opening: int
+) -> None:
     environment = TicTacToe(opponents={"rival" if served else "random": 1}, opening=opening)
     table = LegalTable(seed=seed)
     task = environment.task(seed)
@@ -147,7 +157,9 @@ def test_an_episode_follows_openspiel_to_its_end(seed: int, choices: list[int], 
         assert (action.kind, action.move) == ("move", move)
         before, transition = state, asyncio.run(environment.step(state, action, table))
         referee.apply_action(move[0])
-        changed = [c for c in range(9) if transition.state.board[c] != before.board[c] and c != move[0]]
+        changed = [
+            c for c in range(9) if transition.state.board[c] != before.board[c] and c != move[0]
+        ]
         assert len(changed) == (not referee.is_terminal())
         for cell in changed:
             referee.apply_action(cell)
@@ -172,7 +184,8 @@ async def test_stepping_is_pure_and_the_random_opponent_uses_the_rng_of_the_tool
     state = State(EMPTY, "X", "random")
     action = environment.read(state, "<action>5</action>")
     replies = [
-        [(await environment.step(state, action, Table(seed=seed))).state for seed in range(100)] for _ in range(2)
+        [(await environment.step(state, action, Table(seed=seed))).state for seed in range(100)]
+        for _ in range(2)
     ]
     assert state == State(EMPTY, "X", "random")
     assert replies[0] == replies[1]
@@ -192,7 +205,11 @@ async def test_the_opponents_reply_can_end_the_game() -> None:
     environment, table = TicTacToe(), Table((5,))
     state = State("XX.OO....", "X", "rival")
     transition = await environment.step(state, environment.read(state, "<action>9</action>"), table)
-    assert (transition.done, transition.outcome, transition.state.board) == (True, -1.0, "XX.OOO..X")
+    assert (transition.done, transition.outcome, transition.state.board) == (
+        True,
+        -1.0,
+        "XX.OOO..X",
+    )
     assert transition.measures == {"success": 0.0, "draw": 0.0}
     assert table.asked == [("rival", State("XX.OO...X", "X", "rival"))]
 
@@ -214,7 +231,9 @@ async def test_the_opponents_reply_can_end_the_game() -> None:
         ("", "invalid"),
     ],
 )
-async def test_the_last_action_block_names_a_free_cell_or_the_game_is_lost(text: str, kind: str) -> None:
+async def test_the_last_action_block_names_a_free_cell_or_the_game_is_lost(
+    text: str, kind: str
+) -> None:
     environment, table = TicTacToe(), Table((8,))
     state = State("....X....", "O", "rival")
     action = environment.read(state, text)
@@ -246,7 +265,9 @@ async def test_an_opponents_illegal_move_is_an_infrastructure_fault_that_names_i
 ) -> None:
     environment, table = TicTacToe(), Table(reply)
     if opening:
-        with pytest.raises(InfrastructureFault, match=r"player rival played .* on \.\.\.\.XO\.\.\."):
+        with pytest.raises(
+            InfrastructureFault, match=r"player rival played .* on \.\.\.\.XO\.\.\."
+        ):
             await environment.open(State("....XO...", "O", "rival"), table)
     else:
         state = State("....XO...", "X", "rival")
@@ -258,7 +279,10 @@ async def test_an_opponents_illegal_move_is_an_infrastructure_fault_that_names_i
 
 
 def test_the_first_position_follows_from_the_seed_alone() -> None:
-    made = [[TicTacToe(opening=3).initial(TicTacToe().task(seed)) for seed in range(200)] for _ in range(2)]
+    made = [
+        [TicTacToe(opening=3).initial(TicTacToe().task(seed)) for seed in range(200)]
+        for _ in range(2)
+    ]
     assert made[0] == made[1]
     assert len(set(made[0])) > 100
 
@@ -271,8 +295,15 @@ def test_the_order_of_the_table_of_opponents_changes_nothing() -> None:
 def test_opponents_and_sides_are_drawn_with_their_shares() -> None:
     count = 4000  # a share's standard error is at most .008: the bands are four of them
     environment = TicTacToe()
-    drawn = Counter((s.opponent, s.me) for s in (environment.initial(environment.task(n)) for n in range(count)))
-    assert set(drawn) == {("tictactoe_mcts", "X"), ("tictactoe_mcts", "O"), ("random", "X"), ("random", "O")}
+    drawn = Counter(
+        (s.opponent, s.me) for s in (environment.initial(environment.task(n)) for n in range(count))
+    )
+    assert set(drawn) == {
+        ("tictactoe_mcts", "X"),
+        ("tictactoe_mcts", "O"),
+        ("random", "X"),
+        ("random", "O"),
+    }
     assert all(n / count == pytest.approx(0.25, abs=0.028) for n in drawn.values())
     environment = TicTacToe(opponents={"a": 3, "b": 1, "c": 0}, second=0.2)
     states = [environment.initial(environment.task(n)) for n in range(count)]
@@ -282,7 +313,9 @@ def test_opponents_and_sides_are_drawn_with_their_shares() -> None:
 
 
 @pytest.mark.parametrize(("second", "mark"), [(0.0, "X"), (1.0, "O")])
-async def test_the_policy_is_always_first_or_always_second_when_asked(second: float, mark: str) -> None:
+async def test_the_policy_is_always_first_or_always_second_when_asked(
+    second: float, mark: str
+) -> None:
     environment, table = TicTacToe(second=second, opponents={"rival": 1}), Table((4,))
     for seed in range(50):
         state = environment.initial(environment.task(seed))
@@ -298,7 +331,10 @@ async def test_an_opening_is_random_the_same_for_both_sides_and_leaves_the_first
 ) -> None:
     openings = []
     for second in (0.0, 1.0):
-        environment, table = TicTacToe(opening=opening, second=second, opponents={"rival": 1}), LegalTable()
+        environment, table = (
+            TicTacToe(opening=opening, second=second, opponents={"rival": 1}),
+            LegalTable(),
+        )
         states = [environment.initial(environment.task(seed)) for seed in range(300)]
         assert all(9 - s.board.count(".") == opening for s in states)
         assert all((s.me == to_move(s.board)) == (second == 0) for s in states)
@@ -311,7 +347,8 @@ async def test_an_opening_is_random_the_same_for_both_sides_and_leaves_the_first
     assert len(set(openings[0])) > {1: 8, 2: 60, 3: 150}[opening]
 
 
-# ------------------------------------------------------------------------------------------ the prompt
+# ------------------------------------------------------------------------------------------ the
+# prompt
 
 
 @given(boards)
@@ -337,7 +374,9 @@ def test_a_board_and_its_moves_can_be_read_back_from_the_prompt(board: str) -> N
 def test_what_stands_before_the_split_is_the_same_in_every_turn(one: str, other: str) -> None:
     for environment in PROMPTED:
         heads = {
-            environment.prompt(environment.task(0), State(b, to_move(b), "random"))[0]["content"].split(SPLIT)[0]
+            environment.prompt(environment.task(0), State(b, to_move(b), "random"))[0][
+                "content"
+            ].split(SPLIT)[0]
             for b in (one, other)
         }
         assert len(heads) == 1
@@ -362,13 +401,17 @@ async def test_the_last_moves_are_shown_as_far_as_history_says() -> None:
     assert without.state.past == ()
 
 
-# ------------------------------------------------------------------------------------------ results and options
+# ------------------------------------------------------------------------------------------ results
+# and options
 
 
 @pytest.mark.parametrize("second", [0.0, 1.0])
 def test_the_return_is_also_given_by_side(second: float) -> None:
     environment = TicTacToe(second=second)
-    turns = [{"valid": 1.0, "reward": 1.0}, {"valid": 1.0, "reward": 0.0, "outcome": 0.0, "success": 0.0, "draw": 1.0}]
+    turns = [
+        {"valid": 1.0, "reward": 1.0},
+        {"valid": 1.0, "reward": 0.0, "outcome": 0.0, "success": 0.0, "draw": 1.0},
+    ]
     made = environment.measures(environment.task(3), turns)
     assert made[environment.headline] == [0.0]
     assert made["draw"] == [1.0]
@@ -381,10 +424,14 @@ def test_the_return_is_also_given_by_side(second: float) -> None:
 def test_the_oracle_sees_the_state_in_plain_values() -> None:
     environment = TicTacToe()
     state = State("....X....", "O", "rival", ("5",))
-    turn = environment.judged(environment.task(0), state, environment.read(state, "<action>5</action>"), 1, 5)
+    turn = environment.judged(
+        environment.task(0), state, environment.read(state, "<action>5</action>"), 1, 5
+    )
     assert turn.state == {"board": "....X....", "me": "O", "opponent": "rival", "past": ("5",)}
     assert turn.move == [4]
-    assert msgspec.convert(msgspec.msgpack.decode(msgspec.msgpack.encode(turn.state)), State) == state
+    assert (
+        msgspec.convert(msgspec.msgpack.decode(msgspec.msgpack.encode(turn.state)), State) == state
+    )
 
 
 @pytest.mark.parametrize(
@@ -404,6 +451,6 @@ def test_the_oracle_sees_the_state_in_plain_values() -> None:
     ],
 )
 def test_an_option_that_cannot_be_used_is_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError) as caught:  # noqa: PT011 the message is checked below
+    with pytest.raises(ValueError) as caught:  # noqa: PT011
         load("tictactoe", options)
     assert message in str(caught.value)

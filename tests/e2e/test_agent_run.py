@@ -1,4 +1,5 @@
-"""A whole run of an agent in processes of its own: trained as it is, killed in the midst and resumed, no process left."""
+"""A whole run of an agent in processes of its own: trained as it is, killed in the midst and
+resumed, no process left."""
 
 import json
 from pathlib import Path
@@ -49,11 +50,17 @@ judge = "none"
 """
 
 
-def test_an_agent_is_trained_as_it_is_and_goes_on_after_kill_9_of_everything(tmp_path: Path) -> None:
+def test_an_agent_is_trained_as_it_is_and_goes_on_after_kill_9_of_everything(
+    tmp_path: Path,
+) -> None:
     prepare(tmp_path)
-    text = CONFIG.format(model=tmp_path / "model", folder=tmp_path, updates=UPDATES, questions=QUESTIONS)
+    text = CONFIG.format(
+        model=tmp_path / "model", folder=tmp_path, updates=UPDATES, questions=QUESTIONS
+    )
     head, tail = text[: text.index("[data]")], text[text.index("strategy_options") :]
-    tail = tail.replace("lora = {", 'scheme = "grpo"\nscheme_options = { column = "outcome" }\nlora = {')
+    tail = tail.replace(
+        "lora = {", 'scheme = "grpo"\nscheme_options = { column = "outcome" }\nlora = {'
+    )
     config, run = tmp_path / "agent.toml", tmp_path / "run"
     config.write_text(head + OWN.format(folder=tmp_path) + tail)
     (tmp_path / "agent_of_a_test.py").write_text(AGENT)
@@ -71,5 +78,9 @@ def test_an_agent_is_trained_as_it_is_and_goes_on_after_kill_9_of_everything(tmp
         for trajectory in range(3):
             first, last = tree.actions(trajectory)
             assert "outcome" in last.scores and last.scores["crashed"] == 0.0
-            assert tree.path(last)[:-2] == tree.path(first), "the second call goes on where the first ended"
-    assert {"return", "crashed"} <= set(json.loads((run / "summary.json").read_text())["heldout"]["end"]["measures"])
+            assert tree.path(last)[:-2] == tree.path(first), (
+                "the second call goes on where the first ended"
+            )
+    assert {"return", "crashed"} <= set(
+        json.loads((run / "summary.json").read_text())["heldout"]["end"]["measures"]
+    )

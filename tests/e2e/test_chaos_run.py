@@ -10,8 +10,19 @@ ROOT = Path(__file__).parent.parent.parent
 
 
 def test_a_hundred_faults_lose_nothing(tmp_path: Path) -> None:
-    command = [sys.executable, "tools/chaos", "--faults", "100", "--seed", "1", "--out", str(tmp_path / "chaos")]
-    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    command = [
+        sys.executable,
+        "tools/chaos",
+        "--faults",
+        "100",
+        "--seed",
+        "1",
+        "--out",
+        str(tmp_path / "chaos"),
+    ]
+    done = subprocess.run(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout
     assert done.stdout.splitlines()[-1] == "every invariant holds"
     left_out = {"full", "read-only"} if "no disk can be mounted" in done.stdout else set()

@@ -1,4 +1,5 @@
-"""Whole runs of the real processes on a game: chains against two opponents, and Monte Carlo values through kill -9 of everything."""
+"""Whole runs of the real processes on a game: chains against two opponents, and Monte Carlo values
+through kill -9 of everything."""
 
 import json
 import subprocess
@@ -9,7 +10,15 @@ import pytest
 
 from scheduler.journal import Journal
 from tests import tiny
-from tests.e2e.test_run import ROOT, finish, kill_everything, launch, left_over, undeclared, wait_for_update
+from tests.e2e.test_run import (
+    ROOT,
+    finish,
+    kill_everything,
+    launch,
+    left_over,
+    undeclared,
+    wait_for_update,
+)
 from wire import frontier
 from wire.messages import Turn
 
@@ -63,7 +72,8 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def episodes(run: Path) -> list[list[Turn]]:
-    """The turns of every training tree, after a check: each draw once, every tree closed with exactly one group, trained once."""
+    """The turns of every training tree, after a check: each draw once, every tree closed with
+    exactly one group, trained once."""
     journal = Journal(run / "journal.sqlite", readonly=True)
     trees = journal.trees("split='train'")
     assert [tree.position for tree in trees] == list(range(UPDATES * TREES))
@@ -88,22 +98,30 @@ def check_columns(made: list[list[Turn]]) -> None:
     assert max(map(len, made)) >= 3
     for turns in made:
         assert all(turn.scores["valid"] == 1 and turn.scores["reward"] in (0, 1) for turn in turns)
-        assert [turn.scores["outcome"] for turn in turns if "outcome" in turn.scores] == [turns[-1].scores["outcome"]]
+        assert [turn.scores["outcome"] for turn in turns if "outcome" in turn.scores] == [
+            turns[-1].scores["outcome"]
+        ]
         assert turns[-1].scores["outcome"] in (-1, 0, 1)
 
 
 def test_chains_against_two_opponents_train_to_the_end(config: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    process = launch(config, run, "--set", "scheduler.strategy=chain", "--set", "learner.scheme=turn_grpo")
+    process = launch(
+        config, run, "--set", "scheduler.strategy=chain", "--set", "learner.scheme=turn_grpo"
+    )
     out = finish(process)
     assert process.returncode == 0, out
     made = episodes(run)
     check_columns(made)
     assert len({turn.scores["reward"] for turns in made for turn in turns}) == 2
     journal = Journal(run / "journal.sqlite", readonly=True)
-    opponents = {journal.tree(tree).nodes[0].state["opponent"] for tree in journal.trees("split='train'")}
+    opponents = {
+        journal.tree(tree).nodes[0].state["opponent"] for tree in journal.trees("split='train'")
+    }
     assert opponents == {"tictactoe_minimax", "random"}
-    examined = {journal.tree(tree).nodes[0].state["opponent"] for tree in journal.trees("split='heldout'")}
+    examined = {
+        journal.tree(tree).nodes[0].state["opponent"] for tree in journal.trees("split='heldout'")
+    }
     assert examined == {"random"}
     summary = json.loads((run / "summary.json").read_text())
     assert set(summary["baselines"]) == {"random_legal_move", "first_legal_move"}
@@ -118,9 +136,16 @@ def test_chains_against_two_opponents_train_to_the_end(config: Path, tmp_path: P
     trained = [record for record in records if "learner/grad_norm" in record]
     assert len(trained) == UPDATES
     assert trained[0]["learner/logprob_gap_max"] < 1e-3
-    assert all(record["learner/forwarded_tokens"] < record["learner/path_tokens"] for record in trained)
+    assert all(
+        record["learner/forwarded_tokens"] < record["learner/path_tokens"] for record in trained
+    )
     assert not left_over(run)
-    dump = [sys.executable, "-c", "import sys; from tools.inspecting.dump import main; sys.exit(main())", str(run)]
+    dump = [
+        sys.executable,
+        "-c",
+        "import sys; from tools.inspecting.dump import main; sys.exit(main())",
+        str(run),
+    ]
     shown = subprocess.run(dump, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     last, unwrapped = made[-1], " ".join(shown.split())
     assert unwrapped.count("* action") == len(last)
@@ -130,7 +155,11 @@ def test_chains_against_two_opponents_train_to_the_end(config: Path, tmp_path: P
 
 def test_monte_carlo_values_survive_kill_9_of_the_whole_group(config: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    settings = ["scheduler.strategy=mc_value", "learner.scheme=mc_pr", "scheduler.strategy_options={continuations=3}"]
+    settings = [
+        "scheduler.strategy=mc_value",
+        "learner.scheme=mc_pr",
+        "scheduler.strategy_options={continuations=3}",
+    ]
     settings += ["scheduler.evaluation.questions=0"]
     process = launch(config, run, *(part for setting in settings for part in ("--set", setting)))
     wait_for_update(run, process)
@@ -143,7 +172,8 @@ def test_monte_carlo_values_survive_kill_9_of_the_whole_group(config: Path, tmp_
     check_columns(made)
     for turns in made:
         values = [turn.scores["mc_value"] for turn in turns]
-        assert all(round(3 * value, 6) in range(-3, 4) for value in values)  # means of three outcomes
+        # means of three outcomes
+        assert all(round(3 * value, 6) in range(-3, 4) for value in values)
         assert "outcome" in turns[-1].scores
     assert len({turn.scores["mc_value"] for turns in made for turn in turns}) > 2
     assert json.loads((run / "summary.json").read_text())["counts"]["continuation_steps"] > 0

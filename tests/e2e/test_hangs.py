@@ -1,4 +1,5 @@
-"""Whole runs of the real processes that meet one that hangs, and what a killed launcher leaves behind."""
+"""Whole runs of the real processes that meet one that hangs, and what a killed launcher leaves
+behind."""
 
 import os
 import signal
@@ -78,7 +79,11 @@ def test_a_stopped_judge_is_replaced_and_a_killed_launcher_leaves_no_process_por
     failure = next(failure for failure in launched.failures if failure.process == "judges")
     assert "it is stopped (state T)" in failure.cause
     pids = {member.pid for member in launched.members.values()}
-    ports = [c.laddr.port for c in psutil.net_connections("tcp") if c.pid in pids and c.status == "LISTEN"]  # pyright: ignore[reportAttributeAccessIssue]
+    ports = [
+        c.laddr.port
+        for c in psutil.net_connections("tcp")
+        if c.pid in pids and c.status == "LISTEN"
+    ]  # pyright: ignore[reportAttributeAccessIssue]
     assert ports
     process.send_signal(signal.SIGKILL)
     process.communicate()
@@ -86,8 +91,11 @@ def test_a_stopped_judge_is_replaced_and_a_killed_launcher_leaves_no_process_por
     for port in ports:
         with socket.socket() as probe:
             assert probe.connect_ex(("127.0.0.1", port)) != 0
-    end = time.monotonic() + 60  # torch's own manager unlinks its segments some seconds after their owner was killed
-    while left := [name for name in os.listdir("/dev/shm") if any(f"_{pid}_" in name for pid in pids)]:
+    # torch's own manager unlinks its segments some seconds after their owner was killed
+    end = time.monotonic() + 60
+    while left := [
+        name for name in os.listdir("/dev/shm") if any(f"_{pid}_" in name for pid in pids)
+    ]:
         assert time.monotonic() < end, left
         time.sleep(0.1)
     assert (status().state, status().do) == ("killed", f"tools/launch --resume {run}")

@@ -1,4 +1,5 @@
-"""A whole run of the real processes that is watched, paused, resumed, drained of a worker and stopped by the keys of tools/watch."""
+"""A whole run of the real processes that is watched, paused, resumed, drained of a worker and
+stopped by the keys of tools/watch."""
 
 import asyncio
 from collections.abc import Callable
@@ -13,7 +14,12 @@ from tools.launching import record
 
 __all__ = ["config"]
 
-SETTINGS = ("actors.count=2", "learner.count=1", "scheduler.updates=5000", "scheduler.dispatch.heartbeat_s=0.5")
+SETTINGS = (
+    "actors.count=2",
+    "learner.count=1",
+    "scheduler.updates=5000",
+    "scheduler.dispatch.heartbeat_s=0.5",
+)
 
 
 async def test_the_keys_pause_resume_drain_and_stop_a_run(config: Path, tmp_path: Path) -> None:
@@ -51,7 +57,9 @@ async def test_the_keys_pause_resume_drain_and_stop_a_run(config: Path, tmp_path
         while table.chosen() != "actor-1":
             await pilot.press("down")
         await pilot.press("d", "y")
-        await until(lambda: any((w.name, w.state) == ("actor-1", "drained") for w in report().workers))
+        await until(
+            lambda: any((w.name, w.state) == ("actor-1", "drained") for w in report().workers)
+        )
         drained = report().version
         await until(lambda: report().version > drained + 1)
 
@@ -64,5 +72,10 @@ async def test_the_keys_pause_resume_drain_and_stop_a_run(config: Path, tmp_path
     gone(run)
     launched = record.read(run)
     assert launched is not None
-    assert (launched.state, launched.stopping, launched.failures, launched.resumes) == ("stopped", True, [], 0)
+    assert (launched.state, launched.stopping, launched.failures, launched.resumes) == (
+        "stopped",
+        True,
+        [],
+        0,
+    )
     assert audit(run) == []

@@ -1,4 +1,5 @@
-"""A whole run of OPRL with a policy that reads pictures: full trajectories, the implicit reward model, kill -9, and the dump."""
+"""A whole run of OPRL with a policy that reads pictures: full trajectories, the implicit reward
+model, kill -9, and the dump."""
 
 import json
 from pathlib import Path
@@ -8,7 +9,14 @@ import torch
 
 from scheduler.journal import Journal
 from tests import tiny
-from tests.e2e.test_run import check_groups, finish, kill_everything, launch, left_over, wait_for_update
+from tests.e2e.test_run import (
+    check_groups,
+    finish,
+    kill_everything,
+    launch,
+    left_over,
+    wait_for_update,
+)
 from tools.inspecting.export import main as export
 from wire import vision
 
@@ -62,7 +70,9 @@ def written(folder: Path, rank: int, ranks: int) -> Path:
 
 
 @pytest.mark.parametrize(("rank", "ranks"), [(4, 2), (0, 1)])
-def test_a_policy_trains_on_pictures_and_goes_on_after_kill_9(tmp_path: Path, rank: int, ranks: int) -> None:
+def test_a_policy_trains_on_pictures_and_goes_on_after_kill_9(
+    tmp_path: Path, rank: int, ranks: int
+) -> None:
     config, run = written(tmp_path, rank, ranks), tmp_path / "run"
     process = launch(config, run)
     if rank:
@@ -82,8 +92,11 @@ def test_a_policy_trains_on_pictures_and_goes_on_after_kill_9(tmp_path: Path, ra
     assert stored[0] == stored[1] <= 9  # the goal and eight others
     trained = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     trained = [record for record in trained if "learner/grad_norm" in record]
-    assert trained[0]["learner/logprob_gap_max"] < 1e-3  # the engine's log-probabilities are the learner's
-    assert all(record["learner/forwarded_tokens"] < record["learner/path_tokens"] for record in trained)
+    # the engine's log-probabilities are the learner's
+    assert trained[0]["learner/logprob_gap_max"] < 1e-3
+    assert all(
+        record["learner/forwarded_tokens"] < record["learner/path_tokens"] for record in trained
+    )
     assert "prm/loss" in trained[-1]
     assert not left_over(run)
     assert export([str(run), "--out", str(tmp_path / "policy")]) == 0

@@ -1,4 +1,5 @@
-"""PPR whole: rounds of search judged by a language model that the run serves itself, held to its form; PPO with a critic; kill -9."""
+"""PPR whole: rounds of search judged by a language model that the run serves itself, held to its
+form; PPO with a critic; kill -9."""
 
 import json
 from pathlib import Path
@@ -6,7 +7,15 @@ from pathlib import Path
 import pytest
 
 from scheduler.journal import Journal
-from tests.e2e.test_run import finish, kill_everything, launch, left_over, prepare, undeclared, wait_for_update
+from tests.e2e.test_run import (
+    finish,
+    kill_everything,
+    launch,
+    left_over,
+    prepare,
+    undeclared,
+    wait_for_update,
+)
 from wire.messages import Turn
 
 UPDATES, QUESTIONS = 3, 4
@@ -64,7 +73,8 @@ lr = 1e-3
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A config over a tiny model that is policy and judge; prompts of a few bytes, since each is a token."""
+    """A config over a tiny model that is policy and judge; prompts of a few bytes, since each is a
+    token."""
     folder = tmp_path_factory.mktemp("ppr")
     prepare(folder)
     (folder / "system.txt").write_text("Grade.")
@@ -105,7 +115,10 @@ def test_every_turn_but_the_last_has_a_valid_process_reward_and_the_critic_learn
         assert all(text.startswith("\n<information>Doc 1(Title: ") for text in found)
     for turns in groups(run):
         assert len(turns) == 3, "two rounds of search, then an answer"
-        assert all(turn.scores["judge_valid"] == 1 and 0 <= turn.scores["process"] <= 1 for turn in turns[:-1])
+        assert all(
+            turn.scores["judge_valid"] == 1 and 0 <= turn.scores["process"] <= 1
+            for turn in turns[:-1]
+        )
         assert "process" not in turns[-1].scores
         assert turns[-1].scores["outcome"] == 0
         assert (turns[-1].scores["turns"], turns[-1].scores["searches"]) == (3, 2)

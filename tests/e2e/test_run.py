@@ -1,4 +1,5 @@
-"""Whole runs of the real processes on a tiny model: to the end, after kill -9 of everything, and with what users get wrong."""
+"""Whole runs of the real processes on a tiny model: to the end, after kill -9 of everything, and
+with what users get wrong."""
 
 import json
 import os
@@ -62,28 +63,52 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("e2e")
     prepare(folder)
     path = folder / "e2e.toml"
-    path.write_text(CONFIG.format(model=folder / "model", folder=folder, updates=UPDATES, questions=QUESTIONS))
+    path.write_text(
+        CONFIG.format(model=folder / "model", folder=folder, updates=UPDATES, questions=QUESTIONS)
+    )
     return path
 
 
 def prepare(folder: Path) -> None:
     """Model, corpus and tasks."""
     tiny.save(folder / "model")
-    facts = [("Bulgaria", "Capital: Sofia"), ("Italy", "Capital: Rome"), ("Chile", "Capital: Santiago")]
-    corpus = [{"id": str(i), "contents": f'"{title}"\n{text}'} for i, (title, text) in enumerate(facts)]
+    facts = [
+        ("Bulgaria", "Capital: Sofia"),
+        ("Italy", "Capital: Rome"),
+        ("Chile", "Capital: Santiago"),
+    ]
+    corpus = [
+        {"id": str(i), "contents": f'"{title}"\n{text}'} for i, (title, text) in enumerate(facts)
+    ]
     tasks = [
-        {"id": str(i), "question": f"What is the capital of {title}?", "golden_answers": [text.split(": ")[1]]}
+        {
+            "id": str(i),
+            "question": f"What is the capital of {title}?",
+            "golden_answers": [text.split(": ")[1]],
+        }
         for i, (title, text) in enumerate(facts * 4)
     ]
     (folder / "corpus.jsonl").write_text("\n".join(map(json.dumps, corpus)) + "\n")
-    (folder / "tasks.jsonl").write_text("\n".join(map(json.dumps, [*tasks, {"question": "Nobody knows"}])) + "\n")
+    (folder / "tasks.jsonl").write_text(
+        "\n".join(map(json.dumps, [*tasks, {"question": "Nobody knows"}])) + "\n"
+    )
 
 
 def launch(config: Path, run: Path, *arguments: str, folder: Path = ROOT) -> subprocess.Popen[str]:
     """tools/launch as the first of a process group of its own, started in ``folder``."""
-    command = [sys.executable, "-c", "import sys; from tools.launching.command import main; sys.exit(main())"]
-    command += [*([] if "--resume" in arguments else ["--config", str(config), "--run-folder", str(run)]), *arguments]
-    environment = os.environ | {"COPPICE_CACHE": str(config.parent / "cache"), "PYTHONPATH": str(ROOT)}
+    command = [
+        sys.executable,
+        "-c",
+        "import sys; from tools.launching.command import main; sys.exit(main())",
+    ]
+    command += [
+        *([] if "--resume" in arguments else ["--config", str(config), "--run-folder", str(run)]),
+        *arguments,
+    ]
+    environment = os.environ | {
+        "COPPICE_CACHE": str(config.parent / "cache"),
+        "PYTHONPATH": str(ROOT),
+    }
     return subprocess.Popen(
         command,
         cwd=folder,
@@ -102,7 +127,9 @@ def finish(process: subprocess.Popen[str]) -> str:
 
 def undeclared(run: Path) -> list[str]:
     """The names in the run's records that docs/metrics.md lacks."""
-    names: set[str] = set().union(*(json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()))
+    names: set[str] = set().union(
+        *(json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines())
+    )
     return sorted(name for name in names if declaration(name) is None)
 
 
@@ -138,7 +165,8 @@ def check_gradients(run: Path, updates: int) -> None:
 
 
 def check_seconds(run: Path, first: int, most: float) -> None:
-    """The phases of the start that began with version ``first`` add up to no more than the command took, ``most`` seconds."""
+    """The phases of the start that began with version ``first`` add up to no more than the command
+    took, ``most`` seconds."""
     spent = json.loads((run / "summary.json").read_text())["seconds"]
     phases, training = spent["phases"], spent["training"]
     assert {"starting processes", "updates", "last evaluation", "stopping"} <= set(phases)
@@ -150,13 +178,17 @@ def check_seconds(run: Path, first: int, most: float) -> None:
     assert training["learner"]["updates"] > 0
     journal = Journal(run / "journal.sqlite", readonly=True)
     for row in journal.trees("split='heldout' AND status='closed'"):
-        sampled = [node.versions for node in journal.tree(row).nodes.values() if node.versions is not None]
+        sampled = [
+            node.versions for node in journal.tree(row).nodes.values() if node.versions is not None
+        ]
         assert {version for versions in sampled for version in versions.tolist()} == {row.version}
 
 
 def left_over(run: Path) -> list[str]:
     """Processes of the run that still live."""
-    found = subprocess.run(["pgrep", "-fa", str(run)], capture_output=True, text=True, check=False).stdout
+    found = subprocess.run(
+        ["pgrep", "-fa", str(run)], capture_output=True, text=True, check=False
+    ).stdout
     return [line for line in found.splitlines() if "pgrep" not in line]
 
 
@@ -165,7 +197,9 @@ def test_a_run_trains_to_its_end_and_leaves_what_it_promises(
     config: Path, tmp_path: Path, dtype: str, gap: float
 ) -> None:
     run, began = tmp_path / "run", time.monotonic()
-    process = launch(config, run, "--set", f"learner.dtype={dtype}", "--set", f"actors.dtype={dtype}")
+    process = launch(
+        config, run, "--set", f"learner.dtype={dtype}", "--set", f"actors.dtype={dtype}"
+    )
     out = finish(process)
     assert process.returncode == 0, out
     check_whole(run)
@@ -182,15 +216,23 @@ def test_a_run_trains_to_its_end_and_leaves_what_it_promises(
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     updates = [r for r in records if "learner/groups" in r]
     assert len(updates) == UPDATES
-    assert updates[0]["learner/logprob_gap_mean"] < gap  # engine and learner agree on the same weights
+    # engine and learner agree on the same weights
+    assert updates[0]["learner/logprob_gap_mean"] < gap
     assert all(r["learner/staleness_max"] <= 2 for r in updates)
     assert list((run / "tensorboard").iterdir())
     assert not left_over(run)
-    dump = [sys.executable, "-c", "import sys; from tools.inspecting.dump import main; sys.exit(main())", str(run)]
+    dump = [
+        sys.executable,
+        "-c",
+        "import sys; from tools.inspecting.dump import main; sys.exit(main())",
+        str(run),
+    ]
     shown = subprocess.run(dump, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert "admitted at version" in shown
     assert "reward" in shown
-    as_json = subprocess.run([*dump, "--jsonl", "--all"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    as_json = subprocess.run(
+        [*dump, "--jsonl", "--all"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
     trees = [json.loads(line) for line in as_json.splitlines()]
     assert len(trees) == UPDATES * QUESTIONS
     assert all(sum(n["chosen"] and n["kind"] == "action" for n in t["nodes"]) >= 1 for t in trees)
@@ -200,10 +242,14 @@ def wait_for_update(run: Path, process: subprocess.Popen[str], count: int = 1) -
     """Until so many updates are recorded."""
     end = time.monotonic() + 200
     while time.monotonic() < end and process.poll() is None:
-        if (run / "metrics.jsonl").exists() and (run / "metrics.jsonl").read_bytes().count(b"learner/groups") >= count:
+        if (run / "metrics.jsonl").exists() and (run / "metrics.jsonl").read_bytes().count(
+            b"learner/groups"
+        ) >= count:
             return
         time.sleep(0.02)
-    raise AssertionError(f"no update came: {process.communicate()[0] if process.poll() is not None else ''}")
+    raise AssertionError(
+        f"no update came: {process.communicate()[0] if process.poll() is not None else ''}"
+    )
 
 
 def kill(run: Path, process: subprocess.Popen[str], updates: int = 1) -> None:
@@ -229,7 +275,9 @@ def gone(run: Path) -> None:
     assert not left_over(run)
 
 
-def test_after_kill_9_of_every_process_a_resumed_run_loses_and_repeats_nothing(config: Path, tmp_path: Path) -> None:
+def test_after_kill_9_of_every_process_a_resumed_run_loses_and_repeats_nothing(
+    config: Path, tmp_path: Path
+) -> None:
     run = tmp_path / "run"
     kill(run, launch(config, run))
     resumed, began = launch(config, run, "--resume", str(run)), time.monotonic()
@@ -245,7 +293,10 @@ def test_with_top_p_engine_and_learner_agree_also_on_groups_that_a_resumed_journ
     config: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    kill(run, launch(config, run, "--set", "scheduler.top_p=0.9", "--set", "scheduler.max_staleness=0"))
+    kill(
+        run,
+        launch(config, run, "--set", "scheduler.top_p=0.9", "--set", "scheduler.max_staleness=0"),
+    )
     process = launch(config, run, "--resume", str(run))
     out = finish(process)
     assert process.returncode == 0, out
@@ -259,9 +310,14 @@ def test_with_top_p_engine_and_learner_agree_also_on_groups_that_a_resumed_journ
     assert "log-probability difference" not in out
     journal = Journal(run / "journal.sqlite", readonly=True)
     nodes = [
-        (row.split, node) for row in journal.trees() for node in journal.tree(row).nodes.values() if len(node.tokens)
+        (row.split, node)
+        for row in journal.trees()
+        for node in journal.tree(row).nodes.values()
+        if len(node.tokens)
     ]
-    assert all(bool(node.support) == (split == "train" and node.kind == "action") for split, node in nodes)
+    assert all(
+        bool(node.support) == (split == "train" and node.kind == "action") for split, node in nodes
+    )
 
 
 def test_ctrl_c_stops_cleanly_and_says_how_to_go_on(config: Path, tmp_path: Path) -> None:
@@ -278,27 +334,39 @@ def test_ctrl_c_stops_cleanly_and_says_how_to_go_on(config: Path, tmp_path: Path
 def test_a_killed_actor_is_replaced_and_the_run_goes_on(config: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     process = launch(
-        config, run, "--set", "scheduler.dispatch.dead_after_s=3", "--set", "scheduler.dispatch.heartbeat_s=0.5"
+        config,
+        run,
+        "--set",
+        "scheduler.dispatch.dead_after_s=3",
+        "--set",
+        "scheduler.dispatch.heartbeat_s=0.5",
     )
     wait_for_update(run, process)
     subprocess.run(["pkill", "-9", "-f", f"{run}/processes/actor-0.json"], check=True)
     out = finish(process)
     assert process.returncode == 0, out
     assert (
-        "actor-0: killed by signal 9 (SIGKILL), most likely by the system for want of memory; starting it again" in out
+        "actor-0: killed by signal 9 (SIGKILL), most likely by the system for want of memory; starting it again"
+        in out
     )
     check_whole(run)
 
 
 def kill_one(run: Path, file: str) -> None:
     """Kill -9 the newest process of a process file."""
-    pid = subprocess.run(["pgrep", "-n", "-f", f"{run}/processes/{file}.json"], capture_output=True, check=True).stdout
+    pid = subprocess.run(
+        ["pgrep", "-n", "-f", f"{run}/processes/{file}.json"], capture_output=True, check=True
+    ).stdout
     os.kill(int(pid), signal.SIGKILL)
 
 
-def test_a_killed_scheduler_and_a_killed_rank_are_survived_unattended(config: Path, tmp_path: Path) -> None:
+def test_a_killed_scheduler_and_a_killed_rank_are_survived_unattended(
+    config: Path, tmp_path: Path
+) -> None:
     run, updates = tmp_path / "run", 12
-    process = launch(config, run, "--set", f"scheduler.updates={updates}", "--set", "actors.count=1")
+    process = launch(
+        config, run, "--set", f"scheduler.updates={updates}", "--set", "actors.count=1"
+    )
     wait_for_update(run, process)
     kill_one(run, "scheduler")
     records = (run / "metrics.jsonl").read_bytes().count(b"learner/groups")
@@ -308,7 +376,10 @@ def test_a_killed_scheduler_and_a_killed_rank_are_survived_unattended(config: Pa
     assert process.returncode == 0, out
     for name in ("scheduler", "learner-1"):
         assert (
-            out.count(f"{name}: killed by signal 9 (SIGKILL), most likely by the system for want of memory; resum") == 1
+            out.count(
+                f"{name}: killed by signal 9 (SIGKILL), most likely by the system for want of memory; resum"
+            )
+            == 1
         ), out
     check_groups(run, updates, QUESTIONS)
     assert not left_over(run)
@@ -325,7 +396,9 @@ def test_checkpoints_without_a_journal_end_the_run_at_once_with_cause_remedy_and
     out = finish(process)
     assert process.returncode == 1, out
     cause, remedy, log = out.strip().splitlines()[-3:]
-    assert cause.startswith(f"scheduler failed: {run} holds weights of version 1 and an empty journal"), out
+    assert cause.startswith(
+        f"scheduler failed: {run} holds weights of version 1 and an empty journal"
+    ), out
     assert remedy.startswith("remedy: mend what the cause names")
     assert log == f"log: {run}/logs/scheduler.log"
     assert "resuming" not in out
@@ -346,7 +419,11 @@ def test_policy_critic_and_reward_model_train_on_sharded_ranks_and_survive_kill_
         "learner.prm.loss=cross_entropy",
         "learner.prm.threshold=-1.0",
     ]
-    kill(run, launch(config, run, *(part for setting in settings for part in ("--set", setting))), updates=2)
+    kill(
+        run,
+        launch(config, run, *(part for setting in settings for part in ("--set", setting))),
+        updates=2,
+    )
     newest = sorted((run / "checkpoints").glob("v??????"))[-1]
     os.truncate(newest / "critic-00001.safetensors", 100)
     process = launch(config, run, "--resume", str(run))
@@ -359,9 +436,13 @@ def test_policy_critic_and_reward_model_train_on_sharded_ranks_and_survive_kill_
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     trained = [record for record in records if "learner/grad_norm" in record]
     assert {record["version"] for record in trained} == set(range(1, UPDATES + 1))
-    assert all({"critic/loss", "prm/loss", "watch/ratio_p50", "learner/trunk_repeat"} <= set(r) for r in trained)
+    assert all(
+        {"critic/loss", "prm/loss", "watch/ratio_p50", "learner/trunk_repeat"} <= set(r)
+        for r in trained
+    )
     assert max(r["watch/engine_gap_max"] for r in trained if "watch/engine_gap_max" in r) < 1e-3
-    assert len(list((run / "checkpoints" / f"v{UPDATES:06d}").glob("*-0000?.safetensors"))) == 6  # 3 models on 2 ranks
+    # 3 models on 2 ranks
+    assert len(list((run / "checkpoints" / f"v{UPDATES:06d}").glob("*-0000?.safetensors"))) == 6
 
 
 @pytest.mark.parametrize(

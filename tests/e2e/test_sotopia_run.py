@@ -1,4 +1,5 @@
-"""Whole runs of the real processes in conversations: the policy talks to itself, or to a frozen copy that the run serves."""
+"""Whole runs of the real processes in conversations: the policy talks to itself, or to a frozen
+copy that the run serves."""
 
 import json
 import subprocess
@@ -10,7 +11,15 @@ import pytest
 from scheduler.journal import Journal
 from tests import tiny
 from tests.conversations import WORDS
-from tests.e2e.test_run import ROOT, check_groups, finish, kill_everything, launch, left_over, wait_for_update
+from tests.e2e.test_run import (
+    ROOT,
+    check_groups,
+    finish,
+    kill_everything,
+    launch,
+    left_over,
+    wait_for_update,
+)
 
 UPDATES, TREES, GROUP = 2, 2, 3
 
@@ -68,7 +77,14 @@ def configured(folder: Path, partner: str) -> Path:
     more = FROZEN if partner == "frozen" else ""
     path = folder / "talk.toml"
     path.write_text(
-        CONFIG.format(model=folder / "model", updates=UPDATES, trees=TREES, group=GROUP, partner=partner, more=more)
+        CONFIG.format(
+            model=folder / "model",
+            updates=UPDATES,
+            trees=TREES,
+            group=GROUP,
+            partner=partner,
+            more=more,
+        )
     )
     return path
 
@@ -81,9 +97,14 @@ def check_conversations(run: Path) -> None:
         tree = journal.tree(row)
         ((group, _),) = journal.groups(row.id)
         turns = journal.turns(group)
-        assert len(turns) == 3 * GROUP  # six turns are three of the trained side, whichever side it is
+        # six turns are three of the trained side, whichever side it is
+        assert len(turns) == 3 * GROUP
         assert all(tree.nodes[turn.node].kind == "action" for turn in turns)
-        assert [turn.scores.get("goal") in (0, 10) for turn in turns] == [False, False, True] * GROUP
+        assert [turn.scores.get("goal") in (0, 10) for turn in turns] == [
+            False,
+            False,
+            True,
+        ] * GROUP
         answers = [node.text for node in tree.nodes.values() if node.kind == "observation"]
         assert len(answers) == len(turns)
         assert any(f'said: "{words}"' in answer for words in WORDS for answer in answers)
@@ -91,7 +112,11 @@ def check_conversations(run: Path) -> None:
         [sys.executable, "-c", "import sys; from tools.inspecting.dump import main; sys.exit(main())", str(run), "--full"],
         cwd=ROOT, capture_output=True, text=True, check=True,
     ).stdout  # fmt: skip
-    assert "said:" in shown and "The conversation is over." in " ".join(shown.split()) and "goal" in shown
+    assert (
+        "said:" in shown
+        and "The conversation is over." in " ".join(shown.split())
+        and "goal" in shown
+    )
     summary = json.loads((run / "summary.json").read_text())
     assert 0 <= summary["heldout"]["end"]["measures"]["goal"]["mean"] <= 10
     assert summary["quarantined"] == []

@@ -1,4 +1,5 @@
-"""A whole run with both trackers, offline, and an endpoint for Prometheus; kill -9 of everything in its midst."""
+"""A whole run with both trackers, offline, and an endpoint for Prometheus; kill -9 of everything in
+its midst."""
 
 import json
 import subprocess
@@ -9,7 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.test_run import UPDATES, check_whole, config, finish, kill_everything, launch, left_over, wait_for_update
+from tests.e2e.test_run import (
+    UPDATES,
+    check_whole,
+    config,
+    finish,
+    kill_everything,
+    launch,
+    left_over,
+    wait_for_update,
+)
 from tests.scheduler.test_tracking import in_trackio, in_wandb
 
 __all__ = ["config"]
@@ -41,15 +51,23 @@ def test_a_killed_run_goes_on_in_its_trackers_and_its_records_come_out_as_json(
     check_whole(run)
     lines = (run / "metrics.jsonl").read_text().splitlines()
     assert set(lines) & set(out.splitlines())
-    losses = {int(r["version"]): r["learner/surrogate"] for r in map(json.loads, lines) if "learner/groups" in r}
-    for name in ("wandb", "trackio"):  # as the terminal says of a tracker that a busy machine has not let finish
+    losses = {
+        int(r["version"]): r["learner/surrogate"]
+        for r in map(json.loads, lines)
+        if "learner/groups" in r
+    }
+    # as the terminal says of a tracker that a busy machine has not let finish
+    for name in ("wandb", "trackio"):
         subprocess.run(
-            [sys.executable, "-m", "scheduler.tracking", name, str(run)], stdin=subprocess.DEVNULL, check=True
+            [sys.executable, "-m", "scheduler.tracking", name, str(run)],
+            stdin=subprocess.DEVNULL,
+            check=True,
         )
     for points in (in_trackio(run), in_wandb(run)):
         updates = [(step, loss) for step, loss in points if loss is not None]
         assert max(Counter(step for step, _ in updates).values()) == 1, "no update twice"
         assert updates[-1][0] == UPDATES
-        assert dict(updates).items() <= losses.items()  # a record that was on its way at the kill may be missing
+        # a record that was on its way at the kill may be missing
+        assert dict(updates).items() <= losses.items()
     for log in ("wandb", "trackio", "scheduler"):
         assert "planted-6f1c0b7e4d2a" not in (run / "logs" / f"{log}.log").read_text()

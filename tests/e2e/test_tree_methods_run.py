@@ -1,4 +1,5 @@
-"""A short whole run of each tree method: real engine, scheduler, journal and learner, with the method's own strategy and scheme."""
+"""A short whole run of each tree method: real engine, scheduler, journal and learner, with the
+method's own strategy and scheme."""
 
 import json
 from pathlib import Path
@@ -67,7 +68,9 @@ METHODS = {
 def test_a_tree_method_trains_on_all_its_leaves(scheme: str, tmp_path: Path) -> None:
     prepare(tmp_path)
     strategy, options, leaves = METHODS[scheme]
-    correction = 'correction = "icepop"\ncritic = { steps = 2, lr = 1e-3 }' if scheme == "sao" else ""
+    correction = (
+        'correction = "icepop"\ncritic = { steps = 2, lr = 1e-3 }' if scheme == "sao" else ""
+    )
     config, run = tmp_path / "trees.toml", tmp_path / "run"
     config.write_text(
         CONFIG.format(
@@ -90,7 +93,9 @@ def test_a_tree_method_trains_on_all_its_leaves(scheme: str, tmp_path: Path) -> 
         assert len(paths) == leaves
         nodes = journal.tree(tree).nodes
         own = {turn.node for turn in turns}
-        assert own == {node.id for node in nodes.values() if node.kind == "action" and not node.forced}
+        assert own == {
+            node.id for node in nodes.values() if node.kind == "action" and not node.forced
+        }
         for fork in (nodes[id] for id in own if nodes[id].kept):
             assert any(
                 other.id != fork.id and other.parent == fork.parent
@@ -98,6 +103,10 @@ def test_a_tree_method_trains_on_all_its_leaves(scheme: str, tmp_path: Path) -> 
                 for other in nodes.values()
             )  # fmt: skip
     metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert all(row["learner/forwarded_tokens"] > 0 for row in metrics if "learner/forwarded_tokens" in row)
-    engine_gap = max(row["watch/engine_gap_max"] for row in metrics if "watch/engine_gap_max" in row)
+    assert all(
+        row["learner/forwarded_tokens"] > 0 for row in metrics if "learner/forwarded_tokens" in row
+    )
+    engine_gap = max(
+        row["watch/engine_gap_max"] for row in metrics if "watch/engine_gap_max" in row
+    )
     assert engine_gap < 1e-3  # copied log-probabilities are those of the tokens they belong to

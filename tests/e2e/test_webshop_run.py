@@ -1,4 +1,5 @@
-"""A whole run of the real processes in the shop: the oracle judges every turn, GiGPO trains on the environment's rewards."""
+"""A whole run of the real processes in the shop: the oracle judges every turn, GiGPO trains on the
+environment's rewards."""
 
 import json
 import subprocess
@@ -51,7 +52,9 @@ lora = {{ rank = 4, alpha = 8.0 }}
 def test_a_run_in_the_shop_trains_on_its_rewards_and_shows_its_pages(tmp_path: Path) -> None:
     tiny.save(tmp_path / "model", max_position_embeddings=16384)
     config, run = tmp_path / "shop.toml", tmp_path / "run"
-    config.write_text(CONFIG.format(model=tmp_path / "model", updates=UPDATES, trees=TREES, group=GROUP))
+    config.write_text(
+        CONFIG.format(model=tmp_path / "model", updates=UPDATES, trees=TREES, group=GROUP)
+    )
     process = launch(config, run)
     out = finish(process)
     assert process.returncode == 0, out
@@ -67,10 +70,13 @@ def test_a_run_in_the_shop_trains_on_its_rewards_and_shows_its_pages(tmp_path: P
     assert {turn.scores["step_reward"] for turn in turns} <= {0.0, 10.0}
     ends = [turn for turn in turns if "outcome" in turn.scores]
     assert len(ends) == UPDATES * TREES * GROUP
-    assert all(turn.scores["success"] in (0.0, 1.0) and 0 <= turn.scores["score"] <= 100 for turn in ends)
+    assert all(
+        turn.scores["success"] in (0.0, 1.0) and 0 <= turn.scores["score"] <= 100 for turn in ends
+    )
     anchors = [(turn.anchor) for turn in turns]
     assert None not in anchors
-    assert len(set(anchors)) < len(anchors)  # situations recur: the search page begins every trajectory
+    # situations recur: the search page begins every trajectory
+    assert len(set(anchors)) < len(anchors)
     summary = json.loads((run / "summary.json").read_text())
     assert summary["heldout"]["end"]["questions"] == 4
     assert {"success", "score", "oracle", "valid"} <= set(summary["heldout"]["end"]["measures"])

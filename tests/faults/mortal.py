@@ -1,8 +1,11 @@
-"""A process of a run that does as it is told: ``python -m tests.faults.mortal RUN/processes/NAME.json``.
+"""A process of a run that does as it is told: ``python -m tests.faults.mortal
+RUN/processes/NAME.json``.
 
-The file holds a list of acts; each start does the next one. An act is a list of words: "checkpoint" makes one; "ready" is said by the
-scheduler; "deaf" ignores the signals that ask it to end; "kill", "leave", "freeze", "wait" (some seconds) and "stay" end it, or not; "report" stays as a scheduler whose run has not begun to train, "training" as
-one whose run has; anything else is the message of the exception that ends it.
+The file holds a list of acts; each start does the next one. An act is a list of words: "checkpoint"
+makes one; "ready" is said by the scheduler; "deaf" ignores the signals that ask it to end; "kill",
+"leave", "freeze", "wait" (some seconds) and "stay" end it, or not; "report" stays as a scheduler
+whose run has not begun to train, "training" as one whose run has; anything else is the message of
+the exception that ends it.
 """
 
 import json

@@ -1,7 +1,9 @@
-"""Whole runs in one process each: python -m tests.faults.one_process FOLDER. FOLDER/lives.json names the runs and where each life ends.
+"""Whole runs in one process each: python -m tests.faults.one_process FOLDER. FOLDER/lives.json
+names the runs and where each life ends.
 
-Scheduler, embedded engine and learner are the real ones, on one event loop over real sockets. The modules are imported once, then every life
-is a fork: importing costs more than all the updates. A life ends by SIGKILL at its crash point, the last one with the run.
+Scheduler, embedded engine and learner are the real ones, on one event loop over real sockets. The
+modules are imported once, then every life is a fork: importing costs more than all the updates. A
+life ends by SIGKILL at its crash point, the last one with the run.
 """
 
 import asyncio
@@ -35,7 +37,12 @@ UPDATES, QUESTIONS = 8, 2
 POINTS: dict[str, tuple[Any, str, int, bool]] = {
     "before a group is journaled": (Journal, "save_group", 2, False),
     "after a group is journaled, before it is sent": (Journal, "save_group", 3, True),
-    "after a tree is journaled as closed, before the learner knows": (Journal, "close_tree", 4, True),
+    "after a tree is journaled as closed, before the learner knows": (
+        Journal,
+        "close_tree",
+        4,
+        True,
+    ),
     "in an update, after the optimizer's step": (Stepper, "step", 2, True),
     "in the publication of weights": (learner, "publish_newest", 3, False),
     "between publication and checkpoint": (learner.Leader, "_checkpoint", 2, False),
@@ -46,11 +53,13 @@ POINTS: dict[str, tuple[Any, str, int, bool]] = {
     "after the marks, before the update's record": (Metrics, "record", 2, False),
     "in a generation": (local.LocalEngine, "_generate", 9, False),
 }
-"""Where a life may end: object, function, the call of this life in which it ends, and whether the call is done then."""
+"""Where a life may end: object, function, the call of this life in which it ends, and whether the
+call is done then."""
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """A run and the crash points of its lives; the last life has none. damage: a bit of the newest checkpoint flips after each crash."""
+    """A run and the crash points of its lives; the last life has none. damage: a bit of the newest
+    checkpoint flips after each crash."""
 
     model: str
     checkpoint_every: int
@@ -96,7 +105,9 @@ def processes(folder: Path, plan: Plan) -> tuple[SchedulerProcess, ActorProcess,
     )  # fmt: skip
     return (
         scheduler,
-        ActorProcess("actor-0", str(folder), 0, plan.model, actors, deterministic=plan.deterministic),
+        ActorProcess(
+            "actor-0", str(folder), 0, plan.model, actors, deterministic=plan.deterministic
+        ),
         LearnerProcess("learner", str(folder), 0, plan.model, QUESTIONS, 1.0, config),
     )
 
@@ -106,7 +117,8 @@ async def live(folder: Path, plan: Plan) -> None:
     scheduling, acting, learning = processes(folder, plan)
     (folder / "endpoint").unlink(missing_ok=True)
     trainer = Trainer(learning, Ranks(60))
-    trainer.update = torch.enable_grad()(trainer.update)  # the engine switches gradients off in threads that both use
+    # the engine switches gradients off in threads that both use
+    trainer.update = torch.enable_grad()(trainer.update)
     state, warnings = checkpoint.restore_newest(trainer, folder)
     run = Run(scheduling)
     main = asyncio.create_task(run.main())

@@ -1,4 +1,5 @@
-"""Runs that are killed at every kind of point: each task is trained exactly once, and a deterministic run ends with the same bits."""
+"""Runs that are killed at every kind of point: each task is trained exactly once, and a
+deterministic run ends with the same bits."""
 
 import json
 import subprocess
@@ -29,13 +30,17 @@ def lived(tmp_path_factory: pytest.TempPathFactory, llama: Path) -> Path:
         "stale": Plan(str(llama), 1, [points[7], points[9]], staleness=1, deterministic=False),
     }
     write_whole(place / "lives.json", plans)
-    subprocess.run([sys.executable, "-m", "tests.faults.one_process", str(place)], check=True, timeout=300)
+    subprocess.run(
+        [sys.executable, "-m", "tests.faults.one_process", str(place)], check=True, timeout=300
+    )
     return place
 
 
 def weights(run: Path) -> str:
     """The digest of the last version's weights and moments."""
-    return digest.safetensors_file(run / "checkpoints" / f"v{UPDATES:06d}" / "policy-00000.safetensors")
+    return digest.safetensors_file(
+        run / "checkpoints" / f"v{UPDATES:06d}" / "policy-00000.safetensors"
+    )
 
 
 def test_every_life_ends_at_its_crash_point_and_the_last_one_with_the_run(lived: Path) -> None:
@@ -51,7 +56,9 @@ def test_every_life_ends_at_its_crash_point_and_the_last_one_with_the_run(lived:
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_deterministic_run_ends_with_the_same_bits_wherever_it_was_killed(lived: Path, name: str) -> None:
+def test_a_deterministic_run_ends_with_the_same_bits_wherever_it_was_killed(
+    lived: Path, name: str
+) -> None:
     assert weights(lived / name) == weights(lived / "undisturbed")
 
 
@@ -61,7 +68,9 @@ def test_a_run_with_stale_data_trains_every_task_once_too(lived: Path) -> None:
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_every_task_is_trained_exactly_once_and_every_update_has_one_record(lived: Path, name: str) -> None:
+def test_every_task_is_trained_exactly_once_and_every_update_has_one_record(
+    lived: Path, name: str
+) -> None:
     assert audit(lived / name, staleness=0) == []
     journal = Journal(lived / name / "journal.sqlite", readonly=True)
     trees = journal.trees("split='train'")
@@ -69,5 +78,9 @@ def test_every_task_is_trained_exactly_once_and_every_update_has_one_record(live
     assert [version for tree in trees for _, version in journal.groups(tree.id)] == [
         version for version in range(1, UPDATES + 1) for _ in range(QUESTIONS)
     ]
-    records = [json.loads(line) for line in (lived / name / "metrics.jsonl").read_text().splitlines()]
-    assert [record["version"] for record in records if "learner/groups" in record] == list(range(1, UPDATES + 1))
+    records = [
+        json.loads(line) for line in (lived / name / "metrics.jsonl").read_text().splitlines()
+    ]
+    assert [record["version"] for record in records if "learner/groups" in record] == list(
+        range(1, UPDATES + 1)
+    )

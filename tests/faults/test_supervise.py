@@ -1,4 +1,5 @@
-"""What the launcher does when processes of a run die: it resumes what may pass, and ends with the cause what would repeat."""
+"""What the launcher does when processes of a run die: it resumes what may pass, and ends with the
+cause what would repeat."""
 
 import contextlib
 import json
@@ -17,12 +18,16 @@ from tools.launching.processes import Process
 from tools.launching.resuming import supervise
 from tools.launching.screen import Screen
 
-STAYS, PEER = [["ready", "stay"]], "[/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:3114"
+STAYS, PEER = (
+    [["ready", "stay"]],
+    "[/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:3114",
+)
 
 
 @pytest.fixture(autouse=True)
 def handlers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A launcher takes the signals of its process; here it does not wait long before it starts something again."""
+    """A launcher takes the signals of its process; here it does not wait long before it starts
+    something again."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
     before = {number: signal.getsignal(number) for number in numbers}
     monkeypatch.setattr(failures, "FIRST_PAUSE_S", 0.01)
@@ -45,7 +50,10 @@ class Crew:
         vital = ("scheduler", "learner")
         vitals = [n for n in self.names if n.startswith(vital) and n != "scheduler-1"]
         shard = {"scheduler": 0, "scheduler-1": 1, "actor-1": 1}
-        return [Process(n, "tests.faults.mortal", n, 1, n in vitals, shard=shard.get(n)) for n in self.names]
+        return [
+            Process(n, "tests.faults.mortal", n, 1, n in vitals, shard=shard.get(n))
+            for n in self.names
+        ]
 
     def launch(self) -> int:
         return supervise(self.run, self.plan, Screen(0))
@@ -92,7 +100,11 @@ def test_an_error_before_the_first_checkpoint_ends_the_run_with_cause_remedy_and
 def test_an_error_after_a_checkpoint_is_resumed_and_ends_the_run_when_it_repeats_without_another(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    crew = Crew(tmp_path, scheduler=STAYS, learner_0=[["checkpoint", "odd"], ["checkpoint", "odd"], ["odd"], ["leave"]])
+    crew = Crew(
+        tmp_path,
+        scheduler=STAYS,
+        learner_0=[["checkpoint", "odd"], ["checkpoint", "odd"], ["odd"], ["leave"]],
+    )
     assert crew.launch() == 1
     said = capsys.readouterr().out
     assert said.count("learner-0: PackingError: odd; resuming the run in ") == 2
@@ -108,7 +120,9 @@ def test_a_kill_is_resumed_and_the_run_ends_as_if_it_had_not_been(
     killed = [["ready", "kill"], ["ready", "kill"]]
     told[victim] = [*killed, *told[victim]]
     told["scheduler"] = (
-        [*told["scheduler"][:2], ["ready", "leave"]] if victim == "scheduler" else [*STAYS * 2, ["leave"]]
+        [*told["scheduler"][:2], ["ready", "leave"]]
+        if victim == "scheduler"
+        else [*STAYS * 2, ["leave"]]
     )
     crew = Crew(tmp_path, **told)
     assert crew.launch() == 0
@@ -129,22 +143,31 @@ def test_a_rank_that_is_killed_each_time_before_it_gets_anywhere_ends_the_run(
     assert log == f"log: {tmp_path}/logs/learner-0.log"
 
 
-@pytest.mark.parametrize(("first", "second"), [("learner_0", "learner_1"), ("learner_1", "learner_0")])
+@pytest.mark.parametrize(
+    ("first", "second"), [("learner_0", "learner_1"), ("learner_1", "learner_0")]
+)
 def test_the_rank_that_failed_first_is_named_and_not_the_one_it_took_along(
     first: str, second: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    told = {"learner_0": [["x"]], "learner_1": [["x"]]} | {first: [["off by 0.6"]], second: [[PEER]]}
+    told = {"learner_0": [["x"]], "learner_1": [["x"]]} | {
+        first: [["off by 0.6"]],
+        second: [[PEER]],
+    }
     assert Crew(tmp_path, scheduler=STAYS, **told).launch() == 1
     said = capsys.readouterr().out
     assert f"{first.replace('_', '-')} failed: PackingError: off by 0.6\n" in said
     assert "peer" not in said
 
 
-def test_a_worker_is_started_again_until_it_dies_too_often(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_worker_is_started_again_until_it_dies_too_often(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     crew = Crew(tmp_path, scheduler=STAYS, learner_0=STAYS, actor_0=[["engine gone"]])
     assert crew.launch() == 1
     said = capsys.readouterr().out
-    assert said.count("actor-0: PackingError: engine gone; starting it again in ") == failures.RESTARTS
+    assert (
+        said.count("actor-0: PackingError: engine gone; starting it again in ") == failures.RESTARTS
+    )
     assert "actor-0 failed: PackingError: engine gone\n" in said
     assert (crew.starts("actor-0"), crew.starts("scheduler")) == (failures.RESTARTS + 1, 1)
 
@@ -160,7 +183,9 @@ def test_a_rank_that_was_asked_to_leave_is_missed_when_the_run_goes_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(children, "LEFT_S", 0.1)
-    assert Crew(tmp_path, scheduler=[*STAYS, ["leave"]], learner_0=[["leave"], ["stay"]]).launch() == 0
+    assert (
+        Crew(tmp_path, scheduler=[*STAYS, ["leave"]], learner_0=[["leave"], ["stay"]]).launch() == 0
+    )
     assert (
         "learner-0: it left, though the run goes on: somebody asked it to (SIGTERM); resuming"
         in capsys.readouterr().out
@@ -190,7 +215,9 @@ def test_a_process_that_is_stopped_is_told_so_killed_and_started_again(
 ) -> None:
     monkeypatch.setattr(watchdog, "DispatchConfig", lambda: DispatchConfig(replace_after_s=1.0))
     name = frozen.replace("_", "-")
-    crew = Crew(tmp_path, **{"scheduler": STAYS, "learner_0": STAYS, frozen: [["freeze"], ["stay"]]})
+    crew = Crew(
+        tmp_path, **{"scheduler": STAYS, "learner_0": STAYS, frozen: [["freeze"], ["stay"]]}
+    )
     with once(lambda: crew.starts(name) == 2, terminate):
         assert crew.launch() == 130
     then = "starting it again" if frozen == "actor_0" else "resuming the run"
@@ -205,20 +232,34 @@ def test_a_process_that_is_stopped_is_told_so_killed_and_started_again(
 def test_a_rank_that_dies_before_the_training_began_leaves_the_start_of_the_others(
     word: str, starts: int, tmp_path: Path
 ) -> None:
-    told = {"scheduler": [["ready", word]], "learner_0": STAYS, "learner_1": [["wait", "kill"], ["stay"]]}
+    told = {
+        "scheduler": [["ready", word]],
+        "learner_0": STAYS,
+        "learner_1": [["wait", "kill"], ["stay"]],
+    }
     crew = Crew(tmp_path, **told, actor_0=STAYS)
     (tmp_path / "ranks-0").touch()  # where the dead ranks met
     wanted = {"actor-0": starts, "learner-0": 2, "learner-1": 2}
     with once(lambda: all(crew.starts(name) == count for name, count in wanted.items()), terminate):
         assert crew.launch() == 130
-    assert [crew.starts(name) for name in ("scheduler", "actor-0", "learner-0", "learner-1")] == [starts, starts, 2, 2]
-    assert (tmp_path / "ranks-0").exists() == (starts == 2)  # a resumed run has a plan, and a file, of its own
+    assert [crew.starts(name) for name in ("scheduler", "actor-0", "learner-0", "learner-1")] == [
+        starts,
+        starts,
+        2,
+        2,
+    ]
+    # a resumed run has a plan, and a file, of its own
+    assert (tmp_path / "ranks-0").exists() == (starts == 2)
 
 
 def test_a_further_scheduler_that_is_killed_is_started_again_and_nothing_else_is(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    told = {"scheduler": STAYS, "scheduler_1": [["ready", "wait", "kill"], ["stay"]], "learner_0": STAYS}
+    told = {
+        "scheduler": STAYS,
+        "scheduler_1": [["ready", "wait", "kill"], ["stay"]],
+        "learner_0": STAYS,
+    }
     crew = Crew(tmp_path, **told, actor_1=STAYS)
     with once(lambda: crew.starts("scheduler-1") == 2, terminate):
         assert crew.launch() == 130
@@ -231,7 +272,11 @@ def test_a_further_scheduler_that_dies_before_it_can_be_reached_ends_the_run_wit
 ) -> None:
     crew = Crew(tmp_path, scheduler=STAYS, scheduler_1=[["no such tokenizer"]], learner_0=STAYS)
     assert crew.launch() == 1
-    assert capsys.readouterr().out.strip().startswith("scheduler-1 failed: PackingError: no such tokenizer")
+    assert (
+        capsys.readouterr()
+        .out.strip()
+        .startswith("scheduler-1 failed: PackingError: no such tokenizer")
+    )
     assert crew.starts("learner-0") == 0
 
 
@@ -239,7 +284,11 @@ def test_a_shard_that_has_finished_is_not_missed_and_the_run_ends_with_the_last_
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(children, "LEFT_S", 0.1)
-    told = {"scheduler": [["ready", "leave"]], "scheduler_1": [["ready", "wait", "leave"]], "learner_0": STAYS}
+    told = {
+        "scheduler": [["ready", "leave"]],
+        "scheduler_1": [["ready", "wait", "leave"]],
+        "learner_0": STAYS,
+    }
     crew = Crew(tmp_path, **told, actor_1=STAYS)
     assert crew.launch() == 0
     assert "it left" not in capsys.readouterr().out
@@ -253,8 +302,16 @@ def test_a_shard_that_has_finished_is_not_missed_and_the_run_ends_with_the_last_
     assert (other.starts("scheduler-1"), other.starts("actor-1")) == (1, 1)
 
 
-def test_everything_killed_at_once_is_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    crew = Crew(tmp_path, scheduler=[["ready", "stay"], ["leave"]], learner_0=STAYS, learner_1=STAYS, actor_0=STAYS)
+def test_everything_killed_at_once_is_resumed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    crew = Crew(
+        tmp_path,
+        scheduler=[["ready", "stay"], ["leave"]],
+        learner_0=STAYS,
+        learner_1=STAYS,
+        actor_0=STAYS,
+    )
 
     def kill() -> None:
         for member in (record.read(tmp_path) or pytest.fail("no record")).members.values():
@@ -266,7 +323,9 @@ def test_everything_killed_at_once_is_resumed(tmp_path: Path, capsys: pytest.Cap
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_stops_a_live_run(number: signal.Signals, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_signal_stops_a_live_run(
+    number: signal.Signals, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     crew = Crew(tmp_path, scheduler=STAYS, learner_0=STAYS)
     before = signal.signal(number, signal.SIG_DFL)  # under nohup the tests themselves ignore SIGHUP
 
@@ -283,10 +342,15 @@ def test_a_signal_stops_a_live_run(number: signal.Signals, tmp_path: Path, capsy
 
 
 @pytest.mark.parametrize(
-    ("acts", "grace_s", "within_s"), [(["ready", "freeze", "stay"], 60.0, 50.0), (["deaf", "ready", "stay"], 1.0, 9.0)]
+    ("acts", "grace_s", "within_s"),
+    [(["ready", "freeze", "stay"], 60.0, 50.0), (["deaf", "ready", "stay"], 1.0, 9.0)],
 )
 def test_a_stop_continues_stopped_processes_and_waits_once_for_schedulers_that_hang(
-    acts: list[str], grace_s: float, within_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    acts: list[str],
+    grace_s: float,
+    within_s: float,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(supervisor, "GRACE_S", grace_s)
     crew = Crew(tmp_path, scheduler=[acts], scheduler_1=[acts], learner_0=[["freeze", "stay"]])

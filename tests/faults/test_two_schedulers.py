@@ -1,4 +1,5 @@
-"""Two schedulers behind one learner, killed and stopped: no task is lost, none is trained twice, and no token is older than the bound."""
+"""Two schedulers behind one learner, killed and stopped: no task is lost, none is trained twice,
+and no token is older than the bound."""
 
 import json
 import os
@@ -28,13 +29,20 @@ def lived(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
     folder = tmp_path_factory.mktemp("two")
     command = [sys.executable, "-m", "tests.faults.two_schedulers", str(folder)]
     done = subprocess.run(
-        command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300
+        command,
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return folder / "run", json.loads((folder / "lived.json").read_text())
 
 
-def test_the_death_of_the_second_scheduler_leaves_everything_else_as_it_was(lived: tuple[Path, dict[str, Any]]) -> None:
+def test_the_death_of_the_second_scheduler_leaves_everything_else_as_it_was(
+    lived: tuple[Path, dict[str, Any]],
+) -> None:
     _, seen = lived
     assert seen["untouched"] == list(OTHERS)
     assert seen["replaced"]
@@ -43,10 +51,14 @@ def test_the_death_of_the_second_scheduler_leaves_everything_else_as_it_was(live
     assert seen["status"] == 0
 
 
-def test_every_task_of_both_is_trained_once_within_the_bound(lived: tuple[Path, dict[str, Any]]) -> None:
+def test_every_task_of_both_is_trained_once_within_the_bound(
+    lived: tuple[Path, dict[str, Any]],
+) -> None:
     run, _ = lived
     assert audit(run) == []
-    journals = [Journal(shards.folder(run, number) / "journal.sqlite", readonly=True) for number in range(2)]
+    journals = [
+        Journal(shards.folder(run, number) / "journal.sqlite", readonly=True) for number in range(2)
+    ]
     trees = [journal.trees("split='train'") for journal in journals]
     drawn = sorted(tree.position for rows in trees for tree in rows)
     assert drawn == list(range(len(drawn)))  # as one scheduler would have drawn them
@@ -68,11 +80,15 @@ def test_the_run_is_shown_whole(lived: tuple[Path, dict[str, Any]]) -> None:
     assert max(record.get("busy/engines", 0) for record in records) == 2
     drawn = EventAccumulator(str(run / "tensorboard")).Reload().Scalars("count/calls")
     assert drawn
-    assert {(point.step, point.value) for point in drawn} <= {(r["version"], r.get("count/calls")) for r in records}
+    assert {(point.step, point.value) for point in drawn} <= {
+        (r["version"], r.get("count/calls")) for r in records
+    }
     with closing(frames.opened(run)) as journal:
         assert len(journal.trees("split='train'")) == 4 * len(records)
     assert seen["said"].count("paused: no new tree begins") == 1
     rows = [
-        int(line.split()[0]) for line in seen["said"].splitlines() if line.split()[:1] and line.split()[0].isdigit()
+        int(line.split()[0])
+        for line in seen["said"].splitlines()
+        if line.split()[:1] and line.split()[0].isdigit()
     ]
     assert rows[:3] == [1, 2, 3]

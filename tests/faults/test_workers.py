@@ -1,4 +1,5 @@
-"""Worker processes that are killed, frozen, blocked, drained or left alone lose no call, and the run's other workers go on."""
+"""Worker processes that are killed, frozen, blocked, drained or left alone lose no call, and the
+run's other workers go on."""
 
 import asyncio
 import contextlib
@@ -33,7 +34,14 @@ class Floor:
     async def hire(self, name: str) -> asyncio.subprocess.Process:
         """Start a worker process and wait until it is ready."""
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "tests.faults.worker_process", self.dispatcher.endpoint, str(self.keys), name),
+            *(
+                sys.executable,
+                "-m",
+                "tests.faults.worker_process",
+                self.dispatcher.endpoint,
+                str(self.keys),
+                name,
+            ),
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
         )
@@ -88,7 +96,9 @@ async def test_the_calls_of_a_killed_process_move_to_another(floor: Floor) -> No
     assert floor.dispatcher.counters["retries"] == 2
 
 
-async def test_a_call_that_kills_every_worker_it_meets_ends_as_a_fault_and_other_calls_go_on(floor: Floor) -> None:
+async def test_a_call_that_kills_every_worker_it_meets_ends_as_a_fault_and_other_calls_go_on(
+    floor: Floor,
+) -> None:
     for name in ("a", "b", "c"):
         await floor.hire(name)
     deadly = floor.ask(EXIT)
@@ -98,7 +108,9 @@ async def test_a_call_that_kills_every_worker_it_meets_ends_as_a_fault_and_other
     assert (await floor.ask(ANSWER)).version == survivor.pid
 
 
-async def test_a_frozen_process_loses_its_calls_and_is_taken_back_when_it_thaws(floor: Floor) -> None:
+async def test_a_frozen_process_loses_its_calls_and_is_taken_back_when_it_thaws(
+    floor: Floor,
+) -> None:
     frozen = await floor.hire("frozen")
     call = floor.ask(GATE)
     await floor.has(frozen, GATE)
@@ -122,14 +134,18 @@ async def test_a_worker_whose_event_loop_is_blocked_counts_as_dead(floor: Floor)
     assert (await floor.ask(ANSWER)).version == sound.pid
 
 
-async def test_sigterm_lets_a_worker_finish_its_call_while_new_ones_go_elsewhere(floor: Floor) -> None:
+async def test_sigterm_lets_a_worker_finish_its_call_while_new_ones_go_elsewhere(
+    floor: Floor,
+) -> None:
     leaving = await floor.hire("leaving")
     call = floor.ask(GATE)
     await floor.has(leaving, GATE)
     await floor.hire("staying")
     leaving.send_signal(signal.SIGTERM)
     async with asyncio.timeout(10):
-        while not all(worker.draining for worker in floor.dispatcher.workers() if worker.name == "leaving"):
+        while not all(
+            worker.draining for worker in floor.dispatcher.workers() if worker.name == "leaving"
+        ):
             await asyncio.sleep(0.01)
     assert (await floor.ask(ANSWER, prefer="leaving")).version != leaving.pid
     (floor.keys / "leaving.gate").touch()

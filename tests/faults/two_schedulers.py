@@ -1,7 +1,8 @@
 """A run of two schedulers that are killed: ``python -m tests.faults.two_schedulers FOLDER``.
 
-Both are paused for a moment. The second one is killed twice, which must leave everything else as it was, then the first one, which resumes the
-whole run, then everything at once. At last the run is stopped as by Ctrl-C, and resumed to its end. FOLDER/lived.json says what was seen.
+Both are paused for a moment. The second one is killed twice, which must leave everything else as it
+was, then the first one, which resumes the whole run, then everything at once. At last the run is
+stopped as by Ctrl-C, and resumed to its end. FOLDER/lived.json says what was seen.
 """
 
 import json
@@ -31,13 +32,21 @@ def moved(run: Run, updates: int) -> None:
 def paused(run: Run, wanted: bool) -> None:
     """Wait until both schedulers say that they are paused, or that they are not."""
     homes = [shards.folder(run.folder, number) for number in range(2)]
-    run.wait(lambda: all((r := health.read(home)) is not None and r.paused == wanted for home in homes), "pause", 20.0)
+    run.wait(
+        lambda: all((r := health.read(home)) is not None and r.paused == wanted for home in homes),
+        "pause",
+        20.0,
+    )
 
 
 def scraped(run: Run, *samples: str) -> None:
     """Wait until Prometheus gets these samples."""
     url = (run.folder / "prometheus").read_text()
-    run.wait(lambda: set(urllib.request.urlopen(url).read().decode().splitlines()) >= {*samples}, f"{samples}", 60.0)
+    run.wait(
+        lambda: set(urllib.request.urlopen(url).read().decode().splitlines()) >= {*samples},
+        f"{samples}",
+        60.0,
+    )
 
 
 def main() -> None:
@@ -62,7 +71,11 @@ def main() -> None:
         said = run.out.read_text()
         run.resume()
         moved(run, 2)
-        scraped(run, 'coppice_busy_engines{run="run"} 2.0', 'coppice_health_workers{run="run",service="generate"} 2.0')
+        scraped(
+            run,
+            'coppice_busy_engines{run="run"} 2.0',
+            'coppice_health_workers{run="run",service="generate"} 2.0',
+        )
         seen = {
             "untouched": [name for name in OTHERS if before[name] == after[name]],
             "replaced": before["scheduler-1"] != after["scheduler-1"],

@@ -1,7 +1,8 @@
-"""A worker of its own process that says on stdout what it does: python -m tests.faults.worker_process ENDPOINT KEYS NAME.
+"""A worker of its own process that says on stdout what it does: python -m
+tests.faults.worker_process ENDPOINT KEYS NAME.
 
-The requested token says what the request does: 0 answers, 1 works until its gate file exists, 2 blocks the event loop,
-3 ends the process at once.
+The requested token says what the request does: 0 answers, 1 works until its gate file exists, 2
+blocks the event loop, 3 ends the process at once.
 """
 
 import asyncio
@@ -32,7 +33,9 @@ async def serve(endpoint: str, keys: Path, name: str) -> None:
                 os._exit(3)
         return EchoResult(request.tokens, os.getpid())
 
-    await Service(name, {"echo": echo}, 4, give_up_s=1.0, silence_s=0.5).run(endpoint, PeerKeys.load(keys, "tests"))
+    await Service(name, {"echo": echo}, 4, give_up_s=1.0, silence_s=0.5).run(
+        endpoint, PeerKeys.load(keys, "tests")
+    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
-"""Search for an input that breaks a parser: guided by coverage where atheris is installed, by mutation of the corpus anywhere.
+"""Search for an input that breaks a parser: guided by coverage where atheris is installed, by
+mutation of the corpus anywhere.
 
-``python -m tests.fuzz.search TARGET --seconds 60`` (all targets without a name) prints executions and findings, and keeps each finding under
-``tests/fuzz/corpus/TARGET``. ``--guided`` uses atheris, which instruments the code and adds to the corpus what reaches new branches.
+``python -m tests.fuzz.search TARGET --seconds 60`` (all targets without a name) prints executions
+and findings, and keeps each finding under ``tests/fuzz/corpus/TARGET``. ``--guided`` uses atheris,
+which instruments the code and adds to the corpus what reaches new branches.
 """
 
 import argparse
@@ -20,7 +22,8 @@ _TOKENS = [
     *(b"<", b">", b"</", b"{", b"}", b"[", b"]", b"[" * 600, b"{\"a\":" * 300, b"-", b"NaN", b"1e999", b"-0", b"9" * 400, b"null", b"="),
     *("\u0663".encode(), "\u00b2".encode(), "\u2028".encode(), "\U0001d7ce".encode(), "\u0130".encode(), b"\x91" * 600, b"\xdf\xff\xff\xff\xff"),
 ]  # fmt: skip
-"""Bytes at which parsers have stumbled: borders of integers, broken UTF-8, nesting, digits that are none, prefixes of huge containers."""
+"""Bytes at which parsers have stumbled: borders of integers, broken UTF-8, nesting, digits that are
+none, prefixes of huge containers."""
 
 
 def mutated(rng: random.Random, inputs: list[bytes]) -> bytes:
@@ -46,16 +49,19 @@ def mutated(rng: random.Random, inputs: list[bytes]) -> bytes:
 
 
 def search(target: Callable[[bytes], None], inputs: list[bytes], seed: int, most: int, seconds: float = 1e9) -> tuple[int, dict[str, bytes]]:  # fmt: skip
-    """Run every input and then mutations of them. Returns the executions and one input for each place that failed."""
+    """Run every input and then mutations of them. Returns the executions and one input for each
+    place that failed."""
     rng, findings, count, end = random.Random(seed), {}, 0, time.monotonic() + seconds
     while count < most and time.monotonic() < end:
         data = inputs[count] if count < len(inputs) else mutated(rng, inputs)
         count += 1
         try:
             target(data)
-        except Exception as error:  # noqa: BLE001 whatever it is, it is the finding
+        except Exception as error:  # noqa: BLE001
             where = traceback.extract_tb(error.__traceback__)[-1]
-            findings.setdefault(f"{type(error).__name__} at {Path(where.filename).name}:{where.lineno}", data)
+            findings.setdefault(
+                f"{type(error).__name__} at {Path(where.filename).name}:{where.lineno}", data
+            )
     return count, findings
 
 
@@ -104,7 +110,9 @@ def main() -> int:
     parser.add_argument("target", nargs="?")
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--guided", action="store_true", help="by coverage; needs atheris and a target")
+    parser.add_argument(
+        "--guided", action="store_true", help="by coverage; needs atheris and a target"
+    )
     asked = parser.parse_args()
     if asked.guided:
         guided(asked.target, asked.seconds)
@@ -112,7 +120,9 @@ def main() -> int:
 
     failures = 0
     for name in [asked.target] if asked.target else TARGETS:
-        count, findings = search(TARGETS[name], seeds(name) + corpus(name), asked.seed, 10**12, asked.seconds)
+        count, findings = search(
+            TARGETS[name], seeds(name) + corpus(name), asked.seed, 10**12, asked.seconds
+        )
         print(f"{name}: {count} executions, {len(findings)} findings", flush=True)
         for place, data in findings.items():
             print(f"  {place}\n    {data[:120]!r}")

@@ -1,7 +1,9 @@
-"""What is fuzzed: everything that reads bytes of a peer, text of a model or of a judge, a setting, or the journal.
+"""What is fuzzed: everything that reads bytes of a peer, text of a model or of a judge, a setting,
+or the journal.
 
-A target takes bytes. It returns on good and on refused input; any other exception is a finding. ``seeds`` gives good inputs, from which the
-mutations start; what a search has found interesting lies under ``corpus/TARGET``.
+A target takes bytes. It returns on good and on refused input; any other exception is a finding.
+``seeds`` gives good inputs, from which the mutations start; what a search has found interesting
+lies under ``corpus/TARGET``.
 """
 
 import contextlib
@@ -141,11 +143,23 @@ def answers(data: bytes) -> None:
 def environments() -> list[tuple[Any, Any]]:
     """Return every built-in environment that needs no files, with its first state."""
     pairs = []
-    for name in ("search_qa", "tictactoe", "sudoku", "minesweeper", "sokoban", "webshop", "sotopia"):
+    for name in (
+        "search_qa",
+        "tictactoe",
+        "sudoku",
+        "minesweeper",
+        "sokoban",
+        "webshop",
+        "sotopia",
+    ):
         for own in ({}, {"reading": "released"}) if name == "sokoban" else ({},):
             environment = registry.load(name, dict(own))
             maker: Any = environment
-            task = maker.task(3) if registry.makes_tasks(environment) else Task("t", question="q", golds=["a"])
+            task = (
+                maker.task(3)
+                if registry.makes_tasks(environment)
+                else Task("t", question="q", golds=["a"])
+            )
             pairs.append((environment, environment.initial(task)))
     return pairs
 
@@ -162,7 +176,8 @@ def actions(data: bytes) -> None:
 
 
 def settings(data: bytes) -> None:
-    """A whole config file, and the same text as one --set. A text with ":" may name a module of the user's, which would be imported."""
+    """A whole config file, and the same text as one --set. A text with ":" may name a module of the
+    user's, which would be imported."""
     text = data.decode("utf-8", "replace")
     with contextlib.suppress(ValueError):
         options.option(text)

@@ -1,4 +1,5 @@
-"""No input ends a parser in another way than by its own error; the search that says so finds a planted bug."""
+"""No input ends a parser in another way than by its own error; the search that says so finds a
+planted bug."""
 
 import json
 import random
@@ -20,8 +21,11 @@ def test_mutations_of_the_corpus_end_in_an_answer_or_in_the_parsers_own_error(na
     assert (count, findings) == (most, {})
 
 
-def test_every_seed_is_good_enough_that_its_parser_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A seed that is refused at its first byte would test nothing: without the suppression of its refusals no wire seed raises."""
+def test_every_seed_is_good_enough_that_its_parser_reads_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A seed that is refused at its first byte would test nothing: without the suppression of its
+    refusals no wire seed raises."""
     for data in seeds("wire_header"):
         targets.arrays.decode_header(targets.frames(data))
     for data in seeds("journal_node"):
@@ -52,6 +56,9 @@ def test_the_search_finds_a_planted_bug_in_a_decoder_and_in_a_parser_of_text() -
 
 
 def test_the_mutations_are_the_same_for_the_same_seed() -> None:
-    first, second = ([mutated(rng, [b"abc", b"{}"]) for _ in range(50)] for rng in (random.Random(1), random.Random(1)))
+    first, second = (
+        [mutated(rng, [b"abc", b"{}"]) for _ in range(50)]
+        for rng in (random.Random(1), random.Random(1))
+    )
     assert first == second
     assert len(set(first)) > 40

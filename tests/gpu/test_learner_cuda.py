@@ -1,4 +1,5 @@
-"""The learner on CUDA: FlexAttention trains as the dense mask does, whole models as path by path, and few shapes compile."""
+"""The learner on CUDA: FlexAttention trains as the dense mask does, whole models as path by path,
+and few shapes compile."""
 
 from pathlib import Path
 from typing import Any
@@ -15,28 +16,39 @@ from tests import tiny
 from tests.learner.forests import forest
 from tests.learner.test_attention import compare
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device (tools/gpu_check)")
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="needs a CUDA device (tools/gpu_check)"
+)
 
 BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 
 
 def attend(backend: Any, window: int | None, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Output and gradients of a random forest, eight query heads on two key heads, without the filling."""
+    """Output and gradients of a random forest, eight query heads on two key heads, without the
+    filling."""
     made = pack(forest(1, trees=6, steps=4))
     layout = Layout(made, backend, "cuda")
     torch.manual_seed(0)
     size, n = len(layout.forest.end), made.nodes
-    given = [torch.randn(1, h, n, 64, dtype=dtype, device="cuda", requires_grad=True) for h in (8, 2, 2)]
+    given = [
+        torch.randn(1, h, n, 64, dtype=dtype, device="cuda", requires_grad=True) for h in (8, 2, 2)
+    ]
     query, key, value = (torch.nn.functional.pad(t, (0, 0, 0, size - n)) for t in given)
-    out, _ = tree_attention(torch.nn.Module(), query, key, value, None, sliding_window=window, layout=layout)
-    upstream = torch.randn(1, n, 8, 64, dtype=dtype, device="cuda", generator=torch.Generator("cuda").manual_seed(1))
+    out, _ = tree_attention(
+        torch.nn.Module(), query, key, value, None, sliding_window=window, layout=layout
+    )
+    upstream = torch.randn(
+        1, n, 8, 64, dtype=dtype, device="cuda", generator=torch.Generator("cuda").manual_seed(1)
+    )
     (out[:, :n] * upstream).sum().backward()
     return [out[:, :n].detach(), *(t.grad for t in given if t.grad is not None)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("window", [None, 6])
-def test_flexattention_trains_as_the_dense_mask_does(window: int | None, dtype: torch.dtype) -> None:
+def test_flexattention_trains_as_the_dense_mask_does(
+    window: int | None, dtype: torch.dtype
+) -> None:
     ours, dense = attend("flex", window, dtype), attend("dense", window, dtype)
     assert len(ours) == len(dense) == 4
     for a, b in zip(ours, dense, strict=True):
@@ -46,8 +58,11 @@ def test_flexattention_trains_as_the_dense_mask_does(window: int | None, dtype: 
 @pytest.mark.parametrize("rank", [0, 4])
 @pytest.mark.parametrize("backend", ["flex", "dense"])
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "gemma3"])
-def test_whole_models_train_on_forests_as_path_by_path(tmp_path: Path, kind: str, backend: Any, rank: int) -> None:
-    folder = tiny.save(tmp_path / kind, kind, hidden_size=64, head_dim=16)  # FlexAttention's narrowest head
+def test_whole_models_train_on_forests_as_path_by_path(
+    tmp_path: Path, kind: str, backend: Any, rank: int
+) -> None:
+    # FlexAttention's narrowest head
+    folder = tiny.save(tmp_path / kind, kind, hidden_size=64, head_dim=16)
     config = LearnerConfig(dtype="float32", lora=LoraConfig(rank, 8.0), attention=backend)
     model = Policy(str(folder), config, 1.0, Ranks(60))
     compare(model, forest(3, steps=3), 1e-3, 1e-2)
@@ -63,5 +78,7 @@ def test_forests_of_many_sizes_compile_once_a_bucket() -> None:
         assert len(made.tokens) <= FLEX_BUCKET
         layout = Layout(made, "flex", "cuda")
         query = torch.randn(1, 4, FLEX_BUCKET, 64, device="cuda", requires_grad=True)
-        tree_attention(torch.nn.Module(), query, query, query, None, layout=layout)[0].sum().backward()
+        tree_attention(torch.nn.Module(), query, query, query, None, layout=layout)[
+            0
+        ].sum().backward()
     assert counters["stats"]["unique_graphs"] <= 2

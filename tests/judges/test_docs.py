@@ -1,4 +1,5 @@
-"""docs/judges.md is true: its judge is served by its command, and its tables are what the code says."""
+"""docs/judges.md is true: its judge is served by its command, and its tables are what the code
+says."""
 
 import asyncio
 import re
@@ -25,17 +26,23 @@ def blocks(language: str) -> list[str]:
 
 
 def turn(**parts: Any) -> JudgedTurn:
-    return JudgedTurn("q", ["Sofia"], "", "", 2, 4, think="t", past_queries=["country currency lev"], **parts)
+    return JudgedTurn(
+        "q", ["Sofia"], "", "", 2, 4, think="t", past_queries=["country currency lev"], **parts
+    )
 
 
 async def test_the_judge_of_the_docs_is_served_by_the_command_of_the_docs(tmp_path: Path) -> None:
     (code,) = blocks("python")
     assert len([line for line in code.splitlines() if line.strip()]) <= 15
     (tmp_path / "graded.py").write_text(code)
-    tool, *arguments = shlex.split(re.search(r"^tools/serve .*$", TEXT, re.MULTILINE)[0].replace("RUN", str(tmp_path)))  # pyright: ignore[reportOptionalSubscript]
+    tool, *arguments = shlex.split(
+        re.search(r"^tools/serve .*$", TEXT, re.MULTILINE)[0].replace("RUN", str(tmp_path))
+    )  # pyright: ignore[reportOptionalSubscript]
     async with bench(tmp_path) as b:
         (tmp_path / "endpoint").write_text(b.dispatcher.endpoint)
-        serving = await asyncio.create_subprocess_exec(sys.executable, str(ROOT / tool), *arguments, cwd=tmp_path)
+        serving = await asyncio.create_subprocess_exec(
+            sys.executable, str(ROOT / tool), *arguments, cwd=tmp_path
+        )
         try:
             await b.dispatcher.wait_for("judge.graded", 1, 60)
             turns = [
@@ -44,7 +51,9 @@ async def test_the_judge_of_the_docs_is_served_by_the_command_of_the_docs(tmp_pa
                 turn(answer="Sofia"),
                 turn(answer="Rome"),
             ]
-            result: JudgeResult = await b.dispatcher.call("judge.graded", JudgeRequest(turns), deadline=20)
+            result: JudgeResult = await b.dispatcher.call(
+                "judge.graded", JudgeRequest(turns), deadline=20
+            )
             assert [judgement.scores for judgement in result.judgements] == [
                 {"think": 0, "query": 0},
                 {"think": 0, "query": -1},
@@ -57,7 +66,9 @@ async def test_the_judge_of_the_docs_is_served_by_the_command_of_the_docs(tmp_pa
 
 
 def test_the_table_of_built_in_judges_names_each_with_its_columns() -> None:
-    rows = dict(re.findall(r"^\| `(\w+)` \| (`.*?`) \|", TEXT.split("## Built in")[1], re.MULTILINE))
+    rows = dict(
+        re.findall(r"^\| `(\w+)` \| (`.*?`) \|", TEXT.split("## Built in")[1], re.MULTILINE)
+    )
     asks = {"endpoint": {"url": "http://127.0.0.1:1/v1", "model": "m"}}
     needs = {"slate": asks, "pprm": asks, "sotopia": asks, "reward_model": {"model": "m"}}
     assert set(rows) == set(BUILT_IN)
@@ -78,6 +89,10 @@ def test_the_settings_of_the_docs_make_the_judges_they_name() -> None:
     for block in blocks("toml"):
         config = msgspec.convert(tomllib.loads(block)["judges"], JudgesConfig)
         for name, options in config.use.items():
-            given = with_served_model(options, "http://127.0.0.1:1/v1", config.model) if config.model else options
+            given = (
+                with_served_model(options, "http://127.0.0.1:1/v1", config.model)
+                if config.model
+                else options
+            )
             made.append(make_worker(name, given).name)
     assert made == ["slate", "pprm", "pprm"]

@@ -12,7 +12,9 @@ async def scores(answer: str | None, gold: str) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("gold", ["Sofia", "A", "The", "!!!"])
-async def test_no_answer_scores_zero_even_where_the_gold_is_an_article_or_punctuation(gold: str) -> None:
+async def test_no_answer_scores_zero_even_where_the_gold_is_an_article_or_punctuation(
+    gold: str,
+) -> None:
     assert await scores(None, gold) == {"outcome": 0, "f1": 0}
     assert await scores("Rome", gold) == {"outcome": 0, "f1": 0}
 

@@ -1,4 +1,5 @@
-"""Equal queries in flight are searched once, queries that wait are joined, and a fleet of servers answers while one of them does."""
+"""Equal queries in flight are searched once, queries that wait are joined, and a fleet of servers
+answers while one of them does."""
 
 import asyncio
 import sys
@@ -171,7 +172,10 @@ async def test_a_run_searches_in_a_fleet_by_its_urls_and_one_server_may_be_away(
     shelves = Shelf(), Shelf()
     async with serving(application(shelves[0])) as away:
         pass
-    async with serving(application(shelves[1])) as url, opened(f"{away}, {url}", "", 1, cache=4) as queries:
+    async with (
+        serving(application(shelves[1])) as url,
+        opened(f"{away}, {url}", "", 1, cache=4) as queries,
+    ):
         found = await asyncio.wait_for(queries.search(["x", "y"], 2), 30)
         assert found == await Shelf().search(["x", "y"], 2)
         assert await queries.search(["y"], 2) == found[1:]
@@ -186,7 +190,10 @@ async def test_two_retriever_workers_of_a_run_share_its_calls(tmp_path: Path) ->
     async with bench(tmp_path) as b:
         for place, gate in enumerate(gates):
             await b.work(f"retriever-{place}", {"retrieve": HotQueries(gate, 8).handle})
-        calls = [asyncio.create_task(b.dispatcher.call("retrieve", RetrieveRequest([q], 1), deadline=10)) for q in "ab"]
+        calls = [
+            asyncio.create_task(b.dispatcher.call("retrieve", RetrieveRequest([q], 1), deadline=10))
+            for q in "ab"
+        ]
         while not (gates[0].gates and gates[1].gates):
             await asyncio.sleep(0.001)
         for gate in gates:
@@ -205,7 +212,9 @@ async def front() -> AsyncIterator[tuple[str, Shelf]]:
             " web.run_app, run = (lambda app, host, port: run(app, host=host, port=0, print=lambda text: print(text, flush=True))), web.run_app;"
             f" sys.argv = ['server', '--index', '{url}']; http_server.main()"
         )
-        process = await asyncio.create_subprocess_exec(sys.executable, "-c", code, stdout=asyncio.subprocess.PIPE)
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", code, stdout=asyncio.subprocess.PIPE
+        )
         assert process.stdout is not None
         said = (await asyncio.wait_for(process.stdout.readline(), 60)).decode()
         yield said.split()[3].strip(), shelf
@@ -214,10 +223,14 @@ async def front() -> AsyncIterator[tuple[str, Shelf]]:
 
 
 @pytest.mark.slow
-async def test_the_server_in_front_of_others_keeps_what_they_answered(front: tuple[str, Shelf]) -> None:
+async def test_the_server_in_front_of_others_keeps_what_they_answered(
+    front: tuple[str, Shelf],
+) -> None:
     url, shelf = front
     async with aiohttp.ClientSession() as session:
         for _ in range(3):
-            async with session.post(url + "/retrieve", json={"queries": ["x"], "topk": 1}) as response:
+            async with session.post(
+                url + "/retrieve", json={"queries": ["x"], "topk": 1}
+            ) as response:
                 assert (await response.json())["result"][0][0]["contents"] == '"title of x"\ntext 0'
     assert shelf.asked == [["x"]]

@@ -1,4 +1,5 @@
-"""tools/serve --invite gives a judge on another machine what it needs and no more; --revoke takes it back."""
+"""tools/serve --invite gives a judge on another machine what it needs and no more; --revoke takes
+it back."""
 
 import asyncio
 import json
@@ -50,12 +51,21 @@ async def test_an_invited_judge_serves_with_the_invitation_alone_until_it_is_rev
     (elsewhere / "plug.py").write_text(PLUG)
     async with bench(run, DispatchConfig(heartbeat_s=0.1)) as b:
         started(run, b.dispatcher.endpoint)
-        assert plug_in(["--run", str(run), "--invite", "judge.mine", "--to", str(elsewhere / "mine.json")]) == 0
+        assert (
+            plug_in(
+                ["--run", str(run), "--invite", "judge.mine", "--to", str(elsewhere / "mine.json")]
+            )
+            == 0
+        )
         name = capsys.readouterr().err.split(" ", 1)[0]
-        serving, sly = await asyncio.gather(guest(elsewhere, "plug:Mine"), guest(elsewhere, "plug:Other"))
+        serving, sly = await asyncio.gather(
+            guest(elsewhere, "plug:Mine"), guest(elsewhere, "plug:Other")
+        )
         await b.dispatcher.wait_for("judge.mine", 1, 60)
         turn = JudgedTurn("q", [], "", "", 1, 1)
-        result: JudgeResult = await b.dispatcher.call("judge.mine", JudgeRequest([turn]), deadline=30)
+        result: JudgeResult = await b.dispatcher.call(
+            "judge.mine", JudgeRequest([turn]), deadline=30
+        )
         assert result.judgements[0].scores == {"reward": 0.5}
         said = (await asyncio.wait_for(sly.communicate(), 60))[1].decode()
         assert sly.returncode == 1
@@ -80,7 +90,9 @@ def test_an_invitation_holds_four_facts_in_a_private_file_and_the_run_keeps_no_s
     assert invitation["secret"] not in told.err
     stored = [path.read_text() for path in (tmp_path / "keys").rglob("*") if path.is_file()]
     assert not any(invitation["secret"] in text for text in stored)
-    assert not any(secret in told.out for secret in (keys.server_secret, *(t for t in stored if "secret" in t)))
+    assert not any(
+        secret in told.out for secret in (keys.server_secret, *(t for t in stored if "secret" in t))
+    )
     to = tmp_path / "i.json"
     assert plug_in(["--run", str(tmp_path), "--invite", "judge.mine", "--to", str(to)]) == 0
     assert stat.S_IMODE(to.stat().st_mode) == 0o600
@@ -90,17 +102,27 @@ def test_an_invitation_holds_four_facts_in_a_private_file_and_the_run_keeps_no_s
     ("arguments", "said"),
     [
         (["--run", "run", "--invite", "train"], "no peer can be invited to 'train'"),
-        (["--run", "run", "--revoke", "nobody"], "no key is named 'nobody': expected one of actor, judge"),
+        (
+            ["--run", "run", "--revoke", "nobody"],
+            "no key is named 'nobody': expected one of actor, judge",
+        ),
         (["--run", "nowhere", "--invite", "judge.mine"], "nowhere is not a started run"),
         (["--invite-file", "there", "--invite", "judge.mine"], "--invite and --revoke need --run"),
         (["exact_match", "--invite-file", "there"], "there is no invitation"),
         (["exact_match", "--invite-file", "absent"], "No such file"),
         (["--run", "run", "--invite", "judge.mine", "--to", "there"], "there is there already"),
-        (["--run", "open", "--invite", "judge.mine"], "the run listens on every address (tcp://0.0.0.0:1)"),
+        (
+            ["--run", "open", "--invite", "judge.mine"],
+            "the run listens on every address (tcp://0.0.0.0:1)",
+        ),
     ],
 )
 def test_an_invitation_that_cannot_be_given_or_used_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    said: str,
 ) -> None:
     started(tmp_path / "run", "tcp://127.0.0.1:1")
     started(tmp_path / "open", "tcp://0.0.0.0:1")

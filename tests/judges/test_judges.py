@@ -52,7 +52,9 @@ def turn(**fields: Any) -> JudgedTurn:
         ("", ["Sofia"], 0),
     ],
 )
-def test_exact_match_normalises_as_methods_md_says(prediction: str, golds: list[str], expected: float) -> None:
+def test_exact_match_normalises_as_methods_md_says(
+    prediction: str, golds: list[str], expected: float
+) -> None:
     assert exact_match(prediction, golds) == expected
 
 
@@ -101,7 +103,9 @@ async def test_exact_match_judge_scores_a_missing_answer_zero() -> None:
 async def test_a_query_is_scored_by_the_next_supporting_passage(
     query: str, past: list[str], seen: list[str], expected: float
 ) -> None:
-    made = await judged(SlateRules(), query=query, past_queries=past, past_observations=seen, evidence=EVIDENCE)
+    made = await judged(
+        SlateRules(), query=query, past_queries=past, past_observations=seen, evidence=EVIDENCE
+    )
     assert made.scores["query"] == expected
 
 
@@ -125,37 +129,52 @@ async def test_a_query_must_name_every_word_of_the_field(query: str, expected: f
     ("query", "expected"),
     [
         ("Monaco national holiday", 1),
-        ("which national holiday of the country Monaco", 1),  # words of the question are not foreign
+        # words of the question are not foreign
+        ("which national holiday of the country Monaco", 1),
         ("Monaco national holiday National Day", 1),
         ("Monaco national holiday partner", 0),  # the name of a longer field
-        ("Qatar national holiday", 0),  # another country, though the value has the word "national", too
+        # another country, though the value has the word "national", too
+        ("Qatar national holiday", 0),
         ("Qatar", -1),
     ],
 )
 async def test_a_query_with_a_word_that_neither_question_nor_passage_has_asks_for_something_else(
     query: str, expected: float
 ) -> None:
-    asked = {"question": "Name the national holiday of Monaco.", "evidence": ["Monaco\nNational holiday: National Day"]}
+    asked = {
+        "question": "Name the national holiday of Monaco.",
+        "evidence": ["Monaco\nNational holiday: National Day"],
+    }
     assert (await judged(SlateRules(), query=query, **asked)).scores["query"] == expected
 
 
 async def test_the_words_of_the_field_do_not_name_the_value() -> None:
     evidence = ["Monaco\nNational holiday: National Day"]
-    assert (await judged(SlateRules(), query="national holiday", evidence=evidence)).scores["query"] == 0
-    assert (await judged(SlateRules(), query="national holiday day", evidence=evidence)).scores["query"] == 1
+    assert (await judged(SlateRules(), query="national holiday", evidence=evidence)).scores[
+        "query"
+    ] == 0
+    assert (await judged(SlateRules(), query="national holiday day", evidence=evidence)).scores[
+        "query"
+    ] == 1
 
 
 async def test_a_value_that_is_a_function_word_can_be_searched_for() -> None:
     evidence = ["Austria\nInternet code: .at"]
-    assert (await judged(SlateRules(), query="internet code .at", evidence=evidence)).scores["query"] == 1
-    assert (await judged(SlateRules(), query="internet code .be", evidence=evidence)).scores["query"] == 0
+    assert (await judged(SlateRules(), query="internet code .at", evidence=evidence)).scores[
+        "query"
+    ] == 1
+    assert (await judged(SlateRules(), query="internet code .be", evidence=evidence)).scores[
+        "query"
+    ] == 0
 
 
 async def test_once_everything_is_shown_another_query_is_bad() -> None:
     seen = [SHOWN, "<information>Doc 1(Title: Bulgaria) Capital: Sofia</information>"]
-    assert (await judged(SlateRules(), query="Bulgaria capital", past_observations=seen, evidence=EVIDENCE)).scores[
-        "query"
-    ] == -1
+    assert (
+        await judged(
+            SlateRules(), query="Bulgaria capital", past_observations=seen, evidence=EVIDENCE
+        )
+    ).scores["query"] == -1
 
 
 async def test_the_format_rule_scores_queries_zero_unless_empty_or_repeated() -> None:
@@ -166,7 +185,10 @@ async def test_the_format_rule_scores_queries_zero_unless_empty_or_repeated() ->
 
 async def test_answers_are_plus_or_minus_one_and_empty_thinking_costs() -> None:
     assert (await judged(SlateRules(), answer="sofia")).scores == {"think": 0, "answer": 1}
-    assert (await judged(SlateRules(), answer="Rome", think=" ")).scores == {"think": -1, "answer": -1}
+    assert (await judged(SlateRules(), answer="Rome", think=" ")).scores == {
+        "think": -1,
+        "answer": -1,
+    }
     assert (await judged(SlateRules(answer="partial"), answer="Sofia city")).scores["answer"] == 0
 
 
@@ -209,7 +231,8 @@ class Endpoint:
     async def __aenter__(self) -> str:
         app = web.Application()
         app.router.add_post("/v1/chat/completions", self.handle)
-        # A handler that hangs ends with its client; otherwise taking the server down waits a minute for it.
+        # A handler that hangs ends with its client; otherwise taking the server down waits a minute
+        # for it.
         self.runner = web.AppRunner(app, handler_cancellation=True)
         await self.runner.setup()
         site = web.TCPSite(self.runner, "127.0.0.1", 0)
@@ -281,7 +304,9 @@ async def test_unparsed_replies_are_invalid_and_counted() -> None:
 
 
 async def test_the_slate_judge_over_a_real_server_of_the_embedded_engine(llama: Path) -> None:
-    engine = LocalEngine(str(llama), ActorsConfig(dtype="float32", max_context=4096, kv_cache_gib=0.05))
+    engine = LocalEngine(
+        str(llama), ActorsConfig(dtype="float32", max_context=4096, kv_cache_gib=0.05)
+    )
     await engine.start()
     runner = web.AppRunner(Server(engine, llama).application())
     await runner.setup()
@@ -337,21 +362,30 @@ class Odd(Judge):
         ("hang", "took over"),
         ("text", r"judge odd returned '0.5' \(str\) in column 'a'; expected a number"),
         ("none", r"judge odd returned None \(NoneType\) in column 'a'; expected a number"),
-        ("plain", r"judge odd returned \{'a': 1.0\} \(dict\) for a turn; expected a wire.messages.Judgement"),
+        (
+            "plain",
+            r"judge odd returned \{'a': 1.0\} \(dict\) for a turn; expected a wire.messages.Judgement",
+        ),
         ("nothing", r"judge odd returned None \(NoneType\); expected a list of Judgement"),
     ],
 )
-async def test_a_judge_that_misbehaves_is_a_fault_that_says_how(tmp_path: Path, question: str, message: str) -> None:
+async def test_a_judge_that_misbehaves_is_a_fault_that_says_how(
+    tmp_path: Path, question: str, message: str
+) -> None:
     async with bench(tmp_path) as b:
         await b.work("odd", {"judge.odd": Batcher(Odd()).handle})
         with pytest.raises(InfrastructureFault, match=message):
-            await b.dispatcher.call("judge.odd", JudgeRequest([turn(question=question)]), deadline=1.0)
+            await b.dispatcher.call(
+                "judge.odd", JudgeRequest([turn(question=question)]), deadline=1.0
+            )
 
 
 async def test_nan_is_an_invalid_score_never_a_zero(tmp_path: Path) -> None:
     async with bench(tmp_path) as b:
         await b.work("odd", {"judge.odd": Batcher(Odd()).handle})
-        result: JudgeResult = await b.dispatcher.call("judge.odd", JudgeRequest([turn(question="nan")]), deadline=5)
+        result: JudgeResult = await b.dispatcher.call(
+            "judge.odd", JudgeRequest([turn(question="nan")]), deadline=5
+        )
     assert result.judgements[0].scores == {"b": 1.0}
     assert result.judgements[0].invalid == ["a"]
 
@@ -368,4 +402,8 @@ async def test_the_exact_match_ablation_pays_right_answers_alone() -> None:
         turn(query="capital of Bulgaria", golds=["Sofia"]),
     ]
     scores = [judgement.scores for judgement in await SlateEm().score(turns)]
-    assert scores == [{"think": 0, "answer": 1}, {"think": 0, "answer": 0}, {"think": 0, "query": 0}]
+    assert scores == [
+        {"think": 0, "answer": 1},
+        {"think": 0, "answer": 0},
+        {"think": 0, "query": 0},
+    ]

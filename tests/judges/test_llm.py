@@ -1,4 +1,5 @@
-"""The chat client: every question ends in a reply or a fault that names the endpoint and the cause, and both are counted."""
+"""The chat client: every question ends in a reply or a fault that names the endpoint and the cause,
+and both are counted."""
 
 import asyncio
 import socket
@@ -27,7 +28,9 @@ async def client(reply: Reply, **settings: Any) -> AsyncIterator[ChatClient]:
     runner = web.AppRunner(app)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
-    made = ChatClient(ChatEndpoint(f"http://127.0.0.1:{runner.addresses[0][1]}/v1", "m", **settings))
+    made = ChatClient(
+        ChatEndpoint(f"http://127.0.0.1:{runner.addresses[0][1]}/v1", "m", **settings)
+    )
     await made.start()
     try:
         yield made
@@ -54,9 +57,12 @@ async def test_the_request_is_one_user_message_with_the_settings_of_the_endpoint
 
 
 @pytest.mark.parametrize(
-    ("constrain", "field"), [("", {}), ("sglang", {"regex": "a|b"}), ("vllm", {"structured_outputs": {"regex": "a|b"}})]
+    ("constrain", "field"),
+    [("", {}), ("sglang", {"regex": "a|b"}), ("vllm", {"structured_outputs": {"regex": "a|b"}})],
 )
-async def test_a_form_is_asked_for_in_the_words_of_the_server(constrain: str, field: dict[str, Any]) -> None:
+async def test_a_form_is_asked_for_in_the_words_of_the_server(
+    constrain: str, field: dict[str, Any]
+) -> None:
     seen: dict[str, Any] = {}
 
     async def reply(request: web.Request) -> web.Response:
@@ -78,7 +84,11 @@ async def test_a_limit_is_waited_for_as_long_as_the_server_asks() -> None:
 
     async def reply(request: web.Request) -> web.Response:
         calls.append(asyncio.get_running_loop().time())
-        return web.Response(status=429, headers={"Retry-After": "0.2"}) if len(calls) == 1 else chat("second")
+        return (
+            web.Response(status=429, headers={"Retry-After": "0.2"})
+            if len(calls) == 1
+            else chat("second")
+        )
 
     async with client(reply, backoff_s=1e-3) as c:
         assert await c.ask("q") == "second"
@@ -170,7 +180,9 @@ async def test_a_cancelled_question_gives_its_place_back() -> None:
         gate.set()  # a server waits a minute for open handlers when it is taken down
 
 
-async def test_the_key_travels_as_a_bearer_token_from_the_named_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_key_travels_as_a_bearer_token_from_the_named_variable(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async def reply(request: web.Request) -> web.Response:
         return chat(request.headers.get("Authorization", "none"))
 
@@ -186,4 +198,6 @@ async def test_a_missing_key_is_refused_at_the_start_by_the_name_of_its_variable
 ) -> None:
     monkeypatch.delenv("TEST_JUDGE_KEY", raising=False)
     with pytest.raises(ValueError, match="TEST_JUDGE_KEY"):
-        await ChatClient(ChatEndpoint("http://127.0.0.1:1/v1", "m", api_key_env="TEST_JUDGE_KEY")).start()
+        await ChatClient(
+            ChatEndpoint("http://127.0.0.1:1/v1", "m", api_key_env="TEST_JUDGE_KEY")
+        ).start()

@@ -14,7 +14,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.environments.minesweeper import MARK, REVEAL, Minesweeper, State, all_revealed, cell_of, neighbours, played
+from actors.environments.minesweeper import (
+    MARK,
+    REVEAL,
+    Minesweeper,
+    State,
+    all_revealed,
+    cell_of,
+    neighbours,
+    played,
+)
 from judges.base import checked
 from judges.oracles.minesweeper import MinesweeperOracle, labels
 from judges.oracles.posterior import Contradiction, Posterior, posterior
@@ -22,16 +31,22 @@ from judges.serve import make_worker
 from wire.faults import DataFault
 from wire.messages import JudgedTurn
 
-SIZES = st.sampled_from([(4, 4, 3), (4, 4, 6), (5, 5, 5), (3, 6, 4), (3, 6, 8), (1, 9, 3), (2, 8, 5)])
+SIZES = st.sampled_from(
+    [(4, 4, 3), (4, 4, 6), (5, 5, 5), (3, 6, 4), (3, 6, 8), (1, 9, 3), (2, 8, 5)]
+)
 RANDOM = st.randoms(use_true_random=False)
 
 
-def listed(rows: int, columns: int, mines: int, numbers: Mapping[int, int]) -> tuple[int, dict[int, int]]:
+def listed(
+    rows: int, columns: int, mines: int, numbers: Mapping[int, int]
+) -> tuple[int, dict[int, int]]:
     """How many layouts fit the numbers, and in how many each hidden cell holds a mine."""
     places = [divmod(cell, columns) for cell in range(rows * columns)]
     near = {
         cell: {
-            other for other, (r, c) in enumerate(places) if max(abs(r - places[cell][0]), abs(c - places[cell][1])) == 1
+            other
+            for other, (r, c) in enumerate(places)
+            if max(abs(r - places[cell][0]), abs(c - places[cell][1])) == 1
         }
         for cell in numbers
     }
@@ -45,8 +60,11 @@ def listed(rows: int, columns: int, mines: int, numbers: Mapping[int, int]) -> t
     return layouts, mined
 
 
-def random_numbers(rows: int, columns: int, mines: int, share: float, rng: random.Random) -> dict[int, int]:
-    """The numbers of random safe cells of a random layout: harder than what play leads to, as no region need be open."""
+def random_numbers(
+    rows: int, columns: int, mines: int, share: float, rng: random.Random
+) -> dict[int, int]:
+    """The numbers of random safe cells of a random layout: harder than what play leads to, as no
+    region need be open."""
     laid = set(rng.sample(range(rows * columns), mines))
     safe = [cell for cell in range(rows * columns) if cell not in laid]
     shown = rng.sample(safe, round(share * len(safe)))
@@ -57,15 +75,23 @@ def random_numbers(rows: int, columns: int, mines: int, share: float, rng: rando
 def lattice(rows: int, columns: int, mines: int, rng: random.Random) -> dict[int, int]:
     """The numbers in every second row and column: one wide component, the hardest there is."""
     laid = set(rng.sample(range(rows * columns), mines))
-    shown = [r * columns + c for r in range(0, rows, 2) for c in range(0, columns, 2) if r * columns + c not in laid]
+    shown = [
+        r * columns + c
+        for r in range(0, rows, 2)
+        for c in range(0, columns, 2)
+        if r * columns + c not in laid
+    ]
     return {cell: sum(other in laid for other in neighbours(rows, columns)[cell]) for cell in shown}
 
 
 def shown(board: str) -> dict[int, int]:
-    return {cell: int(mark.replace(".", "0")) for cell, mark in enumerate(board) if mark not in "#F"}
+    return {
+        cell: int(mark.replace(".", "0")) for cell, mark in enumerate(board) if mark not in "#F"
+    }
 
 
-# ---------------------------------------------------------------------------------------------- the posterior
+# ---------------------------------------------------------------------------------------------- the
+# posterior
 
 
 @given(SIZES, st.floats(0, 1), RANDOM)
@@ -86,21 +112,28 @@ def test_the_posterior_is_that_of_all_layouts_listed(
 
 @given(st.integers(0, 2**31), RANDOM)
 @settings(max_examples=25, deadline=None)
-def test_the_posterior_of_a_game_is_that_of_all_layouts_listed(seed: int, rng: random.Random) -> None:
+def test_the_posterior_of_a_game_is_that_of_all_layouts_listed(
+    seed: int, rng: random.Random
+) -> None:
     rules = Minesweeper()
     state = rules.initial(rules.task(seed))
     while not all_revealed(state):
         numbers = shown(state.board)
         found = posterior(5, 5, 5, numbers)
         assert (found.exact, (found.layouts, found.mined)) == (True, listed(5, 5, 5, numbers))
-        safe = [cell for cell, mark in enumerate(state.board) if mark == "#" and state.layout[cell] == "."]
+        safe = [
+            cell
+            for cell, mark in enumerate(state.board)
+            if mark == "#" and state.layout[cell] == "."
+        ]
         state = played(state, (REVEAL, *divmod(rng.choice(safe), 5)))
 
 
 def test_two_components_and_the_free_cells_share_the_mines() -> None:
     numbers = shown("##1....1##" + "##1....1##")
     beside, behind = (1, 11, 8, 18), (0, 10, 9, 19)
-    # one mine in each of the two pairs beside the numbers, 2 * 2 ways; a third in one of the four cells behind
+    # one mine in each of the two pairs beside the numbers, 2 * 2 ways; a third in one of the four
+    # cells behind
     found = posterior(2, 10, 3, numbers)
     assert (found.layouts, found.exact) == (16, True)
     assert found.mined == dict.fromkeys(beside, 8) | dict.fromkeys(behind, 4)
@@ -153,12 +186,15 @@ def test_a_certain_mine_is_told_from_an_almost_certain_one() -> None:
         (2, {1: 1, 4: 2}, "would hold"),
     ],
 )
-def test_numbers_that_no_layout_fits_are_refused(mines: int, numbers: dict[int, int], said: str) -> None:
+def test_numbers_that_no_layout_fits_are_refused(
+    mines: int, numbers: dict[int, int], said: str
+) -> None:
     with pytest.raises(Contradiction, match=said):
         posterior(2, 3, mines, numbers)
 
 
-# ---------------------------------------------------------------------------------------------- the budget
+# ---------------------------------------------------------------------------------------------- the
+# budget
 
 
 @given(SIZES, RANDOM, st.integers(0, 40))
@@ -168,7 +204,10 @@ def test_a_spent_budget_is_said_and_keeps_what_is_certain(
 ) -> None:
     rows, columns, mines = size
     numbers = random_numbers(rows, columns, mines, 0.4, rng)
-    exact, found = posterior(rows, columns, mines, numbers), posterior(rows, columns, mines, numbers, budget)
+    exact, found = (
+        posterior(rows, columns, mines, numbers),
+        posterior(rows, columns, mines, numbers, budget),
+    )
     assert found.exact == (exact.nodes <= budget)
     assert found == exact or (not found.exact and found.nodes == budget)
     assert found.mined.keys() == exact.mined.keys()
@@ -183,7 +222,8 @@ def test_the_budget_is_that_of_all_components_together() -> None:
     exact = posterior(1, 29, 2, numbers)
     assert posterior(1, 29, 2, numbers, exact.nodes) == exact
     short = posterior(1, 29, 2, numbers, exact.nodes - 1)
-    # the component that fell back: the mean of 1 of 2 and 1 of 2; the other has its one mine in the middle or two outside
+    # the component that fell back: the mean of 1 of 2 and 1 of 2; the other has its one mine in the
+    # middle or two outside
     assert not short.exact
     assert [short.risks()[cell] for cell in (23, 25, 27)] == [0.5] * 3
     assert (short.certain(2), short.mined[0]) == (False, short.mined[4])
@@ -212,7 +252,8 @@ def test_the_budget_bounds_the_time_of_the_hardest_positions() -> None:
     assert exact == [True, True, False]
 
 
-# ---------------------------------------------------------------------------------------------- the oracle
+# ---------------------------------------------------------------------------------------------- the
+# oracle
 
 
 FORCED = State(1, 7, 2, 0, ".1#1###", "..*..*.")
@@ -227,7 +268,16 @@ CLOSING = State(1, 7, 2, 0, ".1#11##", "..*..*.")
 
 
 def turn(state: State, move: list[int] | None, budget: int = 25) -> JudgedTurn:
-    return JudgedTurn("minesweeper-1", [], "", "", state.turn + 1, budget, state=msgspec.to_builtins(state), move=move)
+    return JudgedTurn(
+        "minesweeper-1",
+        [],
+        "",
+        "",
+        state.turn + 1,
+        budget,
+        state=msgspec.to_builtins(state),
+        move=move,
+    )
 
 
 def scores(turns: list[JudgedTurn], **options: Any) -> list[dict[str, float]]:
@@ -271,7 +321,9 @@ def test_moves_on_hand_made_boards(
     state: State, move: list[int] | None, binary: float, graded: float, risk: float | None
 ) -> None:
     share = {FORCED: 2 / 8, GUESS: 4 / 12, FLAGGED: 3 / 11, SUICIDE: 1 / 4}[state]
-    columns = {"graded": graded, "exact": 1.0, "valid_share": share} | ({} if risk is None else {"risk": risk})
+    columns = {"graded": graded, "exact": 1.0, "valid_share": share} | (
+        {} if risk is None else {"risk": risk}
+    )
     assert scores([turn(state, move)]) == [{"reward": binary} | columns]
     assert scores([turn(state, move)], reward="graded") == [{"reward": graded} | columns]
 
@@ -291,7 +343,9 @@ def test_moves_on_hand_made_boards(
 def test_running_out_of_turns_is_graded_as_such(
     state: State, move: list[int], binary: float, before: float, last: float
 ) -> None:
-    made = scores([turn(msgspec.structs.replace(state, turn=used), move, budget=7) for used in (5, 6)])
+    made = scores(
+        [turn(msgspec.structs.replace(state, turn=used), move, budget=7) for used in (5, 6)]
+    )
     assert [(each["reward"], each["graded"]) for each in made] == [(binary, before), (binary, last)]
 
 
@@ -310,12 +364,17 @@ def test_before_the_first_reveal_every_reveal_is_safe_and_no_flag_certain() -> N
 def test_all_legal_moves_of_a_reached_state(
     size: tuple[int, int, int], seed: int, rng: random.Random, plies: int
 ) -> None:
-    """Binary is the least of the listed risks or a certain mine's flag, graded splits it, and its mean is valid_share."""
+    """Binary is the least of the listed risks or a certain mine's flag, graded splits it, and its
+    mean is valid_share."""
     rows, columns, mines = size
     rules = Minesweeper(rows=rows, columns=columns, mines=min(mines, 5), centre_start=False)
     state = played(rules.initial(rules.task(seed)), (REVEAL, rows // 2, columns // 2))
     for _ in range(plies):
-        moves = [m for m in rules.moves(state) if m[0] == MARK or state.layout[m[1] * columns + m[2]] == "."]
+        moves = [
+            m
+            for m in rules.moves(state)
+            if m[0] == MARK or state.layout[m[1] * columns + m[2]] == "."
+        ]
         after = played(state, rng.choice(moves))
         state = state if all_revealed(after) else after
     layouts, mined = listed(rows, columns, state.mines, shown(state.board))
@@ -349,13 +408,21 @@ def test_a_spent_budget_is_a_column() -> None:
     numbers = lattice(6, 6, 8, random.Random(2))
     board = "".join(".12345678"[numbers[cell]] if cell in numbers else "#" for cell in range(36))
     state = State(6, 6, 8, 0, board, "." * 36)
-    (exact,), (spent,) = scores([turn(state, [REVEAL, 1, 1])]), scores([turn(state, [REVEAL, 1, 1])], budget=1)
+    (exact,), (spent,) = (
+        scores([turn(state, [REVEAL, 1, 1])]),
+        scores([turn(state, [REVEAL, 1, 1])], budget=1),
+    )
     assert (exact["exact"], spent["exact"]) == (1, 0)
     assert 0 <= spent["risk"] <= 1
 
 
 def test_the_explanation_says_why() -> None:
-    turns = [turn(FORCED, [REVEAL, 0, 4]), turn(GUESS, [REVEAL, 0, 1]), turn(GUESS, [MARK, 0, 1]), turn(GUESS, None)]
+    turns = [
+        turn(FORCED, [REVEAL, 0, 4]),
+        turn(GUESS, [REVEAL, 0, 1]),
+        turn(GUESS, [MARK, 0, 1]),
+        turn(GUESS, None),
+    ]
     said = [judgement.explanation for judgement in asyncio.run(MinesweeperOracle().score(turns))]
     assert said == [
         "safe reveal",
@@ -400,14 +467,18 @@ def test_a_turn_that_shows_no_game_is_a_data_fault(state: Any) -> None:
 
 @pytest.mark.parametrize(
     ("options", "said"),
-    [({"reward": "dense"}, "reward = 'dense': expected one of 'binary', 'graded'"), ({"budget": 0}, "budget = 0: ")],
+    [
+        ({"reward": "dense"}, "reward = 'dense': expected one of 'binary', 'graded'"),
+        ({"budget": 0}, "budget = 0: "),
+    ],
 )
 def test_an_impossible_option_is_refused(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         make_worker("minesweeper", options)
 
 
-# ---------------------------------------------------------------------------------------------- players
+# ----------------------------------------------------------------------------------------------
+# players
 
 
 def safest(state: State) -> list[int]:
@@ -426,7 +497,8 @@ def hidden(state: State) -> list[int]:
 def test_players_win_as_often_as_expected(
     choices: Callable[[State], list[int]], success: float, completion: float
 ) -> None:
-    """The first row is exact: the mean over all 4,316 layouts and ties. Measured in methods.md 3.4: .785, .971 and .042, .785."""
+    """The first row is exact: the mean over all 4,316 layouts and ties. Measured in methods.md 3.4:
+    .785, .971 and .042, .785."""
     rules, rng, ends = Minesweeper(), random.Random(11), []
     for seed in range(500):
         state = rules.initial(rules.task(seed))

@@ -1,4 +1,5 @@
-"""The PPRM judge: a strict parse, prompts with the paper's contract, ten tries, and replies that a server holds to the form."""
+"""The PPRM judge: a strict parse, prompts with the paper's contract, ten tries, and replies that a
+server holds to the form."""
 
 import asyncio
 import re
@@ -34,7 +35,8 @@ TURN = JudgedTurn(
 )  # fmt: skip
 
 
-# ---------------------------------------------------------------------------------------------- the parse
+# ---------------------------------------------------------------------------------------------- the
+# parse
 
 
 @pytest.mark.parametrize(
@@ -63,34 +65,48 @@ TURN = JudgedTurn(
         ("", None),
     ],
 )
-def test_only_two_whole_numbers_in_the_last_block_are_a_score(reply: str, expected: tuple[int, int] | None) -> None:
+def test_only_two_whole_numbers_in_the_last_block_are_a_score(
+    reply: str, expected: tuple[int, int] | None
+) -> None:
     assert parse_final_score(reply) == expected
 
 
 @given(st.integers(-3, 30), st.integers(-3, 30), st.text(max_size=30))
-def test_a_pair_is_a_score_exactly_when_its_quotient_is_one(reached: int, most: int, before: str) -> None:
+def test_a_pair_is_a_score_exactly_when_its_quotient_is_one(
+    reached: int, most: int, before: str
+) -> None:
     valid = most > 0 and 0 <= reached <= most
     found = parse_final_score(f"{before}\nScores: <final_score>{reached},{most}</final_score>")
     assert found == ((reached, most) if valid else None)
 
 
-# ---------------------------------------------------------------------------------------------- prompts
+# ----------------------------------------------------------------------------------------------
+# prompts
 
 
-def test_the_prompt_is_the_rules_then_question_and_transcript_then_the_turn_with_its_information() -> None:
+def test_the_prompt_is_the_rules_then_question_and_transcript_then_the_turn_with_its_information() -> (
+    None
+):
     system, user = messages(TURN, read_templates())
     assert (system["role"], user["role"]) == ("system", "user")
-    places = [user["content"].index(text) for text in ("Who?", TURN.transcript, TURN.response, TURN.observation or "-")]
+    places = [
+        user["content"].index(text)
+        for text in ("Who?", TURN.transcript, TURN.response, TURN.observation or "-")
+    ]
     assert places == sorted(places)
     assert "CONTEXT" not in user["content"]
     assert "{solution_str}" not in user["content"]
-    assert "<think> {query_str} </think>" in user["content"]  # what a turn says is never a placeholder
+    # what a turn says is never a placeholder
+    assert "<think> {query_str} </think>" in user["content"]
     assert "gold" not in system["content"] + user["content"]  # the judge is not told the answer
 
 
 def test_the_first_turn_follows_the_bare_question() -> None:
     first = JudgedTurn("Who?", [], "", "<think> a </think>", 1, 4)
-    assert messages(first, read_templates())[1]["content"] == "Query:\nWho?\n\nResponse:\n<think> a </think>\n"
+    assert (
+        messages(first, read_templates())[1]["content"]
+        == "Query:\nWho?\n\nResponse:\n<think> a </think>\n"
+    )
 
 
 def test_the_prompt_of_the_next_turn_goes_on_from_the_transcript_of_this_one() -> None:
@@ -105,7 +121,9 @@ def test_the_prompt_of_the_next_turn_goes_on_from_the_transcript_of_this_one() -
 @pytest.mark.parametrize("name", ["pprm_system.txt", "pprm_system_no_principle.txt"])
 def test_the_rules_state_the_contract_and_do_not_themselves_grade(name: str) -> None:
     text = (PROMPTS / name).read_text()
-    assert text.rstrip().endswith("\nAnalysis: your findings\nScores: <final_score>S,M</final_score>")
+    assert text.rstrip().endswith(
+        "\nAnalysis: your findings\nScores: <final_score>S,M</final_score>"
+    )
     assert all(f"<{tag}></{tag}>" in text for tag in ("think", "search", "information", "answer"))
     assert "{" not in text  # constant, so that a prefix cache keeps it
     assert parse_final_score(text) is None  # a model that repeats the instructions has not graded
@@ -119,13 +137,18 @@ def test_without_principles_the_rules_name_none_and_keep_all_else() -> None:
     lines, kept = whole.splitlines(), without.splitlines()
     assert kept[:7] == lines[:7]
     assert kept[-2:] == lines[-2:]
-    assert Pprm(PprmEndpoint("http://h", "m"), principles=False).messages(TURN)[0]["content"] == without
+    assert (
+        Pprm(PprmEndpoint("http://h", "m"), principles=False).messages(TURN)[0]["content"]
+        == without
+    )
 
 
 def test_templates_of_the_users_replace_the_built_in_ones(tmp_path: Path) -> None:
     (tmp_path / "user.txt").write_text("{solution_str} after {query_str}, {unknown}")
     judge = Pprm(PprmEndpoint("http://h", "m"), {"user": str(tmp_path / "user.txt")})
-    assert judge.messages(JudgedTurn("Q", [], "", "R", 1, 4))[1]["content"] == "R after Q, {unknown}"
+    assert (
+        judge.messages(JudgedTurn("Q", [], "", "R", 1, 4))[1]["content"] == "R after Q, {unknown}"
+    )
     assert judge.templates["system"] == (PROMPTS / "pprm_system.txt").read_text()
 
 
@@ -139,7 +162,8 @@ def test_a_template_that_cannot_be_used_is_refused_with_the_reason(tmp_path: Pat
         read_templates({"system": str(tmp_path / "user.txt")}, principles=False)
 
 
-# ---------------------------------------------------------------------------------------------- the endpoint
+# ---------------------------------------------------------------------------------------------- the
+# endpoint
 
 
 def test_an_endpoint_table_has_the_papers_settings_where_it_names_none() -> None:
@@ -173,7 +197,9 @@ async def judge_of(reply: Reply, **given: Any) -> AsyncIterator[Pprm]:
     serving = web.AppRunner(app)
     await serving.setup()
     await web.TCPSite(serving, "127.0.0.1", 0).start()
-    made = Pprm(PprmEndpoint(f"http://127.0.0.1:{serving.addresses[0][1]}/v1", "m", backoff_s=1e-4, **given))
+    made = Pprm(
+        PprmEndpoint(f"http://127.0.0.1:{serving.addresses[0][1]}/v1", "m", backoff_s=1e-4, **given)
+    )
     await made.start()
     try:
         yield made
@@ -196,11 +222,20 @@ async def test_the_request_is_the_system_and_the_user_message_at_temperature_zer
 
     async with judge_of(reply) as judge:
         made = await one(judge)
-    assert seen == {"model": "m", "messages": messages(TURN, read_templates()), "temperature": 0.0, "max_tokens": 4096}
-    assert made == Judgement({"process": 4 / 6}, [], "Analysis: fine.\nScores: <final_score>4,6</final_score>")
+    assert seen == {
+        "model": "m",
+        "messages": messages(TURN, read_templates()),
+        "temperature": 0.0,
+        "max_tokens": 4096,
+    }
+    assert made == Judgement(
+        {"process": 4 / 6}, [], "Analysis: fine.\nScores: <final_score>4,6</final_score>"
+    )
 
 
-async def test_a_reply_that_does_not_come_is_an_invalid_judgement_before_the_schedulers_deadline() -> None:
+async def test_a_reply_that_does_not_come_is_an_invalid_judgement_before_the_schedulers_deadline() -> (
+    None
+):
     never = asyncio.Event()
 
     async def reply(call: int, body: dict[str, Any]) -> web.Response:
@@ -220,7 +255,11 @@ async def test_a_reply_that_does_not_come_is_an_invalid_judgement_before_the_sch
 @pytest.mark.parametrize("enough", [True, False])
 async def test_a_question_is_tried_ten_times_and_then_invalid(enough: bool) -> None:
     async def reply(call: int, body: dict[str, Any]) -> web.Response:
-        return chat("<final_score>1,2</final_score>") if enough and call == 10 else web.Response(status=503)
+        return (
+            chat("<final_score>1,2</final_score>")
+            if enough and call == 10
+            else web.Response(status=503)
+        )
 
     async with judge_of(reply) as judge:
         made = await one(judge)
@@ -291,11 +330,14 @@ async def test_a_wait_for_a_server_ends_at_once_when_it_is_there_and_refuses_the
     await serving.cleanup()
 
 
-# ---------------------------------------------------------------------------------------------- constrained replies
+# ----------------------------------------------------------------------------------------------
+# constrained replies
 
 
 @given(st.integers(66, 6000), st.integers(1, 9), st.data())
-def test_a_reply_of_the_constrained_form_can_be_read_and_fits(max_tokens: int, most: int, data: st.DataObject) -> None:
+def test_a_reply_of_the_constrained_form_can_be_read_and_fits(
+    max_tokens: int, most: int, data: st.DataObject
+) -> None:
     reached = data.draw(st.integers(0, most))
     form, room = reply_form(max_tokens), min(max_tokens - 50, 2000)
     longest = f"Analysis: {'x' * room}\nScores: <final_score>{reached},{most}</final_score>"
@@ -347,7 +389,9 @@ def test_the_papers_length_can_be_compiled(grammar: tuple[Grammar, tokenizers.To
 @asynccontextmanager
 async def served(folder: Path) -> AsyncIterator[tuple[LocalEngine, str]]:
     """A real server of the embedded engine, and its URL."""
-    engine = LocalEngine(str(folder), ActorsConfig(dtype="float32", max_context=4096, max_batch=8, kv_cache_gib=0.1))
+    engine = LocalEngine(
+        str(folder), ActorsConfig(dtype="float32", max_context=4096, max_batch=8, kv_cache_gib=0.1)
+    )
     await engine.start()
     serving = runner(Server(engine, folder))
     await serving.setup()
@@ -362,7 +406,9 @@ async def test_a_model_that_knows_nothing_gives_scores_exactly_when_it_is_held_t
     llama: Path, constrain: Any, rate: float
 ) -> None:
     async with served(llama) as (_, url):
-        judge = Pprm(PprmEndpoint(url, llama.name, max_tokens=80, temperature=1.0, constrain=constrain))
+        judge = Pprm(
+            PprmEndpoint(url, llama.name, max_tokens=80, temperature=1.0, constrain=constrain)
+        )
         await judge.start()
         made = await judge.score([TURN] * 6)
         await judge.close()
@@ -371,7 +417,9 @@ async def test_a_model_that_knows_nothing_gives_scores_exactly_when_it_is_held_t
     assert all(0.0 <= judgement.scores["process"] <= 1.0 for judgement in made if rate)
 
 
-async def test_a_server_computes_the_rules_once_and_each_turn_once_a_trajectory(llama: Path) -> None:
+async def test_a_server_computes_the_rules_once_and_each_turn_once_a_trajectory(
+    llama: Path,
+) -> None:
     after = TURN.transcript + TURN.response + (TURN.observation or "")
     later = JudgedTurn(TURN.question, [], "", "<answer> x </answer>", 3, 4, transcript=after)
     other = JudgedTurn("Where?", [], "", "<answer> y </answer>", 1, 4)
@@ -391,4 +439,7 @@ async def test_a_server_computes_the_rules_once_and_each_turn_once_a_trajectory(
 
 
 def test_the_plain_endpoint_keeps_its_own_settings() -> None:
-    assert (ChatEndpoint("http://h", "m").attempts, ChatEndpoint("http://h", "m").max_tokens) == (3, 512)
+    assert (ChatEndpoint("http://h", "m").attempts, ChatEndpoint("http://h", "m").max_tokens) == (
+        3,
+        512,
+    )

@@ -1,4 +1,5 @@
-"""The PPRM by rule: points known by hand, a judgement that the PPRM's own parse reads, and no score for broken format."""
+"""The PPRM by rule: points known by hand, a judgement that the PPRM's own parse reads, and no score
+for broken format."""
 
 import re
 from typing import Any, Literal
@@ -34,7 +35,9 @@ def turn(**fields: Any) -> JudgedTurn:
     return JudgedTurn(**(given | fields))
 
 
-def points(made: JudgedTurn, view: Literal["evidence", "retrieval"] = "evidence") -> tuple[list[int], tuple[int, int]]:
+def points(
+    made: JudgedTurn, view: Literal["evidence", "retrieval"] = "evidence"
+) -> tuple[list[int], tuple[int, int]]:
     """Points by principle in order, and the score."""
     judgement = PprmRules(view).judge(made)
     pair = parse_final_score(judgement.explanation)
@@ -50,14 +53,19 @@ def points(made: JudgedTurn, view: Literal["evidence", "retrieval"] = "evidence"
         (BRIDGE | {"think": "Hm."}, [0, 2, 2]),
         (BRIDGE | {"think": "A capital."}, [1, 2, 2]),
         (BRIDGE | {"query": "lev"}, [2, 1, 2]),
-        (BRIDGE | {"query": "currency lev reserves"}, [2, 1, 2]),  # "reserves" is in neither question nor passage
+        # "reserves" is in neither question nor passage
+        (BRIDGE | {"query": "currency lev reserves"}, [2, 1, 2]),
         (BRIDGE | {"query": "capital"}, [2, 0, 1]),  # of hop 2, but hop 1 comes first
         (BRIDGE | {"query": ""}, [2, 0, 1]),
         (BRIDGE | {"past_queries": ["Currency: LEV"], "past_observations": [OTHER]}, [2, 0, 1]),
         (SECOND | {"past_queries": ["currency lev"], "past_observations": [HOP_1]}, [2, 2, 2]),
         (SECOND | {"think": "Which capital?", "past_observations": [HOP_1]}, [0, 2, 2]),
         (SECOND | {"think": "The lev.", "past_observations": [HOP_1]}, [1, 2, 2]),
-        (SECOND | {"think": "So it is Sofia.", "query": "Sofia", "past_observations": [HOP_1, HOP_2]}, [2, 0, 0]),
+        (
+            SECOND
+            | {"think": "So it is Sofia.", "query": "Sofia", "past_observations": [HOP_1, HOP_2]},
+            [2, 0, 0],
+        ),
         ({"think": "It is Sofia.", "answer": "Sofia", "past_observations": [HOP_1, HOP_2]}, [2, 2]),
         ({"think": "It is Sofia.", "answer": "Sofia", "past_observations": [HOP_1]}, [0, 0]),
     ],
@@ -72,15 +80,24 @@ def test_points_by_the_supporting_passages(fields: dict[str, Any], expected: lis
         (BRIDGE | {"observation": HOP_1}, [1, 2, 2]),
         (SECOND | {"observation": HOP_2, "past_observations": [HOP_1]}, [2, 2, 2]),
         (SECOND | {"observation": HOP_1, "past_observations": [HOP_1]}, [0, 2, 2]),
-        (SECOND | {"observation": OTHER, "past_observations": [HOP_1]}, [0, 2, 2]),  # that passage was the second then
+        # that passage was the second then
+        (SECOND | {"observation": OTHER, "past_observations": [HOP_1]}, [0, 2, 2]),
         (SECOND | {"observation": None}, [0, 2, 2]),
-        (SECOND | {"query": "franc", "observation": OTHER, "past_observations": [HOP_1]}, [0, 2, 2]),
+        (
+            SECOND | {"query": "franc", "observation": OTHER, "past_observations": [HOP_1]},
+            [0, 2, 2],
+        ),
         (SECOND | {"query": "weather", "observation": OTHER}, [1, 0, 1]),
         (SECOND | {"query": "weather in Sofia, capital", "observation": OTHER}, [1, 1, 2]),
         (SECOND | {"observation": OTHER.replace("Currency", "Anthem")}, [0, 2, 2]),
         (SECOND | {"query": " ", "observation": OTHER}, [1, 0, 1]),
         (
-            SECOND | {"past_queries": ["bulgaria CAPITAL"], "observation": HOP_2, "past_observations": [HOP_2]},
+            SECOND
+            | {
+                "past_queries": ["bulgaria CAPITAL"],
+                "observation": HOP_2,
+                "past_observations": [HOP_2],
+            },
             [2, 0, 0],
         ),
         ({"think": "t", "answer": "Sofia", "past_observations": [HOP_1, HOP_2]}, [2, 2]),
@@ -106,14 +123,22 @@ def test_without_evidence_the_evidence_view_grades_by_what_came_back() -> None:
         {"response": "<think> t </think> <search> open", "think": "t"},
         BRIDGE | {"response": "Well. <think> t </think> <search> currency lev </search>"},
         BRIDGE | {"response": "<think> t </think> then <search> currency lev </search>"},
-        BRIDGE | {"response": "<think> a <think> b </think></think> <search> currency lev </search>"},
+        BRIDGE
+        | {"response": "<think> a <think> b </think></think> <search> currency lev </search>"},
     ],
 )
-def test_text_outside_the_tags_or_a_turn_that_cannot_be_read_has_no_point(view: Any, fields: dict[str, Any]) -> None:
+def test_text_outside_the_tags_or_a_turn_that_cannot_be_read_has_no_point(
+    view: Any, fields: dict[str, Any]
+) -> None:
     assert points(turn(**(fields | {"observation": HOP_2})), view) == ([], (0, 6))
 
 
-@given(st.text(max_size=60), st.text(max_size=200), st.sampled_from([[], [HOP_1], [HOP_1, HOP_2]]), st.booleans())
+@given(
+    st.text(max_size=60),
+    st.text(max_size=200),
+    st.sampled_from([[], [HOP_1], [HOP_1, HOP_2]]),
+    st.booleans(),
+)
 def test_every_judgement_is_two_lines_that_the_pprm_could_have_written(
     query: str, think: str, seen: list[str], knows: bool
 ) -> None:
@@ -137,7 +162,10 @@ def test_reasons_name_a_passage_only_as_far_as_a_reader_of_the_turn_knows_it() -
     before = PprmRules().judge(turn(**BRIDGE)).explanation
     assert "the one whose currency is lev" in before
     assert "Bulgaria" not in before
-    assert "the capital of Bulgaria" in PprmRules().judge(turn(**SECOND, past_observations=[HOP_1])).explanation
+    assert (
+        "the capital of Bulgaria"
+        in PprmRules().judge(turn(**SECOND, past_observations=[HOP_1])).explanation
+    )
 
 
 async def test_the_judge_gives_the_column_process_a_turn_in_order() -> None:

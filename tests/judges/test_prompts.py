@@ -1,4 +1,5 @@
-"""The SLATE templates: every placeholder is filled, the output contract is stated, and a file of the user's replaces one.
+"""The SLATE templates: every placeholder is filled, the output contract is stated, and a file of
+the user's replaces one.
 
 They share all up to the end of the context, which a server with a prefix cache computes once.
 """
@@ -30,16 +31,21 @@ NOWHERE = ChatEndpoint("http://127.0.0.1:1/v1", "m")
 
 
 @pytest.mark.parametrize("column", PLACEHOLDERS)
-def test_a_template_has_the_placeholders_of_its_component_and_states_the_output(column: str) -> None:
+def test_a_template_has_the_placeholders_of_its_component_and_states_the_output(
+    column: str,
+) -> None:
     text = (PROMPTS / f"slate_{column}.txt").read_text()
     assert set(re.findall(r"\{(\w+)\}", text)) == PLACEHOLDERS[column]
     assert re.search(r"<explanation>.*</explanation>\s*<score>.*</score>", text, re.DOTALL)
-    assert re.findall(r"^([+-]?[01]):", text, re.MULTILINE) == ["+1", "0", "-1"] * 3  # the rules of every component
+    # the rules of every component
+    assert re.findall(r"^([+-]?[01]):", text, re.MULTILINE) == ["+1", "0", "-1"] * 3
     assert parse_score(text) is None  # a model that repeats the instructions has not graded
 
 
 def test_what_a_turn_says_is_in_its_prompts_and_no_placeholder_is_left() -> None:
-    turn = JudgedTurn("Q", ["Sofia", "Sofiya"], "CONTEXT", "", 2, 4, think="THINK", query="QUERY", answer=None)
+    turn = JudgedTurn(
+        "Q", ["Sofia", "Sofiya"], "CONTEXT", "", 2, 4, think="THINK", query="QUERY", answer=None
+    )
     made = Slate(NOWHERE).prompts(turn)
     assert all("CONTEXT" in text and "THINK" in text for text in made.values())
     assert "QUERY" in made["query"]
@@ -66,12 +72,14 @@ def test_a_template_for_an_unknown_component_is_refused_with_the_known_ones() ->
         Slate(NOWHERE, {"outcome": "x.txt"})
 
 
-# ---------------------------------------------------------------------------------------------- shared prefixes
+# ----------------------------------------------------------------------------------------------
+# shared prefixes
 
 
 def test_the_templates_are_one_text_up_to_the_end_of_the_context() -> None:
     heads, tails = zip(
-        *((PROMPTS / f"slate_{c}.txt").read_text().split("{context}") for c in PLACEHOLDERS), strict=True
+        *((PROMPTS / f"slate_{c}.txt").read_text().split("{context}") for c in PLACEHOLDERS),
+        strict=True,
     )
     assert len(set(heads)) == 1
     assert len(set(tails)) == 3
@@ -111,7 +119,9 @@ def test_a_later_context_goes_on_from_the_one_before_it() -> None:
 @asynccontextmanager
 async def served(folder: Path) -> AsyncIterator[tuple[LocalEngine, str]]:
     """A server of the embedded engine: the engine and the server's URL."""
-    engine = LocalEngine(str(folder), ActorsConfig(dtype="float32", max_context=4096, max_batch=16, kv_cache_gib=0.2))
+    engine = LocalEngine(
+        str(folder), ActorsConfig(dtype="float32", max_context=4096, max_batch=16, kv_cache_gib=0.2)
+    )
     await engine.start()
     web_runner = runner(Server(engine, folder))
     await web_runner.setup()
@@ -124,7 +134,8 @@ async def served(folder: Path) -> AsyncIterator[tuple[LocalEngine, str]]:
 
 
 def distinct(engine: LocalEngine, judge: Slate, steps: list[list[JudgedTurn]]) -> tuple[int, int]:
-    """How many tokens no earlier prompt began with, and how many prompts there are, as the server renders them."""
+    """How many tokens no earlier prompt began with, and how many prompts there are, as the server
+    renders them."""
     seen: set[tuple[int, ...]] = set()
     made = [text for step in steps for turn in step for text in judge.prompts(turn).values()]
     for text in made:
@@ -136,7 +147,10 @@ def distinct(engine: LocalEngine, judge: Slate, steps: list[list[JudgedTurn]]) -
 @pytest.mark.slow
 async def test_a_server_computes_what_the_candidates_of_two_steps_share_once(llama: Path) -> None:
     first = "Question: who founded the city?"
-    steps = [candidates(first), candidates(f"{first}\nThinking: a\nQuery: b\nRetrieved: {'c' * 300}")]
+    steps = [
+        candidates(first),
+        candidates(f"{first}\nThinking: a\nQuery: b\nRetrieved: {'c' * 300}"),
+    ]
     async with served(llama) as (engine, url):
         judge = Slate(ChatEndpoint(url, llama.name, max_tokens=2))
         needed, prompts = distinct(engine, judge, steps)
@@ -151,7 +165,8 @@ async def test_a_server_computes_what_the_candidates_of_two_steps_share_once(lla
         )  # a prompt's last token may be computed anew
 
 
-# ---------------------------------------------------------------------------------------------- constrained replies
+# ----------------------------------------------------------------------------------------------
+# constrained replies
 
 
 @given(st.integers(62, 4000))
@@ -172,11 +187,18 @@ def test_too_few_tokens_for_a_constrained_reply_are_refused_with_the_number_need
     Slate(ChatEndpoint("http://h", "m", max_tokens=40))
 
 
-async def test_a_model_that_knows_nothing_gives_valid_grades_when_it_is_held_to_the_form(llama: Path) -> None:
+async def test_a_model_that_knows_nothing_gives_valid_grades_when_it_is_held_to_the_form(
+    llama: Path,
+) -> None:
     async with served(llama) as (_, url):
-        judge = Slate(ChatEndpoint(url, llama.name, max_tokens=80, temperature=1.0, constrain="sglang"))
+        judge = Slate(
+            ChatEndpoint(url, llama.name, max_tokens=80, temperature=1.0, constrain="sglang")
+        )
         await judge.start()
         made = await judge.score(candidates("Question: who?"))
         await judge.close()
     assert judge.stats()["judge_valid_rate"] == 1.0
-    assert all(not judgement.invalid and set(judgement.scores.values()) <= {-1.0, 0.0, 1.0} for judgement in made)
+    assert all(
+        not judgement.invalid and set(judgement.scores.values()) <= {-1.0, 0.0, 1.0}
+        for judgement in made
+    )

@@ -1,4 +1,5 @@
-"""What is found is what inner products say, whichever way it is asked for; what cannot be used is refused with its reason."""
+"""What is found is what inner products say, whichever way it is asked for; what cannot be used is
+refused with its reason."""
 
 import asyncio
 import json
@@ -46,7 +47,10 @@ def minilm() -> Encoder:
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("corpus") / "corpus.jsonl"
-    rows = [{"id": str(i), "contents": contents_of(title, text)} for i, (title, text) in enumerate(FACTS.items())]
+    rows = [
+        {"id": str(i), "contents": contents_of(title, text)}
+        for i, (title, text) in enumerate(FACTS.items())
+    ]
     path.write_text("\n".join(json.dumps(row, ensure_ascii=False) for row in rows))
     return path
 
@@ -58,12 +62,17 @@ def folder(corpus: Path, minilm: Encoder, tmp_path_factory: pytest.TempPathFacto
     return made
 
 
-# ---------------------------------------------------------------------------------------------- encoder
+# ----------------------------------------------------------------------------------------------
+# encoder
 
 
-def test_an_embedding_is_the_unit_mean_of_its_tokens_whatever_it_is_padded_with(minilm: Encoder) -> None:
+def test_an_embedding_is_the_unit_mean_of_its_tokens_whatever_it_is_padded_with(
+    minilm: Encoder,
+) -> None:
     alone = minilm.embed(["lev"], "query")
-    beside = minilm.embed(["lev", "a much longer text about the mountains of Chile and their snow"], "query")
+    beside = minilm.embed(
+        ["lev", "a much longer text about the mountains of Chile and their snow"], "query"
+    )
     assert alone.shape == (1, minilm.dimensions)
     assert alone.dtype == np.float32
     np.testing.assert_allclose(np.linalg.norm(beside, axis=1), 1, atol=1e-5)
@@ -78,15 +87,22 @@ def test_passages_are_cut_at_180_tokens_and_queries_at_256(minilm: Encoder) -> N
     assert np.abs(whole[0] - whole[1]).max() > 1e-4
 
 
-def test_an_e5_encoder_prefixes_queries_and_passages_and_minilm_does_not(minilm: Encoder, tmp_path: Path) -> None:
+def test_an_e5_encoder_prefixes_queries_and_passages_and_minilm_does_not(
+    minilm: Encoder, tmp_path: Path
+) -> None:
     link = tmp_path / "e5-tiny"
     link.symlink_to(model_folder("minilm"))
     e5 = Encoder(str(link))
-    np.testing.assert_allclose(e5.embed(["x"], "query"), minilm.embed(["query: x"], "query"), atol=1e-5)
-    np.testing.assert_allclose(e5.embed(["x"], "passage"), minilm.embed(["passage: x"], "passage"), atol=1e-5)
+    np.testing.assert_allclose(
+        e5.embed(["x"], "query"), minilm.embed(["query: x"], "query"), atol=1e-5
+    )
+    np.testing.assert_allclose(
+        e5.embed(["x"], "passage"), minilm.embed(["passage: x"], "passage"), atol=1e-5
+    )
 
 
-# ---------------------------------------------------------------------------------------------- index
+# ----------------------------------------------------------------------------------------------
+# index
 
 
 def test_contents_are_the_quoted_title_a_newline_and_the_text() -> None:
@@ -94,12 +110,16 @@ def test_contents_are_the_quoted_title_a_newline_and_the_text() -> None:
     assert contents_of("Bulgaria", "Currency: lev") == '"Bulgaria"\nCurrency: lev'
 
 
-def test_search_ranks_by_inner_product_and_reads_the_passage_at_its_offset(folder: Path, minilm: Encoder) -> None:
+def test_search_ranks_by_inner_product_and_reads_the_passage_at_its_offset(
+    folder: Path, minilm: Encoder
+) -> None:
     found = Index(folder, minilm).search([MOUNTAIN, EXPORT], topk=3)
     assert [row[0].title for row in found] == ["Chile", "Côte d'Ivoire"]
     assert found[1][0] == Passage("2", "Côte d'Ivoire", "Main export: cocoa", found[1][0].score)
     passages = minilm.embed([f"{title}. {text}" for title, text in FACTS.items()], "passage")
-    expected = np.sort(minilm.embed([MOUNTAIN, EXPORT], "query") @ passages.T, axis=1)[:, ::-1][:, :3]
+    expected = np.sort(minilm.embed([MOUNTAIN, EXPORT], "query") @ passages.T, axis=1)[:, ::-1][
+        :, :3
+    ]
     np.testing.assert_allclose([[p.score for p in row] for row in found], expected, atol=1e-5)
 
 
@@ -133,7 +153,9 @@ GOOD = b'{"id": "a", "contents": "\\"T\\"\\ntext"}'
         (b'{"id": "b", "more": ' + b"[" * 100_000, "nested too deeply"),
     ],
 )
-def test_a_bad_line_is_refused_with_its_number_and_reason(tmp_path: Path, line: bytes, reason: str) -> None:
+def test_a_bad_line_is_refused_with_its_number_and_reason(
+    tmp_path: Path, line: bytes, reason: str
+) -> None:
     path = tmp_path / "corpus.jsonl"
     path.write_bytes(b"\n".join([GOOD, line, GOOD.replace(b'"a"', b'"c"')]))
     with pytest.raises(BadCorpus, match=rf"corpus\.jsonl:2: .*(?i:{reason})"):
@@ -146,7 +168,9 @@ def test_a_bad_line_is_refused_with_its_number_and_reason(tmp_path: Path, line: 
 def test_a_corpus_is_refused_with_the_number_of_its_bad_lines(tmp_path: Path) -> None:
     path = tmp_path / "corpus.jsonl"
     path.write_bytes(b"\n".join([GOOD, GOOD, b"{oops", GOOD.replace(b'"a"', b'"c"')]))
-    with pytest.raises(BadCorpus, match=r"^2 of 4 lines .*corpus\.jsonl:2: id 'a' was used before .*--skip-bad"):
+    with pytest.raises(
+        BadCorpus, match=r"^2 of 4 lines .*corpus\.jsonl:2: id 'a' was used before .*--skip-bad"
+    ):
         read_corpus(path)
     path.write_bytes(b"")
     with pytest.raises(BadCorpus, match="it is empty"):
@@ -166,10 +190,14 @@ def test_the_byte_order_mark_of_a_corpus_is_no_part_of_its_first_passage(tmp_pat
     assert (list(offsets), bad) == ([3, 3 + len(GOOD) + 1], [])
 
 
-def test_lines_passed_over_do_not_shift_the_passages_after_them(tmp_path: Path, minilm: Encoder) -> None:
+def test_lines_passed_over_do_not_shift_the_passages_after_them(
+    tmp_path: Path, minilm: Encoder
+) -> None:
     path = tmp_path / "corpus.jsonl"
     rows = [{"id": title, "contents": contents_of(title, text)} for title, text in FACTS.items()]
-    path.write_text("\n".join(["{bad", *map(json.dumps, rows[:2]), "{bad", *map(json.dumps, rows[2:]), ""]))
+    path.write_text(
+        "\n".join(["{bad", *map(json.dumps, rows[:2]), "{bad", *map(json.dumps, rows[2:]), ""])
+    )
     build(path, tmp_path / "made", minilm, skip_bad=True, progress=False)
     (row,) = Index(tmp_path / "made", minilm).search([MOUNTAIN], topk=1)
     assert row[0].id == row[0].title == "Chile"
@@ -183,16 +211,24 @@ def test_a_corpus_without_passages_or_that_is_not_there_is_refused(tmp_path: Pat
         read_corpus(tmp_path / "absent.jsonl")
 
 
-def test_an_index_of_another_encoder_is_refused_with_the_remedy(folder: Path, minilm: Encoder, tmp_path: Path) -> None:
+def test_an_index_of_another_encoder_is_refused_with_the_remedy(
+    folder: Path, minilm: Encoder, tmp_path: Path
+) -> None:
     other = tmp_path / "other"
     other.mkdir()
-    manifest = msgspec.structs.replace(read_manifest(folder), encoder="intfloat/e5-base-v2", dimensions=768)
+    manifest = msgspec.structs.replace(
+        read_manifest(folder), encoder="intfloat/e5-base-v2", dimensions=768
+    )
     (other / "manifest.json").write_bytes(msgspec.json.encode(manifest))
-    with pytest.raises(ValueError, match=r"e5-base-v2 \(768 dimensions\), not minilm \(384\).*tools/index"):
+    with pytest.raises(
+        ValueError, match=r"e5-base-v2 \(768 dimensions\), not minilm \(384\).*tools/index"
+    ):
         Index(other, minilm)
 
 
-def test_a_folder_without_an_index_or_with_a_damaged_one_names_the_command_that_builds_it(tmp_path: Path) -> None:
+def test_a_folder_without_an_index_or_with_a_damaged_one_names_the_command_that_builds_it(
+    tmp_path: Path,
+) -> None:
     with pytest.raises(FileNotFoundError, match="tools/index CORPUS --out"):
         read_manifest(tmp_path)
     (tmp_path / "manifest.json").write_text("{")
@@ -200,7 +236,9 @@ def test_a_folder_without_an_index_or_with_a_damaged_one_names_the_command_that_
         read_manifest(tmp_path)
 
 
-def test_a_folder_that_holds_something_else_is_never_replaced(corpus: Path, minilm: Encoder, tmp_path: Path) -> None:
+def test_a_folder_that_holds_something_else_is_never_replaced(
+    corpus: Path, minilm: Encoder, tmp_path: Path
+) -> None:
     (tmp_path / "thesis.txt").write_text("years of work")
     with pytest.raises(FileExistsError, match="holds no index"):
         build(corpus, tmp_path, minilm, progress=False)
@@ -220,7 +258,8 @@ def test_an_index_is_built_once_for_a_corpus(
     assert ensure_index(changed, "minilm", tmp_path, threads=1) != made
 
 
-# ---------------------------------------------------------------------------------------------- Search-R1 protocol
+# ----------------------------------------------------------------------------------------------
+# Search-R1 protocol
 
 
 class Shelf:
@@ -231,7 +270,10 @@ class Shelf:
 
     async def search(self, queries: list[str], topk: int) -> list[list[Passage]]:
         self.asked.append(queries)
-        return [[Passage(str(i), f"title of {q}", f"text {i}", 1.0 - i / 10) for i in range(topk)] for q in queries]
+        return [
+            [Passage(str(i), f"title of {q}", f"text {i}", 1.0 - i / 10) for i in range(topk)]
+            for q in queries
+        ]
 
 
 @asynccontextmanager
@@ -263,7 +305,10 @@ async def test_the_client_gets_from_the_server_what_the_backend_found(suffix: st
 
 
 async def post(url: str, body: bytes) -> tuple[int, Any]:
-    async with aiohttp.ClientSession() as session, session.post(url + "/retrieve", data=body) as response:
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(url + "/retrieve", data=body) as response,
+    ):
         return response.status, await response.json()
 
 
@@ -308,7 +353,9 @@ async def test_a_bad_request_is_answered_422_with_the_reason(body: bytes, reason
         (b'{"result": []}', 200, "0 results for 1 queries"),
     ],
 )
-async def test_a_server_that_answers_otherwise_is_a_fault_that_names_it(body: bytes, status: int, message: str) -> None:
+async def test_a_server_that_answers_otherwise_is_a_fault_that_names_it(
+    body: bytes, status: int, message: str
+) -> None:
     async with serving(answering(body, status)) as url, SearchR1Client(url, attempts=1) as client:
         with pytest.raises(InfrastructureFault, match=f"{url}/retrieve.*{message}"):
             await client.search(["x"], 1)
@@ -340,7 +387,8 @@ async def test_a_server_that_is_busy_or_silent_for_a_while_is_asked_again() -> N
     assert statuses == []
 
 
-# ---------------------------------------------------------------------------------------------- worker
+# ----------------------------------------------------------------------------------------------
+# worker
 
 
 async def test_queries_asked_before_are_answered_from_the_cache(tmp_path: Path) -> None:
@@ -349,13 +397,17 @@ async def test_queries_asked_before_are_answered_from_the_cache(tmp_path: Path) 
     async with bench(tmp_path) as b:
         await b.work("retriever", {"retrieve": retriever.handle})
         for queries in (["x", "y", "x"], ["y", "z"], ["x"]):
-            result: RetrieveResult = await b.dispatcher.call("retrieve", RetrieveRequest(queries, 2), deadline=10)
+            result: RetrieveResult = await b.dispatcher.call(
+                "retrieve", RetrieveRequest(queries, 2), deadline=10
+            )
             assert result.passages == await Shelf().search(queries, 2)
     assert shelf.asked == [["x", "y"], ["z"]]
     assert (retriever.stats()["queries"], retriever.stats()["searched"]) == (6, 3)
 
 
-async def test_another_topk_is_another_search_and_the_cache_stays_within_its_size(tmp_path: Path) -> None:
+async def test_another_topk_is_another_search_and_the_cache_stays_within_its_size(
+    tmp_path: Path,
+) -> None:
     shelf = Shelf()
     retriever = HotQueries(shelf, 2)
     async with bench(tmp_path) as b:
@@ -383,12 +435,16 @@ class Latch(Shelf):
         return [[] for _ in queries]
 
 
-async def test_a_cached_answer_that_leaves_the_cache_during_a_search_is_still_given(tmp_path: Path) -> None:
+async def test_a_cached_answer_that_leaves_the_cache_during_a_search_is_still_given(
+    tmp_path: Path,
+) -> None:
     shelf = Latch()
     async with bench(tmp_path) as b:
         await b.work("retriever", {"retrieve": HotQueries(shelf, 1, at_once=2).handle})
         await b.dispatcher.call("retrieve", RetrieveRequest(["x"], 1), deadline=10)
-        slow = asyncio.create_task(b.dispatcher.call("retrieve", RetrieveRequest(["x", "slow"], 1), deadline=10))
+        slow = asyncio.create_task(
+            b.dispatcher.call("retrieve", RetrieveRequest(["x", "slow"], 1), deadline=10)
+        )
         await shelf.entered.wait()
         await b.dispatcher.call("retrieve", RetrieveRequest(["y"], 1), deadline=10)
         shelf.gate.set()
@@ -405,7 +461,9 @@ async def test_the_query_used_longest_ago_leaves_the_cache_first(tmp_path: Path)
     assert shelf.asked == [["x"], ["y"], ["z"]]
 
 
-async def test_a_topk_below_one_is_a_fault_of_the_request_and_searches_nothing(tmp_path: Path) -> None:
+async def test_a_topk_below_one_is_a_fault_of_the_request_and_searches_nothing(
+    tmp_path: Path,
+) -> None:
     shelf = Shelf()
     async with bench(tmp_path) as b:
         await b.work("retriever", {"retrieve": HotQueries(shelf, 8).handle})
@@ -421,10 +479,14 @@ async def test_a_retriever_process_over_a_remote_server_serves_and_drains(tmp_pa
         process = tmp_path / "retriever.json"
         process.write_bytes(msgspec.json.encode(RetrieverProcess("retriever", str(tmp_path), url)))
         command = [sys.executable, "-m", "judges.retriever.worker", str(process)]
-        worker = await asyncio.create_subprocess_exec(*command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)})
+        worker = await asyncio.create_subprocess_exec(
+            *command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}
+        )
         try:
             await b.dispatcher.wait_for("retrieve", 1, 60)
-            result: RetrieveResult = await b.dispatcher.call("retrieve", RetrieveRequest(["x"], 1), deadline=30)
+            result: RetrieveResult = await b.dispatcher.call(
+                "retrieve", RetrieveRequest(["x"], 1), deadline=30
+            )
             assert result.passages == await Shelf().search(["x"], 1)
         finally:
             worker.terminate()

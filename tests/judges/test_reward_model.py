@@ -1,4 +1,5 @@
-"""The Bradley-Terry judge: the sigmoid of the classifier's own logit, the end of a long text, and folders that are no reward model."""
+"""The Bradley-Terry judge: the sigmoid of the classifier's own logit, the end of a long text, and
+folders that are no reward model."""
 
 import math
 from pathlib import Path
@@ -6,7 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, LlamaForSequenceClassification
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    LlamaForSequenceClassification,
+)
 
 from judges.reward_model import RewardModel, sigmoid
 from judges.serve import make_worker
@@ -20,7 +25,10 @@ def turn(question: str = "Who?", response: str = "<think> a </think>", **fields:
 
 TURNS = [
     turn(),
-    turn(transcript="<think> b </think> <search> c </search>", observation="\n<information>found</information>\n"),
+    turn(
+        transcript="<think> b </think> <search> c </search>",
+        observation="\n<information>found</information>\n",
+    ),
     turn("What is much longer than the others?", "<answer> this </answer>"),
 ]
 
@@ -42,7 +50,9 @@ def classifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def logit_of(folder: Path, text: str) -> float:
     """As the library gives it, one text at a time."""
     model: Any = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
-    ids = AutoTokenizer.from_pretrained(folder)(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
+    ids = AutoTokenizer.from_pretrained(folder)(
+        text, add_special_tokens=False, return_tensors="pt"
+    )["input_ids"]
     with torch.inference_mode():
         return model(input_ids=ids).logits.item()
 
@@ -54,7 +64,9 @@ async def started(folder: Path, **options: Any) -> RewardModel:
     return judge
 
 
-async def test_scores_are_the_sigmoid_of_the_logit_of_the_conversation_also_in_a_batch(classifier: Path) -> None:
+async def test_scores_are_the_sigmoid_of_the_logit_of_the_conversation_also_in_a_batch(
+    classifier: Path,
+) -> None:
     judge = await started(classifier)
     made = await judge.score(TURNS)
     texts = [
@@ -73,15 +85,22 @@ async def test_of_a_long_text_the_end_is_read_and_it_is_counted(classifier: Path
     judge = await started(classifier, max_length=20)
     text = "<|user|>Who?<|assistant|><think> a </think>"
     (made,) = await judge.score([turn()])
-    assert AutoTokenizer.from_pretrained(classifier).decode(judge.end(judge.tokens(turn()))) == text[-20:]
-    assert made.scores["process"] == pytest.approx(sigmoid(logit_of(classifier, text[-20:])), abs=1e-6)
+    assert (
+        AutoTokenizer.from_pretrained(classifier).decode(judge.end(judge.tokens(turn())))
+        == text[-20:]
+    )
+    assert made.scores["process"] == pytest.approx(
+        sigmoid(logit_of(classifier, text[-20:])), abs=1e-6
+    )
     whole = await started(classifier, max_length=len(text))
     assert await whole.score([turn()]) != [made]
     assert whole.stats()["truncated"] == 0
     assert judge.stats() == {"judged": 1, "truncated": 1}
 
 
-async def test_a_text_opened_by_a_special_token_keeps_it_when_it_is_cut(classifier: Path, tmp_path: Path) -> None:
+async def test_a_text_opened_by_a_special_token_keeps_it_when_it_is_cut(
+    classifier: Path, tmp_path: Path
+) -> None:
     folder = save(tmp_path / "opened")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.chat_template = "{{ bos_token }}" + tiny.TEMPLATE
@@ -104,12 +123,16 @@ async def test_a_tokenizer_without_a_chat_template_reads_the_two_texts(tmp_path:
     assert tokenizer.decode(judge.tokens(turn())) == "Who?\n\n<think> a </think>"
 
 
-async def test_a_model_without_a_padding_token_gives_the_same_scores(classifier: Path, tmp_path: Path) -> None:
+async def test_a_model_without_a_padding_token_gives_the_same_scores(
+    classifier: Path, tmp_path: Path
+) -> None:
     bare = await started(save(tmp_path / "bare", pad_token_id=None))
     made, alone = await bare.score(TURNS), [(await bare.score([one]))[0] for one in TURNS]
     assert made == alone
     padded = await (await started(classifier)).score(TURNS)
-    assert [j.scores["process"] for j in made] == pytest.approx([j.scores["process"] for j in padded], abs=1e-6)
+    assert [j.scores["process"] for j in made] == pytest.approx(
+        [j.scores["process"] for j in padded], abs=1e-6
+    )
 
 
 async def test_what_is_no_reward_model_is_refused_with_the_reason(tmp_path: Path) -> None:
@@ -121,7 +144,8 @@ async def test_what_is_no_reward_model_is_refused_with_the_reason(tmp_path: Path
         await started(save(tmp_path / "short", max_position_embeddings=64))
     for missing in (tmp_path / "nope", Path("/nope")):
         with pytest.raises(
-            ValueError, match=rf"model '{missing}' cannot be loaded: expected a folder with a sequence classifier"
+            ValueError,
+            match=rf"model '{missing}' cannot be loaded: expected a folder with a sequence classifier",
         ):
             await started(missing)
     with pytest.raises(ValueError, match="max_length = 1"):

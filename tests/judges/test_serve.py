@@ -1,4 +1,5 @@
-"""Every turn of every request is scored once, in batches no larger than the judge wants, and the answer goes to who asked."""
+"""Every turn of every request is scored once, in batches no larger than the judge wants, and the
+answer goes to who asked."""
 
 import asyncio
 import math
@@ -32,7 +33,8 @@ async def ask(b: Bench, service: str, *questions: str, deadline: float = 20) -> 
 
 
 class Length(Judge):
-    """Scores the length of the question; while ``gate`` is closed it waits. Remembers the batches it was given."""
+    """Scores the length of the question; while ``gate`` is closed it waits. Remembers the batches
+    it was given."""
 
     name = "length"
     columns = ("length",)
@@ -55,7 +57,9 @@ class Length(Judge):
         return [Judgement({"length": float(len(turn.question))}) for turn in turns]
 
 
-async def test_requests_that_wait_are_scored_together_and_never_more_than_the_batch(tmp_path: Path) -> None:
+async def test_requests_that_wait_are_scored_together_and_never_more_than_the_batch(
+    tmp_path: Path,
+) -> None:
     judge = Length(batch=4)
     batcher = Batcher(judge)
     questions = ["x" * n for n in range(1, 11)]
@@ -75,7 +79,9 @@ async def test_requests_that_wait_are_scored_together_and_never_more_than_the_ba
     assert batcher.stats()["invalid"] == 0
 
 
-async def test_a_request_larger_than_the_batch_is_split_and_put_together_in_order(tmp_path: Path) -> None:
+async def test_a_request_larger_than_the_batch_is_split_and_put_together_in_order(
+    tmp_path: Path,
+) -> None:
     judge = Length(batch=4)
     judge.gate.set()
     async with bench(tmp_path) as b:
@@ -110,7 +116,9 @@ async def test_a_request_without_turns_is_answered_without_the_judge(tmp_path: P
 async def test_turns_nobody_waits_for_any_more_are_not_scored() -> None:
     judge = Length(batch=1)
     batcher = Batcher(judge)
-    first, second, third = (asyncio.create_task(batcher.handle(turns(q), None)) for q in ("a", "bb", "ccc"))  # pyright: ignore[reportArgumentType]
+    first, second, third = (
+        asyncio.create_task(batcher.handle(turns(q), None)) for q in ("a", "bb", "ccc")
+    )  # pyright: ignore[reportArgumentType]
     await judge.entered.wait()
     second.cancel()
     await asyncio.gather(second, return_exceptions=True)
@@ -119,7 +127,9 @@ async def test_turns_nobody_waits_for_any_more_are_not_scored() -> None:
     assert judge.batches == [["a"], ["ccc"]]
 
 
-async def test_a_judge_that_raised_scores_the_next_request_and_its_fault_keeps_its_kind(tmp_path: Path) -> None:
+async def test_a_judge_that_raised_scores_the_next_request_and_its_fault_keeps_its_kind(
+    tmp_path: Path,
+) -> None:
     judge = Length()
     judge.gate.set()
     batcher = Batcher(judge)
@@ -148,15 +158,21 @@ def test_a_column_called_invalid_has_no_score_even_if_one_is_given() -> None:
 
 
 @pytest.mark.parametrize("judgement", [Judgement({"width": 1.0}), Judgement({}, ["width"])])
-def test_a_column_that_was_not_declared_is_refused_with_the_declared_ones(judgement: Judgement) -> None:
-    with pytest.raises(InfrastructureFault, match=r"length returned columns \['width'\]; it declares \['length'\]"):
+def test_a_column_that_was_not_declared_is_refused_with_the_declared_ones(
+    judgement: Judgement,
+) -> None:
+    with pytest.raises(
+        InfrastructureFault, match=r"length returned columns \['width'\]; it declares \['length'\]"
+    ):
         checked(Length(), turns("a").turns, [judgement])
 
 
 async def test_several_judges_share_one_worker_with_counters_of_their_own(tmp_path: Path) -> None:
     judges = [make_worker("exact_match", {}), make_worker("slate_rules", {"query": "format"})]
     async with bench(tmp_path) as b:
-        serving = asyncio.create_task(serve(judges, "judges", b.dispatcher.endpoint, b.keys, signals=False))
+        serving = asyncio.create_task(
+            serve(judges, "judges", b.dispatcher.endpoint, b.keys, signals=False)
+        )
         await b.dispatcher.wait_for("judge.exact_match", 1, 10)
         assert (await ask(b, "judge.exact_match", "q"))[0].scores == {"outcome": 1, "f1": 1}
         assert (await ask(b, "judge.slate_rules", "q", "r"))[1].scores == {"think": -1, "answer": 1}
@@ -167,7 +183,9 @@ async def test_several_judges_share_one_worker_with_counters_of_their_own(tmp_pa
         await asyncio.wait_for(serving, 10)
 
 
-async def test_a_judge_is_started_before_it_scores_and_closed_after_the_worker_left(tmp_path: Path) -> None:
+async def test_a_judge_is_started_before_it_scores_and_closed_after_the_worker_left(
+    tmp_path: Path,
+) -> None:
     happened: list[str] = []
 
     class Diary(Length):
@@ -183,7 +201,9 @@ async def test_a_judge_is_started_before_it_scores_and_closed_after_the_worker_l
             happened.append("close")
 
     async with bench(tmp_path) as b:
-        serving = asyncio.create_task(serve([Diary()], "w", b.dispatcher.endpoint, b.keys, signals=False))
+        serving = asyncio.create_task(
+            serve([Diary()], "w", b.dispatcher.endpoint, b.keys, signals=False)
+        )
         await b.dispatcher.wait_for("judge.length", 1, 10)
         await ask(b, "judge.length", "x")
         await b.dispatcher.drain()
@@ -191,7 +211,9 @@ async def test_a_judge_is_started_before_it_scores_and_closed_after_the_worker_l
     assert happened == ["start", "score", "close"]
 
 
-async def test_the_judge_process_of_the_launcher_serves_built_in_and_own_judges_and_drains(tmp_path: Path) -> None:
+async def test_the_judge_process_of_the_launcher_serves_built_in_and_own_judges_and_drains(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "own.py").write_text(
         "from judges.base import Judge\n"
         "from wire.messages import Judgement\n"
@@ -200,7 +222,9 @@ async def test_the_judge_process_of_the_launcher_serves_built_in_and_own_judges_
         "    def __init__(self, value): self.value = value\n"
         "    async def score(self, turns): return [Judgement({'outcome': self.value}) for _ in turns]\n"
     )
-    process = JudgeProcess("judges", str(tmp_path), {"exact_match": {}, "own:Fixed": {"value": 0.25}})
+    process = JudgeProcess(
+        "judges", str(tmp_path), {"exact_match": {}, "own:Fixed": {"value": 0.25}}
+    )
     (tmp_path / "judges.json").write_bytes(msgspec.json.encode(process))
     async with bench(tmp_path) as b:
         (tmp_path / "endpoint").write_text(b.dispatcher.endpoint)
@@ -223,8 +247,12 @@ def test_the_built_in_judges_have_the_name_under_which_they_are_configured() -> 
         assert make_worker(name, needs.get(name, {})).name == name
 
 
-@pytest.mark.parametrize(("name", "needs"), [("slate", "endpoint"), ("pprm", "endpoint"), ("reward_model", "model")])
-def test_an_option_that_a_judge_cannot_do_without_is_asked_for_by_its_name(name: str, needs: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "needs"), [("slate", "endpoint"), ("pprm", "endpoint"), ("reward_model", "model")]
+)
+def test_an_option_that_a_judge_cannot_do_without_is_asked_for_by_its_name(
+    name: str, needs: str
+) -> None:
     with pytest.raises(ValueError, match=rf"judges\.use\.{name}: {name} needs \['{needs}'\]"):
         make_worker(name, {})
 
@@ -269,7 +297,9 @@ class Mirror(Player):
 async def test_an_opponent_is_served_beside_judges(tmp_path: Path) -> None:
     async with bench(tmp_path) as b:
         work: list[Judge | Player] = [Picky(), Mirror()]
-        serving = asyncio.create_task(serve(work, "w", b.dispatcher.endpoint, b.keys, signals=False))
+        serving = asyncio.create_task(
+            serve(work, "w", b.dispatcher.endpoint, b.keys, signals=False)
+        )
         await b.dispatcher.wait_for("player.mirror", 1, 10)
         played = await b.dispatcher.call("player.mirror", PlayRequest({"cell": 4}, 9), deadline=10)
         assert played == PlayResult([4, 9])
@@ -295,7 +325,9 @@ def test_a_class_that_is_no_judge_or_has_no_name_or_columns_is_refused(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.delitem(sys.modules, "half_made", raising=False)
-    with pytest.raises(ValueError, match=r"half_made:J.*subclass of judges\.base\.Judge with a name and columns"):
+    with pytest.raises(
+        ValueError, match=r"half_made:J.*subclass of judges\.base\.Judge with a name and columns"
+    ):
         make_worker("half_made:J", {})
 
 
@@ -326,14 +358,23 @@ def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["exact_match", "--run", "nowhere"], "nowhere is not a started run"),
         (["exact_match", "--run", "plugs.py"], "plugs.py is not a started run"),
         (["exact", "--run", "run"], "judge 'exact': did you mean 'exact_match'? expected one of"),
-        (["plugs:Nope", "--run", "run"], "judge 'plugs:Nope': AttributeError: module 'plugs' has no attribute 'Nope'"),
+        (
+            ["plugs:Nope", "--run", "run"],
+            "judge 'plugs:Nope': AttributeError: module 'plugs' has no attribute 'Nope'",
+        ),
         (
             ["nomod:Nope", "--run", "run"],
             "judge 'nomod:Nope': ModuleNotFoundError: No module named 'nomod'; expected module:Class",
         ),
-        (["torn:Nope", "--run", "run"], "judge 'torn:Nope': SyntaxError: invalid syntax (torn.py, line 1)"),
+        (
+            ["torn:Nope", "--run", "run"],
+            "judge 'torn:Nope': SyntaxError: invalid syntax (torn.py, line 1)",
+        ),
         (["plugs:made", "--run", "run"], "judge 'plugs:made': made is no class"),
-        (["plugs:Plain", "--run", "run", "--option", "a=1"], "['a'] unknown to plugs:Plain, which takes no options"),
+        (
+            ["plugs:Plain", "--run", "run", "--option", "a=1"],
+            "['a'] unknown to plugs:Plain, which takes no options",
+        ),
         (["plugs:Plain", "--run", "run", "--option", "a"], "option 'a': expected KEY=VALUE"),
     ],
 )
@@ -368,10 +409,15 @@ def test_a_judge_follows_a_resumed_run_to_its_new_endpoint(
     monkeypatch.setattr("judges.serve.Service", resumed)
     assert plug_in(["plugs:Plain", "--run", str(started)]) == 1
     said = capsys.readouterr().out.splitlines()
-    assert [line.partition(" to ")[2].partition(";")[0] for line in said] == ["tcp://127.0.0.1:1", "tcp://127.0.0.1:2"]
+    assert [line.partition(" to ")[2].partition(";")[0] for line in said] == [
+        "tcp://127.0.0.1:1",
+        "tcp://127.0.0.1:2",
+    ]
 
 
-async def test_a_judge_that_hung_has_all_its_places_again_after_the_deadlines(tmp_path: Path) -> None:
+async def test_a_judge_that_hung_has_all_its_places_again_after_the_deadlines(
+    tmp_path: Path,
+) -> None:
     judge = Length(concurrency=2)
     batcher = Batcher(judge)
     async with bench(tmp_path) as b:

@@ -25,7 +25,9 @@ RISK = "######" + "#____#" + "#_X__#" + "#_PO_#" + "#____#" + "######"
 
 
 def judged(board: str, move: list[int] | None) -> JudgedTurn:
-    return JudgedTurn("sokoban-1", [], "", "", 1, 15, state=msgspec.to_builtins(State(board)), move=move)
+    return JudgedTurn(
+        "sokoban-1", [], "", "", 1, 15, state=msgspec.to_builtins(State(board)), move=move
+    )
 
 
 def scores(turns: list[JudgedTurn], judge: SokobanOracle | None = None) -> list[dict[str, float]]:
@@ -61,7 +63,9 @@ def test_steps_in_hand_made_rooms(
 def test_a_lost_room_rewards_no_step_and_has_no_distance() -> None:
     lost = "######" + "#X___#" + "#_PO_#" + "#____#" * 2 + "######"
     for way in range(4):
-        assert scores([judged(lost, [way])]) == [{"reward": 0, "graded": 0, "optimal": 0, "valid_share": 0}]
+        assert scores([judged(lost, [way])]) == [
+            {"reward": 0, "graded": 0, "optimal": 0, "valid_share": 0}
+        ]
     assert scores([judged(lost, None)])[0]["reward"] == -1
 
 
@@ -69,11 +73,20 @@ def test_following_the_oracle_solves_every_room_in_the_stated_number_of_steps() 
     for seed in range(60):
         game, rng = Sokoban(boxes=1 + seed % 3), random.Random(seed)
         state, steps = game.initial(game.task(seed)), 0
-        (first,) = scores([game.judged(game.task(seed), state, Action("move", "", move=(0,)), 1, 4)])
+        (first,) = scores(
+            [game.judged(game.task(seed), state, Action("move", "", move=(0,)), 1, 4)]
+        )
         while not state.over:
-            turns = [game.judged(game.task(seed), state, Action("move", "", move=(way,)), 1, 4) for way in range(4)]
-            made = scores(msgspec.msgpack.decode(msgspec.msgpack.encode(turns), type=list[JudgedTurn]))
-            assert {column["valid_share"] for column in made} == {sum(column["optimal"] for column in made) / 4}
+            turns = [
+                game.judged(game.task(seed), state, Action("move", "", move=(way,)), 1, 4)
+                for way in range(4)
+            ]
+            made = scores(
+                msgspec.msgpack.decode(msgspec.msgpack.encode(turns), type=list[JudgedTurn])
+            )
+            assert {column["valid_share"] for column in made} == {
+                sum(column["optimal"] for column in made) / 4
+            }
             way = rng.choice([way for way, column in enumerate(made) if column["optimal"]])
             state = asyncio.run(game.apply(state, (way,), NOBODY)).state
             steps += 1
@@ -91,7 +104,8 @@ def test_the_explanation_says_why() -> None:
 
 
 @pytest.mark.parametrize(
-    "state", [None, {"board": "..."}, {"size": 4}, msgspec.to_builtins(State(ROOM.replace("PXO", "_P√")))]
+    "state",
+    [None, {"board": "..."}, {"size": 4}, msgspec.to_builtins(State(ROOM.replace("PXO", "_P√")))],
 )
 def test_a_turn_of_another_environment_or_of_a_solved_room_is_a_data_fault(state: Any) -> None:
     turn = JudgedTurn("other-7", [], "", "", 1, 4, state=state, move=[0])

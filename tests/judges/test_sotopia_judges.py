@@ -1,4 +1,5 @@
-"""The judges of SOTOPIA: seven dimensions from a language model, strictly read, and rules that say what they can check."""
+"""The judges of SOTOPIA: seven dimensions from a language model, strictly read, and rules that say
+what they can check."""
 
 import json
 import re
@@ -31,10 +32,15 @@ def reply(mine: dict[str, Any], other: dict[str, Any] = SCORES) -> str:
 
 
 def judged(combo: str, trained: int, *words: str) -> JudgedTurn:
-    """What the judge sees of a conversation in which the sides say ``words`` in turn; "" does nothing."""
-    said = tuple(Turn(k % 2, "speak", text) if text else Turn(k % 2, "none") for k, text in enumerate(words))
+    """What the judge sees of a conversation in which the sides say ``words`` in turn; "" does
+    nothing."""
+    said = tuple(
+        Turn(k % 2, "speak", text) if text else Turn(k % 2, "none") for k, text in enumerate(words)
+    )
     state = State(combo, trained, said)
-    return ENVIRONMENT.concluded(Task("t"), State(combo, trained), ENVIRONMENT.read(state, ""), state, 1, 4)
+    return ENVIRONMENT.concluded(
+        Task("t"), State(combo, trained), ENVIRONMENT.read(state, ""), state, 1, 4
+    )
 
 
 def test_the_scores_of_one_side_are_read() -> None:
@@ -46,7 +52,9 @@ def test_the_scores_of_one_side_are_read() -> None:
 def test_a_score_outside_its_range_or_no_integer_is_invalid_alone(name: str) -> None:
     least, most = DIMENSIONS[name]
     for bad in (least - 1, most + 1, 0.5, "1", None, True):
-        assert parse(reply(SCORES | {name: bad}), 0) == {k: v for k, v in SCORES.items() if k != name}
+        assert parse(reply(SCORES | {name: bad}), 0) == {
+            k: v for k, v in SCORES.items() if k != name
+        }
     for good in (least, most):
         assert parse(reply(SCORES | {name: good}), 0)[name] == good
 
@@ -57,7 +65,8 @@ def test_the_reasoning_comes_before_the_score() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "7", "[]", "{}", "I think: " + reply(SCORES), reply(SCORES)[:-1], '{"agent_1": {}}']
+    "text",
+    ["", "7", "[]", "{}", "I think: " + reply(SCORES), reply(SCORES)[:-1], '{"agent_1": {}}'],
 )
 def test_a_reply_in_another_form_is_invalid(text: str) -> None:
     assert parse(text, 0) == {}
@@ -75,7 +84,9 @@ def test_a_constrained_reply_can_be_read_and_fits() -> None:
         reply_form(512)
 
 
-async def score(text: str, turn: JudgedTurn, seen: list[str], **options: Any) -> tuple[Judgement, dict[str, float]]:
+async def score(
+    text: str, turn: JudgedTurn, seen: list[str], **options: Any
+) -> tuple[Judgement, dict[str, float]]:
     """The judgement of a real judge over a real server that answers ``text``."""
 
     async def answer(request: web.Request) -> web.Response:
@@ -91,7 +102,10 @@ async def score(text: str, turn: JudgedTurn, seen: list[str], **options: Any) ->
 
 
 async def test_the_outcome_is_the_goal_or_the_mean_of_the_trained_side() -> None:
-    turn, seen = judged("scenario-03-2", 1, "Is Saturday free?", "", "Well?", "A party!"), list[str]()
+    turn, seen = (
+        judged("scenario-03-2", 1, "Is Saturday free?", "", "Well?", "A party!"),
+        list[str](),
+    )
     low = SCORES | {"goal": 2}
     judgement, stats = await score(reply(SCORES, low), turn, seen)
     assert judgement.scores == {**low, "outcome": 0.2} and judgement.invalid == []
@@ -105,7 +119,9 @@ async def test_the_outcome_is_the_goal_or_the_mean_of_the_trained_side() -> None
     assert not re.findall(r"\{\w+\}", prompt)
 
 
-@pytest.mark.parametrize(("outcome", "invalid"), [("goal", ["secret"]), ("mean", ["outcome", "secret"])])
+@pytest.mark.parametrize(
+    ("outcome", "invalid"), [("goal", ["secret"]), ("mean", ["outcome", "secret"])]
+)
 async def test_an_invalid_dimension_is_reported_and_spoils_the_outcome_made_of_it(
     outcome: str, invalid: list[str]
 ) -> None:
@@ -122,7 +138,8 @@ async def test_without_a_reply_every_column_is_invalid_and_the_cause_is_told() -
     assert "HTTP 400" in judgement.explanation and stats["failed"] == 1
 
 
-# ---------------------------------------------------------------------------------------------- rules
+# ----------------------------------------------------------------------------------------------
+# rules
 
 EURO = r"(\d+)\s*euros?\b"
 
@@ -144,7 +161,9 @@ EURO = r"(\d+)\s*euros?\b"
         (Condition(agreed=EURO), [], [], False),
     ],
 )  # fmt: skip
-def test_a_condition_is_what_was_said(condition: Condition, own: list[str], other: list[str], result: bool) -> None:
+def test_a_condition_is_what_was_said(
+    condition: Condition, own: list[str], other: list[str], result: bool
+) -> None:
     assert holds(condition, own, other) is result
 
 
@@ -165,7 +184,9 @@ async def test_only_spoken_words_count() -> None:
     turn = judged("scenario-14-1", 0, "", "fox")
     whole = msgspec.convert(turn.state, Conversation)
     quiet = msgspec.structs.replace(whole, turns=(Turn(1, "action", "shows a note: fox"),))
-    results = await SotopiaRules().score([turn, msgspec.structs.replace(turn, state=msgspec.to_builtins(quiet))])
+    results = await SotopiaRules().score(
+        [turn, msgspec.structs.replace(turn, state=msgspec.to_builtins(quiet))]
+    )
     assert [result.scores["goal"] for result in results] == [10, 0]
 
 
@@ -180,4 +201,6 @@ async def test_a_scenario_without_rules_is_refused() -> None:
     turn = judged("scenario-01-1", 0, "Hello.")
     state = msgspec.structs.replace(msgspec.convert(turn.state, Conversation), rules=None)
     with pytest.raises(DataFault, match="no rules"):
-        await SotopiaRules().score([msgspec.structs.replace(turn, state=msgspec.to_builtins(state))])
+        await SotopiaRules().score(
+            [msgspec.structs.replace(turn, state=msgspec.to_builtins(state))]
+        )

@@ -1,4 +1,5 @@
-"""A speaker is a worker: it replies in text through a real dispatcher, and what its endpoint does wrong is a fault of the call."""
+"""A speaker is a worker: it replies in text through a real dispatcher, and what its endpoint does
+wrong is a fault of the call."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -35,9 +36,13 @@ async def endpoint(reply: Reply) -> AsyncIterator[str]:
 async def served(folder: Path, reply: Reply, **options: Any) -> AsyncIterator[Bench]:
     """A dispatcher with the built-in speaker of such a server."""
     async with endpoint(reply) as url, bench(folder) as b:
-        settings = {"endpoint": {"url": url, "model": "m", "backoff_s": 1e-3} | options.pop("endpoint", {})} | options
+        settings = {
+            "endpoint": {"url": url, "model": "m", "backoff_s": 1e-3} | options.pop("endpoint", {})
+        } | options
         speaker = make_worker("chat", settings)
-        serving = asyncio.create_task(serve([speaker], "w", b.dispatcher.endpoint, b.keys, signals=False))
+        serving = asyncio.create_task(
+            serve([speaker], "w", b.dispatcher.endpoint, b.keys, signals=False)
+        )
         await b.dispatcher.wait_for("speaker.chat", 1, 10)
         yield b
         serving.cancel()
@@ -52,7 +57,9 @@ async def test_the_request_reaches_the_endpoint_and_its_reply_comes_back(tmp_pat
         return chat("Good day.") if len(seen) > 1 else web.Response(status=503)
 
     async with served(tmp_path, reply) as b:
-        assert await b.dispatcher.call("speaker.chat", ASKED, deadline=10) == SpeakResult("Good day.")
+        assert await b.dispatcher.call("speaker.chat", ASKED, deadline=10) == SpeakResult(
+            "Good day."
+        )
     expected = {
         "model": "m",
         "messages": ASKED.messages,
@@ -87,7 +94,9 @@ async def test_a_reply_that_does_not_come_in_time_is_a_fault_with_its_limit() ->
         return chat("late")
 
     async with endpoint(reply) as url:
-        speaker: Any = make_worker("chat", {"endpoint": {"url": url, "model": "m", "patience_s": 0.05}})
+        speaker: Any = make_worker(
+            "chat", {"endpoint": {"url": url, "model": "m", "patience_s": 0.05}}
+        )
         await speaker.start()
         with pytest.raises(InfrastructureFault, match=r"0\.05 s \(patience_s\)"):
             await speaker.speak(ASKED)
@@ -102,5 +111,11 @@ def test_a_plug_in_names_its_own_service() -> None:
             return request.messages[-1]["content"]
 
     assert service_of(Echo()) == "speaker.echo"
-    assert [built_in_service(name) for name in ("chat", "frozen", "echo")] == ["speaker.chat", "speaker.frozen", ""]
-    assert isinstance(make_worker("frozen", {"endpoint": {"url": "http://127.0.0.1/v1", "model": "m"}}), Chat)
+    assert [built_in_service(name) for name in ("chat", "frozen", "echo")] == [
+        "speaker.chat",
+        "speaker.frozen",
+        "",
+    ]
+    assert isinstance(
+        make_worker("frozen", {"endpoint": {"url": "http://127.0.0.1/v1", "model": "m"}}), Chat
+    )

@@ -21,7 +21,8 @@ SOLVED = "1234341221434321"
 SOME_FORCED = "123." + "3412" + "...3" + "...."
 """Candidates: 4 in (1, 4); 1 in (3, 2); two or three in every other cell."""
 NONE_FORCED = "12.." + "..1." + ".1.." + "...1"
-"""Candidates: 3 and 4 in the first row, the first box and the second column; 2, 3 and 4 in (3, 1) and (4, 1)."""
+"""Candidates: 3 and 4 in the first row, the first box and the second column; 2, 3 and 4 in (3, 1)
+and (4, 1)."""
 
 
 def judged(board: str, move: list[int] | None, turn: int = 0, budget: int = 100) -> JudgedTurn:
@@ -29,7 +30,9 @@ def judged(board: str, move: list[int] | None, turn: int = 0, budget: int = 100)
     return JudgedTurn("sudoku-1", [], "", "", turn + 1, budget, state=state, move=move)
 
 
-def scores(turns: list[JudgedTurn], reward: Literal["binary", "graded"] = "binary") -> list[dict[str, float]]:
+def scores(
+    turns: list[JudgedTurn], reward: Literal["binary", "graded"] = "binary"
+) -> list[dict[str, float]]:
     judge = SudokuOracle(reward)
     made, bad = checked(judge, turns, asyncio.run(judge.score(turns)))
     assert bad == 0
@@ -58,7 +61,9 @@ def scores(turns: list[JudgedTurn], reward: Literal["binary", "graded"] = "binar
         (SOME_FORCED, None, 0, -2),
     ],
 )
-def test_moves_on_hand_made_boards(board: str, move: list[int] | None, binary: float, graded: float) -> None:
+def test_moves_on_hand_made_boards(
+    board: str, move: list[int] | None, binary: float, graded: float
+) -> None:
     turn = judged(board, move)
     assert scores([turn]) == [{"reward": binary, "graded": graded, "valid_share": 0.25}]
     assert scores([turn], "graded") == [{"reward": graded, "graded": graded, "valid_share": 0.25}]
@@ -68,7 +73,9 @@ def test_moves_on_hand_made_boards(board: str, move: list[int] | None, binary: f
     ("board", "digit", "binary", "graded"),
     [("..34", 1, 1, -2), ("..34", 2, 0, -2), (".234", 1, 1, 2), (".234", 2, 0, -2)],
 )
-def test_running_out_of_turns_is_graded_as_such(board: str, digit: int, binary: float, graded: float) -> None:
+def test_running_out_of_turns_is_graded_as_such(
+    board: str, digit: int, binary: float, graded: float
+) -> None:
     board = board + SOLVED[4:]
     (last,) = scores([judged(board, [0, 0, digit], turn=6, budget=7)])
     (before,) = scores([judged(board, [0, 0, digit], turn=5, budget=7)])
@@ -77,11 +84,17 @@ def test_running_out_of_turns_is_graded_as_such(board: str, digit: int, binary: 
 
 
 @given(
-    st.integers(0, 2**31), st.sampled_from([(4, 10), (9, 40)]), st.integers(0, 30), st.randoms(use_true_random=False)
+    st.integers(0, 2**31),
+    st.sampled_from([(4, 10), (9, 40)]),
+    st.integers(0, 30),
+    st.randoms(use_true_random=False),
 )
 @settings(max_examples=12, deadline=None)
-def test_all_legal_moves_of_a_reached_state(seed: int, kind: tuple[int, int], plies: int, rng: random.Random) -> None:
-    """Binary is what the environment accepts, its mean is valid_share, and graded follows the candidates of the board."""
+def test_all_legal_moves_of_a_reached_state(
+    seed: int, kind: tuple[int, int], plies: int, rng: random.Random
+) -> None:
+    """Binary is what the environment accepts, its mean is valid_share, and graded follows the
+    candidates of the board."""
     size, blanks = kind
     game = Sudoku(size=size, blanks=blanks)
     state = game.initial(game.task(seed))
@@ -111,13 +124,23 @@ def test_all_legal_moves_of_a_reached_state(seed: int, kind: tuple[int, int], pl
         own = len(open_digits[move[0], move[1]])
         right = 2 if own == 1 else 1 if own == fewest else 0.5
         assert column["graded"] == (right if column["reward"] else -1)
-        assert column["valid_share"] == pytest.approx(sum(other["reward"] for other in made) / len(made))
+        assert column["valid_share"] == pytest.approx(
+            sum(other["reward"] for other in made) / len(made)
+        )
 
 
 def test_the_explanation_says_why() -> None:
-    turns = [judged(NONE_FORCED, [2, 0, 2]), judged(NONE_FORCED, [2, 0, 3]), judged(NONE_FORCED, None)]
+    turns = [
+        judged(NONE_FORCED, [2, 0, 2]),
+        judged(NONE_FORCED, [2, 0, 3]),
+        judged(NONE_FORCED, None),
+    ]
     said = [judgement.explanation for judgement in asyncio.run(SudokuOracle().score(turns))]
-    assert said == ["right digit, 3 candidates, the fewest are 2", "wrong digit", "no digit for a blank cell"]
+    assert said == [
+        "right digit, 3 candidates, the fewest are 2",
+        "wrong digit",
+        "no digit for a blank cell",
+    ]
 
 
 @pytest.mark.parametrize("state", [None, {"board": "........."}])

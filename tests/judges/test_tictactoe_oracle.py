@@ -51,7 +51,8 @@ QUICK = Search(simulations=30, rollouts=2)
 SEARCHED = cache(Search.values)
 """Searches that several tests may share."""
 
-# ------------------------------------------------------------------------------------------ the search
+# ------------------------------------------------------------------------------------------ the
+# search
 
 
 @pytest.mark.slow
@@ -74,17 +75,24 @@ def test_precision_recall_and_error_are_those_of_methods_3_2(
 ) -> None:
     """One search of each of the 4,520 boards, so that only the search is random.
 
-    measured: the mean of three seeds, which differ by up to .003; the band is twice that. table: of methods.md, by another UCT on 120
-    to 250 of the boards; the band is three standard errors of such a sample of 120.
+    measured: the mean of three seeds, which differ by up to .003; the band is twice that. table: of
+    methods.md, by another UCT on 120 to 250 of the boards; the band is three standard errors of
+    such a sample of 120.
     """
     monkeypatch.setattr(Search, "values", SEARCHED)
     oracle = TicTacToeOracle(simulations=simulations, tolerance=tolerance)
-    labelled, best = [set(oracle.valid(b, n)) for n, b in enumerate(live())], [set(optimal(b)) for b in live()]
+    labelled, best = (
+        [set(oracle.valid(b, n)) for n, b in enumerate(live())],
+        [set(optimal(b)) for b in live()],
+    )
     both = [len(v & o) for v, o in zip(labelled, best, strict=True)]
     ratios = (
         (both, [len(v) for v in labelled]),
         (both, [len(o) for o in best]),
-        ([len(v ^ o) for v, o in zip(labelled, best, strict=True)], [len(legal_cells(b)) for b in live()]),
+        (
+            [len(v ^ o) for v, o in zip(labelled, best, strict=True)],
+            [len(legal_cells(b)) for b in live()],
+        ),
     )
     for (part, whole), mine, theirs in zip(ratios, measured, table, strict=True):
         ratio = sum(part) / sum(whole)
@@ -123,7 +131,8 @@ def test_cells_never_tried_have_no_value() -> None:
     assert all(Search(simulations=2).values(board, n) for n, board in enumerate(live()))
 
 
-# ------------------------------------------------------------------------------------------ the oracle
+# ------------------------------------------------------------------------------------------ the
+# oracle
 
 
 @given(boards, st.integers(-2, 10) | st.none())
@@ -152,13 +161,19 @@ def test_kind_minimax_rewards_exactly_the_optimal_moves() -> None:
     for asked, judgement in zip(turns, scored(oracle, turns), strict=True):
         assert asked.move is not None
         best = optimal(asked.state["board"])
-        assert judgement.scores["reward"] == judgement.scores["optimal"] == float(asked.move[0] in best)
+        assert (
+            judgement.scores["reward"]
+            == judgement.scores["optimal"]
+            == float(asked.move[0] in best)
+        )
         assert judgement.scores["valid_share"] == len(best) / len(legal_cells(asked.state["board"]))
 
 
 @given(boards, st.integers(0, 2**31))
 @settings(max_examples=50)
-def test_the_valid_set_grows_with_the_tolerance_from_the_arg_max_to_all_moves(board: str, seed: int) -> None:
+def test_the_valid_set_grows_with_the_tolerance_from_the_arg_max_to_all_moves(
+    board: str, seed: int
+) -> None:
     sets = [
         set(TicTacToeOracle(simulations=100, rollouts=1, tolerance=tolerance).valid(board, seed))
         for tolerance in (0.0, 0.1, 0.5, 2.0)
@@ -179,7 +194,9 @@ def test_each_search_draws_anew_from_the_oracles_seed() -> None:
     assert sets(1) != sets(50)
 
 
-async def test_the_event_loop_runs_while_the_oracle_searches(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_event_loop_runs_while_the_oracle_searches(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     oracle, ran = TicTacToeOracle(), threading.Event()
 
     def valid(board: str, seed: int) -> tuple[int, ...]:
@@ -230,18 +247,23 @@ async def test_a_state_in_which_no_move_is_due_is_a_data_fault(state: Any, messa
     ],
 )
 def test_an_option_that_cannot_be_used_is_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError) as caught:  # noqa: PT011 the message is checked below
+    with pytest.raises(ValueError) as caught:  # noqa: PT011
         make_worker("tictactoe", options)
     assert message in str(caught.value)
 
 
-# ------------------------------------------------------------------------------------------ the players
+# ------------------------------------------------------------------------------------------ the
+# players
 
 
 @given(boards, st.integers(0, 2**63))
 @settings(deadline=None)
 def test_players_play_legal_moves_and_the_same_one_for_the_same_seed(board: str, seed: int) -> None:
-    for player in (MctsPlayer(simulations=20, rollouts=1), MctsPlayer(simulations=2, solve=False), MinimaxPlayer()):
+    for player in (
+        MctsPlayer(simulations=20, rollouts=1),
+        MctsPlayer(simulations=2, solve=False),
+        MinimaxPlayer(),
+    ):
         moves = {asyncio.run(player.play(plain(board), seed)) for _ in range(2)}
         assert len(moves) == 1
         assert moves <= {(cell,) for cell in legal_cells(board)}
@@ -254,13 +276,18 @@ def test_the_strong_opponent_plays_optimally_on_every_board() -> None:
 
 
 @pytest.mark.parametrize("player", [MctsPlayer(), MinimaxPlayer()])
-async def test_strong_players_never_lose_against_random_play(player: MctsPlayer | MinimaxPlayer) -> None:
+async def test_strong_players_never_lose_against_random_play(
+    player: MctsPlayer | MinimaxPlayer,
+) -> None:
     results: dict[str, list[float]] = {"X": [], "O": []}
     for game in range(60):
         rng, mark, board = random.Random(game), "XO"[game % 2], EMPTY
         while legal_cells(board):
             theirs = rng.choice(legal_cells(board))
-            board = play(board, (await player.play(plain(board), game))[0] if to_move(board) == mark else theirs)
+            board = play(
+                board,
+                (await player.play(plain(board), game))[0] if to_move(board) == mark else theirs,
+            )
         results[mark].append(returns(board, mark))
     assert min(results["X"] + results["O"]) >= 0
     assert all(sum(r) / len(r) > 0.5 for r in results.values())
@@ -274,4 +301,7 @@ async def test_the_minimax_player_takes_each_optimal_move_as_often() -> None:
 
 
 def test_a_player_can_be_served_under_another_name() -> None:
-    assert (MctsPlayer().name, MctsPlayer(name="weak", simulations=100).name) == ("tictactoe_mcts", "weak")
+    assert (MctsPlayer().name, MctsPlayer(name="weak", simulations=100).name) == (
+        "tictactoe_mcts",
+        "weak",
+    )

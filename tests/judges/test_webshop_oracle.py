@@ -1,4 +1,5 @@
-"""The WebShop oracle: its distances against a breadth-first search of the shop, and the rewards of turns."""
+"""The WebShop oracle: its distances against a breadth-first search of the shop, and the rewards of
+turns."""
 
 import asyncio
 import random
@@ -30,7 +31,9 @@ def judge(turns: list[JudgedTurn]) -> list[Judgement]:
 
 def turn(state: State, command: str) -> JudgedTurn:
     task = msgspec.structs.replace(SHOP.task(0), id=f"webshop-{state.goal}")
-    return SHOP.judged(task, state, SHOP.read(state, f"<think>x</think><action>{command}</action>"), 1, 4)
+    return SHOP.judged(
+        task, state, SHOP.read(state, f"<think>x</think><action>{command}</action>"), 1, 4
+    )
 
 
 def after(state: State, command: str) -> State:
@@ -39,7 +42,8 @@ def after(state: State, command: str) -> State:
 
 
 def shortest(shop: Shop, place: Place, goal: Goal) -> int:
-    """The least number of clicks and searches for the product's name that buy it with its options, by breadth-first search."""
+    """The least number of clicks and searches for the product's name that buy it with its options,
+    by breadth-first search."""
     level, seen, steps = {msgspec.structs.replace(place, visited=())}, set(), 1
     while True:
         seen |= level
@@ -52,9 +56,12 @@ def shortest(shop: Shop, place: Place, goal: Goal) -> int:
                 and set(map(str, goal.options)) <= set(map(str, at.options))
             ):
                 return steps
-            places = [shop.clicked(at, name) for name in names] + [shop.searched(at, goal.product.name.lower())]
+            places = [shop.clicked(at, name) for name in names] + [
+                shop.searched(at, goal.product.name.lower())
+            ]
             onward |= {
-                msgspec.structs.replace(one, visited=(), options=tuple(sorted(one.options))) for one in places
+                msgspec.structs.replace(one, visited=(), options=tuple(sorted(one.options)))
+                for one in places
             } - seen
         level, steps = onward, steps + 1
 
@@ -65,12 +72,19 @@ def test_distances_are_those_of_a_breadth_first_search() -> None:
     for goal in rng.sample(goals, 12):
         place = Place()
         for _ in range(8):
-            assert distance(shop, place, goal) == shortest(shop, place, goal), (place, goal.instruction)
+            assert distance(shop, place, goal) == shortest(shop, place, goal), (
+                place,
+                goal.instruction,
+            )
             moves = [name for name in shop.clickables(place) if name != BUY]
-            own = [name for name in moves if name == goal.product.asin.lower() or name in goal.values]
+            own = [
+                name for name in moves if name == goal.product.asin.lower() or name in goal.values
+            ]
             chance = rng.random()
             if place.page == "search" or chance < 0.15:
-                place = shop.searched(place, rng.choice([goal.product.name.lower(), goal.product.query, "solid wood"]))
+                place = shop.searched(
+                    place, rng.choice([goal.product.name.lower(), goal.product.query, "solid wood"])
+                )
             else:
                 place = shop.clicked(place, rng.choice(own if own and chance < 0.5 else moves))
 
@@ -78,13 +92,25 @@ def test_distances_are_those_of_a_breadth_first_search() -> None:
 def test_distances_are_exact_where_the_name_leads_to_a_later_page() -> None:
     first = catalogue(count=1)[0]
     alike = [
-        msgspec.structs.replace(first, asin=f"B{number}", options={"size": ("one", "two")}) for number in range(25)
+        msgspec.structs.replace(first, asin=f"B{number}", options={"size": ("one", "two")})
+        for number in range(25)
     ]
     shop, goal = Shop(alike), Goal(alike[23], "", ("x",), (("size", "two"),), 1e6)
     third = Place("results", first.name.lower(), 3)
     other, own = shop.clicked(third, "b21"), shop.clicked(third, "b23")
-    places = [Place(), third, shop.clicked(third, "< prev"), other, shop.clicked(other, "features"), own]
-    places += [shop.clicked(own, "two"), shop.clicked(own, "one"), shop.clicked(shop.clicked(own, "two"), "reviews")]
+    places = [
+        Place(),
+        third,
+        shop.clicked(third, "< prev"),
+        other,
+        shop.clicked(other, "features"),
+        own,
+    ]
+    places += [
+        shop.clicked(own, "two"),
+        shop.clicked(own, "one"),
+        shop.clicked(shop.clicked(own, "two"), "reviews"),
+    ]
     places += [msgspec.structs.replace(third, number=1), Place("results", "zebra")]
     expected = [6, 3, 4, 4, 5, 2, 1, 2, 2, 5, 6]
     assert [distance(shop, place, goal) for place in places] == expected
@@ -107,7 +133,10 @@ def test_detours_are_worth_nothing_and_unusable_actions_less() -> None:
     listed = after(state, f"search[{goal.product.name}]")
     item = after(listed, f"click[{goal.product.asin}]")
     wrong = next(
-        value for name, values in goal.product.options.items() for value in values if (name, value) not in goal.options
+        value
+        for name, values in goal.product.options.items()
+        for value in values
+        if (name, value) not in goal.options
     )
     chosen = after(item, f"click[{goal.values[0]}]")
     expected = {

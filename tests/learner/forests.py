@@ -6,12 +6,15 @@ from hypothesis import strategies as st
 
 from learner.trees import Path
 
-random_paths = st.lists(st.lists(st.integers(0, 2), min_size=2, max_size=14), min_size=1, max_size=10)
+random_paths = st.lists(
+    st.lists(st.integers(0, 2), min_size=2, max_size=14), min_size=1, max_size=10
+)
 """Token lists with many shared prefixes; some are prefixes of others."""
 
 
 def forest(seed: int, trees: int = 2, steps: int = 2) -> list[Path]:
-    """Paths of random trees under one common instruction: three candidates a step, the first one continued."""
+    """Paths of random trees under one common instruction: three candidates a step, the first one
+    continued."""
     rng = random.Random(seed)
 
     def some(n: int) -> list[int]:

@@ -1,4 +1,5 @@
-"""Faults of packing, planted where the policy packs its paths; each is one mistake that a packer could make."""
+"""Faults of packing, planted where the policy packs its paths; each is one mistake that a packer
+could make."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -53,7 +54,8 @@ def wrong_parent(forest: Forest) -> Forest:
 
 
 FAULTS: dict[str, Callable[[Forest], Forest]] = {
-    fault.__name__: fault for fault in (wrong_position, sibling_visible, missing_ancestor, shifted_target, wrong_parent)
+    fault.__name__: fault
+    for fault in (wrong_position, sibling_visible, missing_ancestor, shifted_target, wrong_parent)
 }
 
 
@@ -70,12 +72,15 @@ def planted(name: str) -> Iterator[None]:
 
 
 def refused(made: Trainer, paths: Sequence[Path]) -> dict[str, str]:
-    """For each fault, and for none (""), the refusal's sentence, "" where the forest was found healthy."""
+    """For each fault, and for none (""), the refusal's sentence, "" where the forest was found
+    healthy."""
     found = {}
     for name in ("", *FAULTS):
         with planted(name):
             try:
-                assert selfcheck.check(made.policy, paths), "the paths share too little to be checked"
+                assert selfcheck.check(made.policy, paths), (
+                    "the paths share too little to be checked"
+                )
                 found[name] = ""
             except PackingError as error:
                 found[name] = str(error)

@@ -1,4 +1,5 @@
-"""The advantages of SPO-tree, TreeRL and TreePO as their released code computes them, written on trees with float64 recursion.
+"""The advantages of SPO-tree, TreeRL and TreePO as their released code computes them, written on
+trees with float64 recursion.
 
 Every result is a push: what an update multiplies the score function of a token by, summed over all
 copies of that token (the same token after the same prefix of the same question). ``python -m
@@ -22,7 +23,8 @@ Push = dict[Key, float]
 
 
 class Node(msgspec.Struct):
-    """What one request of the sampler gave: an edge of the tree and the node at its end. outcome: of a leaf."""
+    """What one request of the sampler gave: an edge of the tree and the node at its end. outcome:
+    of a leaf."""
 
     tokens: list[int]
     children: list["Node"] = []
@@ -30,17 +32,26 @@ class Node(msgspec.Struct):
 
 
 def grown(
-    rng: np.random.Generator, widths: Sequence[int], segment: int = 3, chances: Sequence[float] | None = None
+    rng: np.random.Generator,
+    widths: Sequence[int],
+    segment: int = 3,
+    chances: Sequence[float] | None = None,
 ) -> Node:
-    """Draw a tree: every node has ``widths`` children, level by level, and ends early with probability 0.2.
+    """Draw a tree: every node has ``widths`` children, level by level, and ends early with
+    probability 0.2.
 
-    chances: the probabilities of the tokens; by default no token comes twice, so no two siblings have an equal token.
+    chances: the probabilities of the tokens; by default no token comes twice, so no two siblings
+    have an equal token.
     """
 
     def child(level: int) -> Node:
         ends = level == len(widths) or rng.random() < 0.2
         length = int(rng.integers(1, segment + 1)) if ends else segment
-        fresh = rng.integers(1, 2**30, length) if chances is None else rng.choice(len(chances), length, p=chances) + 1
+        fresh = (
+            rng.integers(1, 2**30, length)
+            if chances is None
+            else rng.choice(len(chances), length, p=chances) + 1
+        )
         below = [] if ends else [child(level + 1) for _ in range(widths[level])]
         return Node(fresh.tolist(), below, float(rng.random() < 0.5))
 
@@ -58,7 +69,11 @@ def paths(node: Node, above: tuple[Node, ...] = ()) -> Iterator[tuple[Node, ...]
 
 def leaves(node: Node) -> list[float]:
     """Return the outcomes below a node."""
-    return [node.outcome] if not node.children else [x for child in node.children for x in leaves(child)]
+    return (
+        [node.outcome]
+        if not node.children
+        else [x for child in node.children for x in leaves(child)]
+    )
 
 
 def unsure(token: int) -> bool:
@@ -67,7 +82,8 @@ def unsure(token: int) -> bool:
 
 
 def table(questions: Sequence[Node]) -> TurnTable:
-    """Return the leaves of the questions as trajectories of one turn, with the columns ``outcome`` and ``weight`` (of strategy ``spo``)."""
+    """Return the leaves of the questions as trajectories of one turn, with the columns ``outcome``
+    and ``weight`` (of strategy ``spo``)."""
     rows = [(number, path) for number, root in enumerate(questions) for path in paths(root)]
     tokens = [np.array([x for node in path for x in node.tokens], np.int32) for _, path in rows]
     weight = [1 / math.prod(len(node.children) for node in path[:-1]) for _, path in rows]
@@ -97,13 +113,16 @@ def ours(questions: Sequence[Node], scheme: str, **options: object) -> Push:
     push, at = defaultdict[Key, float](float), 0
     for tree, turn in zip(batch.tree, batch.actions, strict=True):
         for i in range(len(turn.action)):
-            push[(int(tree), *turn.action[: i + 1].tolist())] += estimate.advantages[at] * kept[at] / kept.sum()
+            push[(int(tree), *turn.action[: i + 1].tolist())] += (
+                estimate.advantages[at] * kept[at] / kept.sum()
+            )
             at += 1
     return push
 
 
 def _summed(edges: Sequence[list[tuple[Key, float]]], size: int = 0) -> Push:
-    """Whiten and average the terms of the tokens of edges, or of every micro-batch of ``size`` of them in random order on its own."""
+    """Whiten and average the terms of the tokens of edges, or of every micro-batch of ``size`` of
+    them in random order on its own."""
     push, order = defaultdict[Key, float](float), np.random.default_rng(0).permutation(len(edges))
     parts = np.array_split(order, max(1, len(edges) // size) if size else 1)
     for part in parts:
@@ -116,11 +135,16 @@ def _summed(edges: Sequence[list[tuple[Key, float]]], size: int = 0) -> Push:
 
 
 def spo(questions: Sequence[Node], size: int = 0) -> Push:
-    """SPO-tree: ``extract_edges_from_tree`` and the trainer's probability mask. size: the edges of a micro-batch that is whitened on its own."""
+    """SPO-tree: ``extract_edges_from_tree`` and the trainer's probability mask. size: the edges of
+    a micro-batch that is whitened on its own."""
     edges: list[list[tuple[Key, float]]] = []
 
     def value(node: Node) -> float:
-        return float(np.mean([value(child) for child in node.children])) if node.children else node.outcome
+        return (
+            float(np.mean([value(child) for child in node.children]))
+            if node.children
+            else node.outcome
+        )
 
     def walk(node: Node, key: Key) -> None:
         for child in node.children:
@@ -139,7 +163,8 @@ def spo(questions: Sequence[Node], size: int = 0) -> Push:
 
 
 def treerl(questions: Sequence[Node]) -> Push:
-    """TreeRL: ``leaf_normalize``, ``compute_weighted_update`` ("sqrt"), ``path_from_root_to_node``, ``fill_in_paths`` and the state's value."""
+    """TreeRL: ``leaf_normalize``, ``compute_weighted_update`` ("sqrt"), ``path_from_root_to_node``,
+    ``fill_in_paths`` and the state's value."""
     push, tokens = defaultdict[Key, float](float), 0
     for number, root in enumerate(questions):
         every = leaves(root)
@@ -161,7 +186,8 @@ def treerl(questions: Sequence[Node]) -> Push:
 
 
 def treepo(questions: Sequence[Node], sizes: bool = False) -> Push:
-    """TreePO: ``compute_tree_reinforce_plus_plus_baseline_outcome_advantage`` after the filter of equal groups. sizes: "group_size"."""
+    """TreePO: ``compute_tree_reinforce_plus_plus_baseline_outcome_advantage`` after the filter of
+    equal groups. sizes: "group_size"."""
     terms: list[tuple[Key, float]] = []
     for number, root in enumerate(questions):
         if len(set(leaves(root))) == 1:
@@ -169,7 +195,9 @@ def treepo(questions: Sequence[Node], sizes: bool = False) -> Push:
         for path in paths(root):
             groups = [leaves(node) for node in path if len(leaves(node)) > 1]
             weights = [len(group) if sizes else 1 for group in groups]
-            advantage = np.average([path[-1].outcome - np.mean(group) for group in groups], weights=weights)
+            advantage = np.average(
+                [path[-1].outcome - np.mean(group) for group in groups], weights=weights
+            )
             key: Key = (number,)
             for token in (x for node in path for x in node.tokens):
                 key = (*key, token)
@@ -184,18 +212,28 @@ def cosine(a: Push, b: Push) -> float:
 
 
 def main() -> None:
-    """Print the median cosine over 12 batches of two random questions (with its 10% and 90% quantiles) for each departure of
-    docs/methods-table.md. Trees are SPO's 6-6-6 in segments of 8 tokens; tokens are all different, or one of four has a probability of 0.6 or 0.9."""
+    """Print the median cosine over 12 batches of two random questions (with its 10% and 90%
+    quantiles) for each departure of docs/methods-table.md. Trees are SPO's 6-6-6 in segments of 8
+    tokens; tokens are all different, or one of four has a probability of 0.6 or 0.9."""
     chances = (None, (0.6, 0.2, 0.1, 0.1), (0.9, 0.05, 0.03, 0.02))
     apart, even, peaked = (
-        [[grown(np.random.default_rng([i, j]), (6, 6, 6), 8, chance) for j in range(2)] for i in range(12)]
+        [
+            [grown(np.random.default_rng([i, j]), (6, 6, 6), 8, chance) for j in range(2)]
+            for i in range(12)
+        ]
         for chance in chances
     )
     departures: dict[str, tuple[list[list[Node]], Callable[[list[Node]], tuple[Push, Push]]]] = {
-        "spo, every leaf's path (form = 'paper')": (apart, lambda q: (ours(q, "spo", form="paper"), spo(q))),
+        "spo, every leaf's path (form = 'paper')": (
+            apart,
+            lambda q: (ours(q, "spo", form="paper"), spo(q)),
+        ),
         "spo, whitened over the batch and not by 8 edges": (apart, lambda q: (spo(q), spo(q, 8))),
         "treerl, form = 'paper'": (apart, lambda q: (ours(q, "treerl", form="paper"), treerl(q))),
-        "treepo, weighting = 'size'": (apart, lambda q: (ours(q, "treepo", weighting="size"), treepo(q))),
+        "treepo, weighting = 'size'": (
+            apart,
+            lambda q: (ours(q, "treepo", weighting="size"), treepo(q)),
+        ),
     }
     for name, batches in (("0.6", even), ("0.9", peaked)):
         pooled = f"equal tokens of siblings pooled, {name}"
@@ -203,7 +241,9 @@ def main() -> None:
         departures[f"treerl, {pooled}"] = (batches, lambda q: (ours(q, "treerl"), treerl(q)))
         departures[f"treepo, {pooled}"] = (batches, lambda q: (ours(q, "treepo"), treepo(q)))
     for name, (batches, both) in departures.items():
-        low, median, high = np.quantile([cosine(*both(batch)) for batch in batches], [0.1, 0.5, 0.9])
+        low, median, high = np.quantile(
+            [cosine(*both(batch)) for batch in batches], [0.1, 0.5, 0.9]
+        )
         print(f"{name}: {median:.2f} ({low:.2f} to {high:.2f})")
 
 

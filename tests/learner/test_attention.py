@@ -1,4 +1,5 @@
-"""Tree attention: its backends agree with the dense mask, and whole models with path-by-path training."""
+"""Tree attention: its backends agree with the dense mask, and whole models with path-by-path
+training."""
 
 from pathlib import Path as FilePath
 from typing import Any
@@ -35,13 +36,20 @@ def ancestors(made: Forest) -> np.ndarray:
 
 @given(random_paths, st.integers(0, 20))
 @settings(deadline=None, max_examples=80)
-def test_the_cascades_blocks_hold_each_ancestor_pair_exactly_once(paths: list[list[int]], small: int) -> None:
+def test_the_cascades_blocks_hold_each_ancestor_pair_exactly_once(
+    paths: list[list[int]], small: int
+) -> None:
     made = packed(paths)
     seen = np.zeros((len(made.end),) * 2, int)
     for block in blocks(made, small):
-        queries, keys = np.arange(block.start, block.end)[:, None], np.arange(block.start, block.keys_end)[None, :]
+        queries, keys = (
+            np.arange(block.start, block.end)[:, None],
+            np.arange(block.start, block.keys_end)[None, :],
+        )
         inside = ancestors(made)[block.start : block.end, block.start : block.keys_end]
-        seen[block.start : block.end, block.start : block.keys_end] += inside if block.masked else keys <= queries
+        seen[block.start : block.end, block.start : block.keys_end] += (
+            inside if block.masked else keys <= queries
+        )
     assert (seen == ancestors(made)).all()
 
 
@@ -49,11 +57,15 @@ class Layer:
     """Stands for the module transformers passes; nothing of it is read when a layout is given."""
 
 
-def attend(made: Forest, backend: Any, window: int | None, dtype: torch.dtype) -> list[torch.Tensor]:
+def attend(
+    made: Forest, backend: Any, window: int | None, dtype: torch.dtype
+) -> list[torch.Tensor]:
     """Output and the three gradients of four query heads on two key heads."""
     torch.manual_seed(0)
     n = len(made.end)
-    query, key, value = (torch.randn(1, h, n, 8, dtype=dtype, requires_grad=True) for h in (4, 2, 2))
+    query, key, value = (
+        torch.randn(1, h, n, 8, dtype=dtype, requires_grad=True) for h in (4, 2, 2)
+    )
     layout = Layout(made, backend, "cpu")
     out, _ = tree_attention(Layer(), query, key, value, None, sliding_window=window, layout=layout)  # pyright: ignore
     (out * torch.randn_like(out)).sum().backward()
@@ -76,7 +88,10 @@ def test_the_cascade_equals_the_dense_mask_in_values_and_gradients(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention, "SMALL_SUBTREE", small)
         for dtype, bound in ((torch.float64, 1e-12), (torch.float32, 2e-5)):
-            ours, dense = attend(made, "cascade", window, dtype), attend(made, "dense", window, dtype)
+            ours, dense = (
+                attend(made, "cascade", window, dtype),
+                attend(made, "dense", window, dtype),
+            )
             for a, b in zip(ours, dense, strict=True):
                 torch.testing.assert_close(a, b, atol=bound, rtol=bound)
 
@@ -89,7 +104,9 @@ def test_flexattentions_rule_is_ancestry_and_fillers_see_and_are_seen_by_nothing
     made = packed(paths)
     grown = filled(made, 16)
     size = len(grown.end)
-    rule = create_mask(ancestor_rule(grown, window, "cpu"), None, None, size, size, device="cpu")[0, 0].numpy()
+    rule = create_mask(ancestor_rule(grown, window, "cpu"), None, None, size, size, device="cpu")[
+        0, 0
+    ].numpy()
     expected = ancestors(grown)
     if window is not None:
         expected &= grown.depth[:, None] - grown.depth[None, :] < window
@@ -130,11 +147,13 @@ def test_a_model_that_does_not_pass_the_layout_on_is_refused() -> None:
         tree_attention(Alone(), some, some, some, attention.FOREST)
 
 
-# ------------------------------------------------------------------------------------------ whole models
+# ------------------------------------------------------------------------------------------ whole
+# models
 
 
 class _Norm(torch.nn.Module):
-    """RMSNorm in the precision of its input: transformers casts to float32, which would hide float64 equality."""
+    """RMSNorm in the precision of its input: transformers casts to float32, which would hide
+    float64 equality."""
 
     def __init__(self, old: Any):
         super().__init__()
@@ -142,11 +161,17 @@ class _Norm(torch.nn.Module):
         self.shift = 1.0 if "Gemma" in type(old).__name__ else 0.0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (self.weight + self.shift) * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+        return (
+            (self.weight + self.shift) * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+        )
 
 
 def full_head(
-    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, temperature: float, support: None
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    temperature: float,
+    support: None,
 ) -> tuple[Any, Any]:
     """Log-probabilities without the chunked float32 head, which has its own tests."""
     made = (hidden @ weight.T).log_softmax(-1).gather(1, targets[:, None])[:, 0]
@@ -163,12 +188,16 @@ def exact(model: TreeModel) -> None:
                 setattr(module, name, _Norm(child))
 
 
-def compare(model: TreeModel, paths: list[Path], logprob_bound: float, gradient_bound: float) -> None:
-    """The forest against every path read alone: outputs, and the gradient of every trained parameter."""
+def compare(
+    model: TreeModel, paths: list[Path], logprob_bound: float, gradient_bound: float
+) -> None:
+    """The forest against every path read alone: outputs, and the gradient of every trained
+    parameter."""
     torch.manual_seed(1)
     for (
         parameter
-    ) in model.trained().values():  # fresh adapters and value heads are zero: give them something to differ by
+        # fresh adapters and value heads are zero: give them something to differ by
+    ) in model.trained().values():
         if not parameter.any():
             parameter.data.normal_(0, 0.1)
     row = model.row(pack(paths))
@@ -184,7 +213,9 @@ def compare(model: TreeModel, paths: list[Path], logprob_bound: float, gradient_
     assert gradients
     for name, parameter in model.trained().items():
         if parameter.grad is not None:
-            assert (gradients[name] - parameter.grad).norm() < gradient_bound * (parameter.grad.norm() + 1e-8), name
+            assert (gradients[name] - parameter.grad).norm() < gradient_bound * (
+                parameter.grad.norm() + 1e-8
+            ), name
 
 
 KINDS = ["llama", "qwen2", "qwen3", "gemma3"]
@@ -205,7 +236,9 @@ def test_packed_training_equals_path_by_path_training(
 ) -> None:  # fmt: skip
     monkeypatch.setattr(attention, "SMALL_SUBTREE", 6)  # blocks of both kinds in small trees
     lora = LoraConfig(rank, 8.0)
-    config = LearnerConfig(dtype="float32", lora=lora, attention=backend, gradient_checkpointing=checkpointing)
+    config = LearnerConfig(
+        dtype="float32", lora=lora, attention=backend, gradient_checkpointing=checkpointing
+    )
     model = Policy(str(folders[kind]), config, 1.0, Ranks(60))
     compare(model, forest(3, steps=3), LOGPROB_BOUND, GRADIENT_BOUND)
 
@@ -253,7 +286,9 @@ def test_any_random_tree_trains_as_its_paths_do(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention, "SMALL_SUBTREE", small)
         config = LearnerConfig(dtype="float32", gradient_checkpointing=recomputed)
-        model = TreeModel(str(folders[kind]), config, LoraConfig(rank, 8.0), 1.0, Ranks(60), values=critic)
+        model = TreeModel(
+            str(folders[kind]), config, LoraConfig(rank, 8.0), 1.0, Ranks(60), values=critic
+        )
         compare(model, forest(seed, trees=3, steps=steps), LOGPROB_BOUND, GRADIENT_BOUND)
 
 
@@ -261,7 +296,8 @@ def test_any_random_tree_trains_as_its_paths_do(
 def test_trained_tokens_that_paths_share_pass_the_head_once(
     folders: dict[str, FilePath], values: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whole trajectories that fork, each trained from its prompt on: the first five tokens of the action are those of three leaves."""
+    """Whole trajectories that fork, each trained from its prompt on: the first five tokens of the
+    action are those of three leaves."""
     rng = np.random.default_rng(0)
     prompt, trunk = list(rng.integers(0, 50, 7)), list(rng.integers(0, 50, 5))
     paths = [Path(prompt + trunk + list(rng.integers(0, 50, 4)), 7) for _ in range(3)]

@@ -1,4 +1,5 @@
-"""Each off-policy correction against a scalar computation, at every level and over every split into micro-batches."""
+"""Each off-policy correction against a scalar computation, at every level and over every split into
+micro-batches."""
 
 import inspect
 import math
@@ -33,20 +34,30 @@ class Batch(NamedTuple):
 
 
 def batch(seed: int, far: float = 0.4, moved: float = 0.3, tokens: int = 14) -> Batch:
-    """far: spread of proximal - behaviour; moved: of current - proximal. Tokens in any order, two turns a sequence."""
+    """far: spread of proximal - behaviour; moved: of current - proximal. Tokens in any order, two
+    turns a sequence."""
     rng = np.random.default_rng(seed)
     behaviour = rng.uniform(-3, -0.1, tokens)
     proximal = behaviour + rng.normal(0, far, tokens)
     current = proximal + rng.normal(0, moved, tokens)
     turn = np.concatenate([np.arange(5), rng.integers(0, 5, tokens - 5)])  # every turn has a token
-    segment: dict[Level, np.ndarray] = {"token": np.arange(tokens), "turn": turn, "sequence": turn // 2}
+    segment: dict[Level, np.ndarray] = {
+        "token": np.arange(tokens),
+        "turn": turn,
+        "sequence": turn // 2,
+    }
     advantage = rng.normal(0, 1, tokens)
-    current, proximal, behaviour, advantage = (a.astype(np.float32) for a in (current, proximal, behaviour, advantage))
+    current, proximal, behaviour, advantage = (
+        a.astype(np.float32) for a in (current, proximal, behaviour, advantage)
+    )
     return Batch(current, proximal, behaviour, advantage, segment)
 
 
-def whole(b: Batch, level: Level, chosen: np.ndarray | None = None) -> tuple[Logprobs, torch.Tensor]:
-    """What a correction reads of the chosen tokens (default all), the rest in ``outside``; current is a leaf."""
+def whole(
+    b: Batch, level: Level, chosen: np.ndarray | None = None
+) -> tuple[Logprobs, torch.Tensor]:
+    """What a correction reads of the chosen tokens (default all), the rest in ``outside``; current
+    is a leaf."""
     there = np.ones(len(b.current), bool) if chosen is None else chosen
     ids = b.segment[level]
     away = np.where(there, 0.0, b.proximal - b.behaviour)
@@ -57,7 +68,9 @@ def whole(b: Batch, level: Level, chosen: np.ndarray | None = None) -> tuple[Log
     )
     current = torch.tensor(b.current[there], requires_grad=True)
     proximal, behaviour = torch.as_tensor(b.proximal[there]), torch.as_tensor(b.behaviour[there])
-    return Logprobs(current, proximal, behaviour, {level: segments}), torch.as_tensor(b.advantage[there])
+    return Logprobs(current, proximal, behaviour, {level: segments}), torch.as_tensor(
+        b.advantage[there]
+    )
 
 
 def gradient(
@@ -72,8 +85,9 @@ def gradient(
 
 
 class Token(NamedTuple):
-    """One token as the scalar formulas see it: ratios current / behaviour and proximal / behaviour of its segment, the
-    geometric mean of the first, its own current / behaviour and current / proximal, and its advantage."""
+    """One token as the scalar formulas see it: ratios current / behaviour and proximal / behaviour
+    of its segment, the geometric mean of the first, its own current / behaviour and current /
+    proximal, and its advantage."""
 
     ratio: float
     old: float
@@ -91,12 +105,16 @@ def seen(b: Batch, level: Level) -> list[Token]:
         old = sum(float(b.proximal[j]) - float(b.behaviour[j]) for j in mates)
         own, near = float(b.current[i] - b.behaviour[i]), float(b.current[i] - b.proximal[i])
         total = sum(logs)
-        ratio, old, mean, own, near = (math.exp(x) for x in (total, old, total / len(mates), own, near))
+        ratio, old, mean, own, near = (
+            math.exp(x) for x in (total, old, total / len(mates), own, near)
+        )
         made.append(Token(ratio, old, mean, own, near, float(b.advantage[i])))
     return made
 
 
-def pessimistic(ratio: float, advantage: float, low: float, high: float, dual: float = 0.0) -> tuple[float, float]:
+def pessimistic(
+    ratio: float, advantage: float, low: float, high: float, dual: float = 0.0
+) -> tuple[float, float]:
     """Term and coefficient of PPO's clipped surrogate."""
     if advantage >= 0 and ratio > 1 + high:
         return (1 + high) * advantage, 0.0
@@ -115,7 +133,9 @@ def between(value: float, low: float, high: float) -> float:
     return min(max(value, low), high)
 
 
-def times(weight: float, t: Token, low: float = 0.2, high: float = 0.2, dual: float = 3.0) -> tuple[float, float]:
+def times(
+    weight: float, t: Token, low: float = 0.2, high: float = 0.2, dual: float = 3.0
+) -> tuple[float, float]:
     """A weight of proximal / behaviour times PPO's clipped surrogate of current / proximal."""
     term, coefficient = pessimistic(t.near, t.advantage, low, high, dual)
     return weight * term, weight * coefficient
@@ -130,7 +150,11 @@ FORMULAS: list[tuple[str, dict[str, Any], Callable[[Token], tuple[float, float]]
     ("none", {}, lambda t: weighted(1.0, t)),
     ("ppo_clip", {}, lambda t: pessimistic(t.ratio, t.advantage, 0.2, 0.2, 3.0)),
     ("ppo_clip", {"dual_clip": None}, lambda t: pessimistic(t.ratio, t.advantage, 0.2, 0.2)),
-    ("ppo_clip", {"clip_low": 0.1, "clip_high": 0.4}, lambda t: pessimistic(t.ratio, t.advantage, 0.1, 0.4, 3.0)),
+    (
+        "ppo_clip",
+        {"clip_low": 0.1, "clip_high": 0.4},
+        lambda t: pessimistic(t.ratio, t.advantage, 0.1, 0.4, 3.0),
+    ),
     ("ppo_clip", {"dual_clip": 1.5}, lambda t: pessimistic(t.ratio, t.advantage, 0.2, 0.2, 1.5)),
     ("decoupled", {}, lambda t: times(inside(t.old, 0, 5), t)),
     (
@@ -139,11 +163,19 @@ FORMULAS: list[tuple[str, dict[str, Any], Callable[[Token], tuple[float, float]]
         lambda t: times(inside(t.old, 0, 1.1), t, 0.1, 0.3, 1.2),
     ),
     ("tis", {}, lambda t: times(min(t.old, 2.0), t)),
-    ("tis", {"lower": 0.8, "upper": 1.3, "clip_low": 0.1}, lambda t: times(between(t.old, 0.8, 1.3), t, 0.1)),
+    (
+        "tis",
+        {"lower": 0.8, "upper": 1.3, "clip_low": 0.1},
+        lambda t: times(between(t.old, 0.8, 1.3), t, 0.1),
+    ),
     ("aipo", {}, lambda t: weighted(min(t.ratio, 4.0), t)),
     ("aipo", {"upper": 1.2}, lambda t: weighted(min(t.ratio, 1.2), t)),
     ("cispo", {}, lambda t: weighted(min(t.ratio, 1.28), t)),
-    ("cispo", {"clip_low": 0.3, "clip_high": 0.1}, lambda t: weighted(between(t.ratio, 0.7, 1.1), t)),
+    (
+        "cispo",
+        {"clip_low": 0.3, "clip_high": 0.1},
+        lambda t: weighted(between(t.ratio, 0.7, 1.1), t),
+    ),
     ("icepop", {}, lambda t: times(inside(t.old, 0.5, 5), t)),
     (
         "icepop",
@@ -151,11 +183,23 @@ FORMULAS: list[tuple[str, dict[str, Any], Callable[[Token], tuple[float, float]]
         lambda t: times(inside(t.old, 0.9, 1.2), t, high=0.1, dual=0.0),
     ),
     ("sequence_mask", {}, lambda t: weighted(t.ratio if t.ratio <= 2 else 0.0, t)),
-    ("sequence_mask", {"lower": 0.7, "upper": 1.4}, lambda t: weighted(t.ratio if 0.7 <= t.ratio <= 1.4 else 0.0, t)),
+    (
+        "sequence_mask",
+        {"lower": 0.7, "upper": 1.4},
+        lambda t: weighted(t.ratio if 0.7 <= t.ratio <= 1.4 else 0.0, t),
+    ),
     ("geometric_mask", {}, lambda t: weighted(t.own if 0.9 <= t.mean <= 1.1 else 0.0, t)),
-    ("geometric_mask", {"lower": 0.7, "upper": 1.3}, lambda t: weighted(t.own if 0.7 <= t.mean <= 1.3 else 0.0, t)),
+    (
+        "geometric_mask",
+        {"lower": 0.7, "upper": 1.3},
+        lambda t: weighted(t.own if 0.7 <= t.mean <= 1.3 else 0.0, t),
+    ),
     ("gspo", {}, lambda t: pessimistic(t.mean, t.advantage, 3e-4, 4e-4, 3.0)),
-    ("gspo", {"clip_low": 0.1, "clip_high": 0.2}, lambda t: pessimistic(t.mean, t.advantage, 0.1, 0.2, 3.0)),
+    (
+        "gspo",
+        {"clip_low": 0.1, "clip_high": 0.2},
+        lambda t: pessimistic(t.mean, t.advantage, 0.1, 0.2, 3.0),
+    ),
     ("gspo", {"dual_clip": 1.1}, lambda t: pessimistic(t.mean, t.advantage, 3e-4, 4e-4, 1.1)),
 ]
 
@@ -167,7 +211,10 @@ def test_every_correction_has_a_formula_here() -> None:
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize(("name", "options", "formula"), FORMULAS)
 def test_terms_coefficients_and_gradients_are_those_of_the_formula_one_token_at_a_time(
-    name: str, options: dict[str, Any], formula: Callable[[Token], tuple[float, float]], level: Level
+    name: str,
+    options: dict[str, Any],
+    formula: Callable[[Token], tuple[float, float]],
+    level: Level,
 ) -> None:
     for seed in range(6):
         b = batch(seed)
@@ -181,7 +228,9 @@ def test_terms_coefficients_and_gradients_are_those_of_the_formula_one_token_at_
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("name", CORRECTIONS)
-def test_on_policy_every_coefficient_is_one_and_the_gradient_is_that_of_none(name: str, level: Level) -> None:
+def test_on_policy_every_coefficient_is_one_and_the_gradient_is_that_of_none(
+    name: str, level: Level
+) -> None:
     b = batch(3, far=0, moved=0)
     slope, made = gradient(b, name, {"level": level})
     np.testing.assert_array_equal(slope, gradient(b, "none", {})[0])
@@ -196,14 +245,17 @@ def test_a_segment_split_over_two_micro_batches_has_the_gradients_of_one_piece(
     seed: int, which: tuple[str, Level]
 ) -> None:
     name, level = which
-    b = batch(seed, moved=0)  # outside its micro-batch a segment counts with the policy of the start of the update
+    # outside its micro-batch a segment counts with the policy of the start of the update
+    b = batch(seed, moved=0)
     expected, together = gradient(b, name, {"level": level})
     here = np.random.default_rng(seed).random(len(b.current)) < 0.5
     for part in (here, ~here):
         if part.any():
             slope, made = gradient(b, name, {"level": level}, part)
             np.testing.assert_allclose(slope, expected[part], rtol=1e-4, atol=1e-6)
-            np.testing.assert_allclose(made.coefficient, together.coefficient[torch.as_tensor(part)], rtol=1e-4)
+            np.testing.assert_allclose(
+                made.coefficient, together.coefficient[torch.as_tensor(part)], rtol=1e-4
+            )
 
 
 @settings(max_examples=30, deadline=None)
@@ -213,24 +265,35 @@ def test_permuting_the_tokens_permutes_the_gradient(seed: int, which: tuple[str,
     b = batch(seed)
     order = np.random.default_rng(seed).permutation(len(b.current))
     current, proximal, behaviour, advantage = (column[order] for column in b[:4])
-    moved = Batch(current, proximal, behaviour, advantage, {key: ids[order] for key, ids in b.segment.items()})
-    slope, mixed = gradient(b, name, {"level": level})[0], gradient(moved, name, {"level": level})[0]
+    moved = Batch(
+        current, proximal, behaviour, advantage, {key: ids[order] for key, ids in b.segment.items()}
+    )
+    slope, mixed = (
+        gradient(b, name, {"level": level})[0],
+        gradient(moved, name, {"level": level})[0],
+    )
     np.testing.assert_allclose(mixed, slope[order], rtol=1e-4, atol=1e-6)
 
 
 def one(ratio: list[float], advantage: list[float]) -> tuple[Logprobs, torch.Tensor]:
     """Tokens of the given ratios current / behaviour; the proximal policy is the behaviour policy."""
     zeros = torch.zeros(len(ratio))
-    return Logprobs(torch.tensor(ratio).log().requires_grad_(), zeros, zeros), torch.tensor(advantage)
+    return Logprobs(torch.tensor(ratio).log().requires_grad_(), zeros, zeros), torch.tensor(
+        advantage
+    )
 
 
 def test_the_two_clip_bounds_are_apart_and_dual_clip_bounds_large_ratios_of_bad_tokens() -> None:
     ratio, advantage = [1.25, 1.35, 0.85, 0.75, 2.0, 4.0], [1.0, 1.0, -1.0, -1.0, -1.0, -1.0]
-    made = load("ppo_clip", {"clip_low": 0.2, "clip_high": 0.3, "dual_clip": 3.0})(*one(ratio, advantage))
+    made = load("ppo_clip", {"clip_low": 0.2, "clip_high": 0.3, "dual_clip": 3.0})(
+        *one(ratio, advantage)
+    )
     assert made.clipped.tolist() == [False, True, False, True, False, True]
     np.testing.assert_allclose(made.term.detach(), [1.25, 1.3, -0.85, -0.8, -2.0, -3.0], rtol=1e-6)
     np.testing.assert_allclose(made.coefficient, [1.25, 0, 0.85, 0, 2.0, 0], rtol=1e-6)
-    plain = load("ppo_clip", {"clip_low": 0.2, "clip_high": 0.3, "dual_clip": "null"})(*one(ratio, advantage))
+    plain = load("ppo_clip", {"clip_low": 0.2, "clip_high": 0.3, "dual_clip": "null"})(
+        *one(ratio, advantage)
+    )
     assert plain.clipped.tolist() == [False, True, False, True, False, False]
     good = load("ppo_clip", {"clip_high": 9.0, "dual_clip": 3.0})(*one([4.0], [1.0]))
     assert good.term.tolist() == pytest.approx([4.0])  # dual clip is for bad tokens only
@@ -240,34 +303,48 @@ def test_the_two_clip_bounds_are_apart_and_dual_clip_bounds_large_ratios_of_bad_
 def test_a_bad_token_far_off_policy_has_no_weight_unless_dual_clip_is_null(name: str) -> None:
     zeros, ones = torch.zeros(1), -torch.ones(1)
     logprobs = Logprobs(torch.tensor([20.0], requires_grad=True), zeros, zeros)
-    bounded, plain = (load(name, {"level": "token", **o})(logprobs, ones) for o in ({}, {"dual_clip": "null"}))
+    bounded, plain = (
+        load(name, {"level": "token", **o})(logprobs, ones) for o in ({}, {"dual_clip": "null"})
+    )
     assert (bounded.coefficient.item(), bounded.term.item()) == (0, -3)
     assert plain.coefficient.item() == pytest.approx(math.exp(20))
     assert bounded.clipped.item()
 
 
 def far_off(seed: int, tokens: int = 6000, spread: float = 0.8) -> tuple[Logprobs, torch.Tensor]:
-    """Tokens in float64 whose log-ratios proximal / behaviour and current / proximal are normal with this spread and a fourth of it."""
+    """Tokens in float64 whose log-ratios proximal / behaviour and current / proximal are normal
+    with this spread and a fourth of it."""
     rng = np.random.default_rng(seed)
     behaviour = rng.uniform(-3, -0.1, tokens)
     proximal = behaviour + rng.normal(0, spread, tokens)
     current = torch.tensor(proximal + rng.normal(0, spread / 4, tokens), requires_grad=True)
-    return Logprobs(current, torch.as_tensor(proximal), torch.as_tensor(behaviour)), torch.as_tensor(
-        rng.normal(0, 1, tokens)
-    )
+    return Logprobs(
+        current, torch.as_tensor(proximal), torch.as_tensor(behaviour)
+    ), torch.as_tensor(rng.normal(0, 1, tokens))
 
 
 def test_decoupled_is_areals_loss_and_tis_truncates_where_it_masks() -> None:
     logprobs, advantage = far_off(0)
-    # AReaL's loss as its code computes it: the worse of plain and clipped, at most 3 |A|, times the weight, which is 0 above the cap.
-    ratio, weight = (logprobs.current - logprobs.proximal).exp(), (logprobs.proximal - logprobs.behaviour).exp()
+    # AReaL's loss as its code computes it: the worse of plain and clipped, at most 3 |A|, times the
+    # weight, which is 0 above the cap.
+    ratio, weight = (
+        (logprobs.current - logprobs.proximal).exp(),
+        (logprobs.proximal - logprobs.behaviour).exp(),
+    )
     loss = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(0.8, 1.2))
     loss = torch.minimum(loss, 3.0 * advantage.abs())
     above = weight > 5.0
-    masked, truncated = (load(name, {"upper": 5.0})(logprobs, advantage) for name in ("decoupled", "tis"))
-    for surrogate, factor in ((masked, weight.masked_fill(above, 0.0)), (truncated, weight.clamp(max=5.0))):
+    masked, truncated = (
+        load(name, {"upper": 5.0})(logprobs, advantage) for name in ("decoupled", "tis")
+    )
+    for surrogate, factor in (
+        (masked, weight.masked_fill(above, 0.0)),
+        (truncated, weight.clamp(max=5.0)),
+    ):
         np.testing.assert_allclose(surrogate.term.detach(), -(loss * factor).detach(), rtol=1e-12)
-        (expected,) = torch.autograd.grad(-(loss * factor).sum(), logprobs.current, retain_graph=True)
+        (expected,) = torch.autograd.grad(
+            -(loss * factor).sum(), logprobs.current, retain_graph=True
+        )
         (slope,) = torch.autograd.grad(surrogate.term.sum(), logprobs.current)
         np.testing.assert_allclose(slope, expected, rtol=1e-12)
     assert 100 < int(above.sum()) < 200
@@ -285,7 +362,10 @@ def test_published_and_direct_forms_are_equal_in_the_first_step_only_and_only_th
     first = Logprobs(later.proximal.clone().requires_grad_(), later.proximal, later.behaviour)
 
     def coefficients(logprobs: Logprobs) -> list[torch.Tensor]:
-        return [load(which, {"level": "token", **options})(logprobs, advantage).coefficient for which in (name, direct)]
+        return [
+            load(which, {"level": "token", **options})(logprobs, advantage).coefficient
+            for which in (name, direct)
+        ]
 
     np.testing.assert_allclose(*coefficients(first), rtol=1e-12)
     published, unlimited = coefficients(later)
@@ -305,7 +385,9 @@ def test_another_aggregation_than_that_of_the_correction_is_told() -> None:
 
 def test_masks_count_exactly_the_tokens_out_of_bounds_and_clips_are_no_masks() -> None:
     ratio = [0.4, 0.6, 1.0, 4.9, 5.1]
-    made = load("sequence_mask", {"level": "token", "lower": 0.5, "upper": 5.0})(*one(ratio, [1.0] * 5))
+    made = load("sequence_mask", {"level": "token", "lower": 0.5, "upper": 5.0})(
+        *one(ratio, [1.0] * 5)
+    )
     assert made.masked.tolist() == [True, False, False, False, True]
     assert not made.clipped.any()
     assert made.coefficient.tolist() == pytest.approx([0, 0.6, 1, 4.9, 0])
@@ -320,7 +402,9 @@ def test_masks_count_exactly_the_tokens_out_of_bounds_and_clips_are_no_masks() -
 def test_a_segment_out_of_bounds_takes_all_its_tokens_along_and_no_other() -> None:
     log = torch.log(torch.tensor([1.5, 1.5, 1.5, 0.9]))
     segments = Segments(torch.tensor([0, 0, 1, 1]), torch.zeros(2), torch.tensor([2.0, 2.0]))
-    logprobs = Logprobs(log.requires_grad_(), torch.zeros(4), torch.zeros(4), {"sequence": segments})
+    logprobs = Logprobs(
+        log.requires_grad_(), torch.zeros(4), torch.zeros(4), {"sequence": segments}
+    )
     made = load("sequence_mask", {})(logprobs, torch.ones(4))
     assert made.masked.tolist() == [True, True, False, False]
     assert made.coefficient.tolist() == pytest.approx([0, 0, 1.35, 1.35])
@@ -344,7 +428,9 @@ def test_a_zero_advantage_has_no_gradient_and_is_not_counted_as_clipped() -> Non
 
 @pytest.mark.parametrize("far", [30.0, 500.0])
 @pytest.mark.parametrize(("name", "level"), EVERY)
-def test_extreme_log_ratios_leave_terms_coefficients_and_gradients_finite(name: str, level: Level, far: float) -> None:
+def test_extreme_log_ratios_leave_terms_coefficients_and_gradients_finite(
+    name: str, level: Level, far: float
+) -> None:
     for seed in range(3):
         b = batch(seed, far=far, moved=far)
         slope, made = gradient(b, name, {"level": level})
@@ -367,9 +453,15 @@ def test_unknown_corrections_options_and_levels_are_refused_with_the_known_ones(
 
 def test_each_correction_says_its_level_and_whether_it_reads_the_proximal_policy() -> None:
     for name, function in CORRECTIONS.items():
-        default = "token" if name == "none" else inspect.signature(function).parameters["level"].default
+        default = (
+            "token" if name == "none" else inspect.signature(function).parameters["level"].default
+        )
         assert load(name, {}).level == default
-        assert load(name, {"level": "turn"}).needs_proximal(2) == (name in ("decoupled", "tis", "icepop"))
+        assert load(name, {"level": "turn"}).needs_proximal(2) == (
+            name in ("decoupled", "tis", "icepop")
+        )
         assert not load(name, {"level": "turn"}).needs_proximal(1)
         assert load(name, {"level": "sequence"}).needs_proximal(1) == (name != "none")
-    assert [load(name, {}).level for name in ("sequence_mask", "geometric_mask", "gspo")] == ["sequence"] * 3
+    assert [load(name, {}).level for name in ("sequence_mask", "geometric_mask", "gspo")] == [
+        "sequence"
+    ] * 3

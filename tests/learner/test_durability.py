@@ -1,4 +1,5 @@
-"""Checkpoints: proven before the one before goes, set aside when damaged, and with all that training depends on."""
+"""Checkpoints: proven before the one before goes, set aside when damaged, and with all that
+training depends on."""
 
 import os
 import random
@@ -35,7 +36,12 @@ def test_every_file_has_a_digest_that_sha256sum_agrees_with(tmp_path: Path, llam
     listed = set(digest.sums(folder))
     assert listed == {"state.json", "rng-00000.json", "policy-00000.safetensors"}
     assert {path.name for path in folder.iterdir()} == listed | {digest.SUMS}
-    subprocess.run(["sha256sum", "--check", "--strict", digest.SUMS], cwd=folder, check=True, capture_output=True)
+    subprocess.run(
+        ["sha256sum", "--check", "--strict", digest.SUMS],
+        cwd=folder,
+        check=True,
+        capture_output=True,
+    )
 
 
 def test_every_file_and_both_folders_are_synced_before_the_checkpoint_has_its_name_and_its_place_after(
@@ -64,7 +70,9 @@ def test_every_file_and_both_folders_are_synced_before_the_checkpoint_has_its_na
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["state.json", "policy-00000.safetensors", "rng-00000.json", digest.SUMS])
+@pytest.mark.parametrize(
+    "name", ["state.json", "policy-00000.safetensors", "rng-00000.json", digest.SUMS]
+)
 @pytest.mark.parametrize("fault", ["flipped", "missing", "cut"])
 def test_a_damaged_newest_checkpoint_is_set_aside_by_name_and_the_one_before_is_restored(
     tmp_path: Path, llama: Path, name: str, fault: str
@@ -96,7 +104,9 @@ class FirstOfTwo:
         return values + torch.ones(2)
 
 
-def test_a_rank_loads_nothing_of_a_checkpoint_in_which_another_rank_finds_damage(tmp_path: Path, llama: Path) -> None:
+def test_a_rank_loads_nothing_of_a_checkpoint_in_which_another_rank_finds_damage(
+    tmp_path: Path, llama: Path
+) -> None:
     _, second = two_checkpoints(tmp_path, llama)
     os.truncate(second / "rng-00000.json", 10)  # in the share of rank 1
     resumed = trainer(llama, tmp_path)
@@ -114,7 +124,9 @@ def test_only_when_every_checkpoint_is_damaged_does_the_run_end_and_each_start_s
     for folder in (first, second):
         flip(folder / "policy-00000.safetensors")
     for _ in range(2):
-        with pytest.raises(checkpoint.CheckpointError, match=r"no checkpoint of .* can be read.*backup"):
+        with pytest.raises(
+            checkpoint.CheckpointError, match=r"no checkpoint of .* can be read.*backup"
+        ):
             checkpoint.restore_newest(trainer(llama, tmp_path), tmp_path)
     assert sorted(path.name for path in first.parent.iterdir()) == ["v000001", "v000002"]
 
@@ -136,16 +148,24 @@ def test_the_checkpoint_before_stays_until_the_new_one_reads_back(
     monkeypatch.setattr(atomic, "finish", failing_disk)
     learner = trainer(llama, tmp_path)
     learner.version = 3
-    with pytest.raises(checkpoint.CheckpointError, match=r"v000003 could not be written .*not what was written"):
+    with pytest.raises(
+        checkpoint.CheckpointError, match=r"v000003 could not be written .*not what was written"
+    ):
         checkpoint.save(learner, tmp_path, {}, 1)
-    assert {path.name for path in first.parent.iterdir()} == {"v000001", "v000002", "v000003.damaged"}
+    assert {path.name for path in first.parent.iterdir()} == {
+        "v000001",
+        "v000002",
+        "v000003.damaged",
+    }
 
 
 def test_random_states_and_what_the_watch_remembers_come_back(tmp_path: Path, llama: Path) -> None:
     learner = trainer(llama, tmp_path)
     for version in range(6):
         learner.watch.warnings({"ppr/turns_correct": float(version)}, 1.0 + version)
-        learner.watch.noise_scale({"watch/gradient_noise": 2.0, "watch/gradient_signal": float(version)}, 3)
+        learner.watch.noise_scale(
+            {"watch/gradient_noise": 2.0, "watch/gradient_signal": float(version)}, 3
+        )
     random.seed(7)
     np.random.seed(8)
     torch.manual_seed(9)

@@ -18,7 +18,9 @@ from tests.updates import batch, state, trainer
 from wire.faults import InfrastructureFault
 
 
-def test_a_disk_that_fills_up_while_a_checkpoint_is_written_leaves_the_one_before(tmp_path: Path, llama: Path) -> None:
+def test_a_disk_that_fills_up_while_a_checkpoint_is_written_leaves_the_one_before(
+    tmp_path: Path, llama: Path
+) -> None:
     made = trainer(llama, tmp_path)
     made.update(batch(0, 0))
     first = checkpoint.save(made, tmp_path, {1: 1}, 3)
@@ -70,10 +72,15 @@ def test_an_unfinished_checkpoint_is_never_the_newest_and_only_the_last_ones_are
     found = checkpoint.newest(tmp_path)
     assert found is not None
     assert found.name == "v000003"
-    assert sorted(p.name for p in (tmp_path / "checkpoints").glob("v??????")) == ["v000002", "v000003"]
+    assert sorted(p.name for p in (tmp_path / "checkpoints").glob("v??????")) == [
+        "v000002",
+        "v000003",
+    ]
 
 
-def test_published_whole_weights_taken_by_an_actor_equal_the_learners_policy(tmp_path: Path, llama: Path) -> None:
+def test_published_whole_weights_taken_by_an_actor_equal_the_learners_policy(
+    tmp_path: Path, llama: Path
+) -> None:
     made = trainer(llama, tmp_path, 0)
     made.update(batch(3, 0))
     published = publish(made.policy, 1, tmp_path, 2)
@@ -103,7 +110,9 @@ def test_the_digest_of_published_weights_changes_with_them_and_a_changed_file_is
         weights.verified_file(Path(third.path), third.digest)
 
 
-def test_only_the_last_published_versions_are_kept_and_the_manifest_names_each(tmp_path: Path, llama: Path) -> None:
+def test_only_the_last_published_versions_are_kept_and_the_manifest_names_each(
+    tmp_path: Path, llama: Path
+) -> None:
     made = trainer(llama, tmp_path)
     for version in range(1, 5):
         publish(made.policy, version, tmp_path, 2)
@@ -112,7 +121,9 @@ def test_only_the_last_published_versions_are_kept_and_the_manifest_names_each(t
     assert (manifest["version"], manifest["kind"]) == (4, "lora")
 
 
-def test_a_model_too_large_for_this_machine_is_refused_before_it_is_loaded(tmp_path: Path, llama: Path) -> None:
+def test_a_model_too_large_for_this_machine_is_refused_before_it_is_loaded(
+    tmp_path: Path, llama: Path
+) -> None:
     (tmp_path / "config.json").write_bytes((llama / "config.json").read_bytes())
     with pytest.raises(FileNotFoundError, match="safetensors"):
         check_fits(tmp_path, LoraConfig(), Ranks(60))

@@ -1,4 +1,5 @@
-"""The games' layout, where each turn is a prompt of its own below the root: packed training equals path-by-path training."""
+"""The games' layout, where each turn is a prompt of its own below the root: packed training equals
+path-by-path training."""
 
 import itertools
 from pathlib import Path
@@ -37,13 +38,23 @@ def shaken(made: Trainer) -> Trainer:
     return made
 
 
-def gradients(made: Trainer, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+def gradients(
+    made: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     """The gradient of all that trains on the batch, and the metrics of the update."""
     found: dict[str, torch.Tensor] = {}
     for part, (_, stepper) in made.parts().items():
 
-        def keep(part: str = part, parameters: dict[str, torch.nn.Parameter] = stepper.parameters) -> None:
-            found.update({f"{part}/{name}": p.grad.clone() for name, p in parameters.items() if p.grad is not None})
+        def keep(
+            part: str = part, parameters: dict[str, torch.nn.Parameter] = stepper.parameters
+        ) -> None:
+            found.update(
+                {
+                    f"{part}/{name}": p.grad.clone()
+                    for name, p in parameters.items()
+                    if p.grad is not None
+                }
+            )
 
         monkeypatch.setattr(stepper.adamw, "step", keep)
     return found, made.update(BATCH)
@@ -51,7 +62,9 @@ def gradients(made: Trainer, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str,
 
 def test_the_turns_of_a_fresh_batch_share_the_root_and_do_not_extend_each_other() -> None:
     growing = episodes(6, 0, trees=2, turns=3)
-    (table, turns), (_, chained) = (build(b.groups, {(t, n.id): n for t, n in b.nodes}) for b in (BATCH, growing))
+    (table, turns), (_, chained) = (
+        build(b.groups, {(t, n.id): n for t, n in b.nodes}) for b in (BATCH, growing)
+    )
     trajectories = table.trajectories()
     assert max(map(len, trajectories.rows)) == 3
     for rows in trajectories.rows:
@@ -66,22 +79,43 @@ def test_the_turns_of_a_fresh_batch_share_the_root_and_do_not_extend_each_other(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("scheme", "correction", "level"),
-    [("turn_grpo", "ppo_clip", "token"), ("outcome", "gspo", "sequence"), ("gae", "decoupled", "turn")],
+    [
+        ("turn_grpo", "ppo_clip", "token"),
+        ("outcome", "gspo", "sequence"),
+        ("gae", "decoupled", "turn"),
+    ],
 )
 def test_the_packed_gradient_of_a_fresh_batch_is_the_path_by_path_gradient_also_of_a_critic(
-    tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch, scheme: str, correction: str, level: str
+    tmp_path: Path,
+    llama: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    scheme: str,
+    correction: str,
+    level: str,
 ) -> None:
-    settings: dict[str, Any] = {"scheme": scheme, "correction": correction, "correction_options": {"level": level}}
+    settings: dict[str, Any] = {
+        "scheme": scheme,
+        "correction": correction,
+        "correction_options": {"level": level},
+    }
     settings |= {"kl_coef": 0.05, "entropy_coef": 0.01, "grad_clip": 1e9}
     if scheme == "gae":
         settings["critic"] = {"grad_clip": 1e9}
     packed, metrics = gradients(shaken(trainer(llama, tmp_path, **settings)), monkeypatch)
     cut, few = gradients(shaken(trainer(llama, tmp_path, micro_tokens=30, **settings)), monkeypatch)
     one_by_one(monkeypatch)
-    plain, alone = gradients(shaken(trainer(llama, tmp_path, micro_tokens=1, **settings)), monkeypatch)
-    assert metrics["learner/forwarded_tokens"] < few["learner/forwarded_tokens"] < alone["learner/forwarded_tokens"]
+    plain, alone = gradients(
+        shaken(trainer(llama, tmp_path, micro_tokens=1, **settings)), monkeypatch
+    )
+    assert (
+        metrics["learner/forwarded_tokens"]
+        < few["learner/forwarded_tokens"]
+        < alone["learner/forwarded_tokens"]
+    )
     assert alone["learner/forwarded_tokens"] == alone["learner/path_tokens"]
-    assert {name.split("/")[0] for name in plain} == ({"policy", "critic"} if scheme == "gae" else {"policy"})
+    assert {name.split("/")[0] for name in plain} == (
+        {"policy", "critic"} if scheme == "gae" else {"policy"}
+    )
     assert packed.keys() == cut.keys() == plain.keys()
     for name, value in plain.items():
         assert value.norm() > 0, name
@@ -93,9 +127,14 @@ def test_the_packed_gradient_of_a_fresh_batch_is_the_path_by_path_gradient_also_
 def test_sequence_ratios_follow_the_policy_through_two_epochs_of_minibatches_of_fresh_prompts(
     tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A trajectory's turns lie in different forests; its ratio must still be that of the policy as it stands."""
+    """A trajectory's turns lie in different forests; its ratio must still be that of the policy as
+    it stands."""
     settings: dict[str, Any] = {"scheme": "gae", "correction": "gspo", "critic": {"lr": 1e-2}}
-    settings |= {"correction_options": {"clip_low": 0.1, "clip_high": 0.1}, "epochs": 2, "minibatches": 2}
+    settings |= {
+        "correction_options": {"clip_low": 0.1, "clip_high": 0.1},
+        "epochs": 2,
+        "minibatches": 2,
+    }
 
     def trained(micro_tokens: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         made = steady(shaken(trainer(llama, tmp_path, micro_tokens=micro_tokens, **settings)))
@@ -107,7 +146,10 @@ def test_sequence_ratios_follow_the_policy_through_two_epochs_of_minibatches_of_
     _, cut = trained(30)
     one_by_one(monkeypatch)
     _, plain = trained(1)
-    moved = {part: max(_gap(plain[n], before[n]) for n in plain if n.startswith(part)) for part in ("policy", "critic")}
+    moved = {
+        part: max(_gap(plain[n], before[n]) for n in plain if n.startswith(part))
+        for part in ("policy", "critic")
+    }
     assert min(moved.values()) > 1e-3
     for name, value in plain.items():
         torch.testing.assert_close(packed[name], value, atol=1e-5, rtol=1e-4)

@@ -1,4 +1,5 @@
-"""Frozen weights are held rounded and shared, and nothing that is computed from them changes by a bit."""
+"""Frozen weights are held rounded and shared, and nothing that is computed from them changes by a
+bit."""
 
 import os
 import subprocess
@@ -43,7 +44,9 @@ def read(made: Policy) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
-def test_no_bit_of_a_result_changes(kind: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_bit_of_a_result_changes(
+    kind: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tiny.save(tmp_path / kind, kind)
     held = policy(folder, dtype)
     monkeypatch.setattr(model, "hold", lambda *_: None)
@@ -79,7 +82,12 @@ for dtype in ("float32", "bfloat16"):
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="memory without a name is Linux's")
 def test_two_ranks_map_the_same_memory_and_compute_what_one_computes(llama: Path) -> None:
-    place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29517"}
+    place = {
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29517",
+    }
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", _RANK, str(llama)], cwd=ROOT, text=True, stdout=subprocess.PIPE,
@@ -88,8 +96,12 @@ def test_two_ranks_map_the_same_memory_and_compute_what_one_computes(llama: Path
         for i in range(2)
     ]  # fmt: skip
     said = [rank.communicate(timeout=300)[0] for rank in ranks]
-    first, second = ([line for line in out.splitlines() if line.startswith("RESULT")] for out in said)
+    first, second = (
+        [line for line in out.splitlines() if line.startswith("RESULT")] for out in said
+    )
     assert len(first) == 2 and first == second, said
     for line, dtype in zip(first, ("float32", "bfloat16"), strict=True):
-        alone = torch.cat([t.double().flatten() for t in read(policy(llama, dtype))]).abs().sum().item()
+        alone = (
+            torch.cat([t.double().flatten() for t in read(policy(llama, dtype))]).abs().sum().item()
+        )
         assert float(line.split()[-1]) == pytest.approx(alone, rel=1e-12)

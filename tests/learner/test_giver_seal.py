@@ -1,4 +1,5 @@
-"""Whoever reaches the learner's rendezvous without the run's token learns no secret there and cannot slip in a pickle."""
+"""Whoever reaches the learner's rendezvous without the run's token learns no secret there and
+cannot slip in a pickle."""
 
 import json
 import threading
@@ -22,7 +23,9 @@ def outsider(memory: Memory) -> TCPStore:
     return TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=20))
 
 
-def test_the_token_is_in_no_key_and_no_value_of_the_store_and_an_ask_without_it_is_not_served() -> None:
+def test_the_token_is_in_no_key_and_no_value_of_the_store_and_an_ask_without_it_is_not_served() -> (
+    None
+):
     giver = Giver(timeout_s=20)
     try:
         memory = giver.offer(Snapshot(3, {"w": torch.ones(4)}))
@@ -50,7 +53,10 @@ def test_an_answer_of_somebody_else_never_reaches_a_server() -> None:
     def forge() -> None:
         store = PrefixStore(prefix(memory.token), outsider(memory))
         store.get("ask/1")
-        store.set("answer/1", sealed("a guess", "answer/1", json.dumps({"buckets": [{"payloads": ["gASV"]}]})))
+        store.set(
+            "answer/1",
+            sealed("a guess", "answer/1", json.dumps({"buckets": [{"payloads": ["gASV"]}]})),
+        )
 
     forger = threading.Thread(target=forge)
     forger.start()

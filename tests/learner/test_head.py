@@ -18,7 +18,8 @@ def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def given(rows: int, vocabulary: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
-    """hidden [rows, 24], weight [vocabulary, 24], targets [rows], upstream [rows]; logits of about two nats."""
+    """hidden [rows, 24], weight [vocabulary, 24], targets [rows], upstream [rows]; logits of about
+    two nats."""
     torch.manual_seed(rows + vocabulary)
     hidden = torch.randn(rows, 24).to(dtype)
     weight = (0.4 * torch.randn(vocabulary, 24)).to(dtype)
@@ -32,7 +33,8 @@ def full(
     temperature: float,
     support: Support | None = None,
 ) -> list[torch.Tensor]:
-    """Log-probabilities and entropies from all logits, in the wider dtype of double, over an explicit mask of the support."""
+    """Log-probabilities and entropies from all logits, in the wider dtype of double, over an
+    explicit mask of the support."""
     scores = hidden.double() @ weight.double().T / temperature
     if support is not None:
         left = torch.as_tensor(support.counts == 0)[:, None].repeat(1, len(weight))
@@ -54,7 +56,11 @@ def random_support(targets: torch.Tensor, vocabulary: int, seed: int = 0) -> Sup
 
 
 def compare(
-    inputs: list[torch.Tensor], temperature: float, trained: bool, bound: float = BOUND, support: Support | None = None
+    inputs: list[torch.Tensor],
+    temperature: float,
+    trained: bool,
+    bound: float = BOUND,
+    support: Support | None = None,
 ) -> None:
     hidden, weight, targets, upstream = inputs
     sides = []
@@ -62,7 +68,14 @@ def compare(
         leaves = [hidden.clone().requires_grad_(), weight.clone().requires_grad_(trained)]
         logprobs, entropy = compute(*leaves, targets, temperature, support)
         (logprobs * upstream).sum().backward()
-        sides.append([logprobs.detach(), entropy.detach(), leaves[0].grad, *([leaves[1].grad] if trained else [])])
+        sides.append(
+            [
+                logprobs.detach(),
+                entropy.detach(),
+                leaves[0].grad,
+                *([leaves[1].grad] if trained else []),
+            ]
+        )
     for got, expected in zip(*sides, strict=True):
         scale = max(1.0, float(expected.abs().max())) if expected.numel() else 1.0
         torch.testing.assert_close(got.double(), expected.double(), atol=bound * scale, rtol=0)
@@ -70,7 +83,9 @@ def compare(
 
 @pytest.mark.parametrize("trained", [False, True])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize(("rows", "vocabulary"), [(32, 256), (1, 50), (75, 300), (33, 129), (64, 1000)])
+@pytest.mark.parametrize(
+    ("rows", "vocabulary"), [(32, 256), (1, 50), (75, 300), (33, 129), (64, 1000)]
+)
 def test_values_and_gradients_equal_the_full_version(
     rows: int, vocabulary: int, temperature: float, trained: bool
 ) -> None:
@@ -89,7 +104,9 @@ def test_over_a_support_values_and_gradients_are_those_of_the_masked_softmax(
 
 
 @pytest.mark.parametrize("trained", [False, True])
-def test_over_a_support_narrow_products_agree(monkeypatch: pytest.MonkeyPatch, trained: bool) -> None:
+def test_over_a_support_narrow_products_agree(
+    monkeypatch: pytest.MonkeyPatch, trained: bool
+) -> None:
     inputs = given(75, 300, torch.bfloat16)
     compare(inputs, 0.8, trained, bound=2**-7, support=random_support(inputs[2], 300))
     monkeypatch.setattr(head, "WIDE_ON", ())
@@ -107,7 +124,9 @@ def test_a_support_within_one_block_leaves_nothing_of_the_others(first: int) -> 
 def test_the_support_of_one_token_has_probability_one_and_no_gradient() -> None:
     hidden, weight, targets, _ = given(40, 700)
     support = Support(np.ones(40, np.int64), targets.numpy())
-    logprobs, entropy = token_logprobs(hidden.requires_grad_(), weight.requires_grad_(), targets, 1.0, support)
+    logprobs, entropy = token_logprobs(
+        hidden.requires_grad_(), weight.requires_grad_(), targets, 1.0, support
+    )
     logprobs.sum().backward()
     for zero in (logprobs.detach(), entropy, hidden.grad, weight.grad):
         torch.testing.assert_close(zero, torch.zeros_like(zero), atol=BOUND, rtol=0)  # pyright: ignore[reportArgumentType]
@@ -143,7 +162,9 @@ def test_the_path_of_narrow_products_agrees(monkeypatch: pytest.MonkeyPatch, tra
 
 
 @pytest.mark.parametrize("trained", [False, True])
-def test_a_float32_master_weight_under_narrow_hidden_states_keeps_its_gradient_wide(trained: bool) -> None:
+def test_a_float32_master_weight_under_narrow_hidden_states_keeps_its_gradient_wide(
+    trained: bool,
+) -> None:
     hidden, _, targets, upstream = given(40, 200, torch.bfloat16)
     weight = given(40, 200)[1].to(torch.bfloat16).float().requires_grad_(trained)
     made, _ = token_logprobs(hidden.requires_grad_(), weight, targets)

@@ -1,4 +1,5 @@
-"""The KL to the initial policy and to the proximal policy: estimators, adaptive coefficient, early stop."""
+"""The KL to the initial policy and to the proximal policy: estimators, adaptive coefficient, early
+stop."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,9 @@ from learner.table import build
 from tests.updates import batch, state, trainer
 
 
-@pytest.mark.parametrize(("estimator", "expected"), [("k1", -0.5), ("k2", 0.125), ("k3", np.exp(0.5) - 1.5)])
+@pytest.mark.parametrize(
+    ("estimator", "expected"), [("k1", -0.5), ("k2", 0.125), ("k3", np.exp(0.5) - 1.5)]
+)
 def test_each_estimator_has_its_value_where_the_reference_is_likelier_by_half_a_nat(
     estimator: Estimator, expected: float
 ) -> None:
@@ -23,12 +26,17 @@ def test_each_estimator_has_its_value_where_the_reference_is_likelier_by_half_a_
     np.testing.assert_allclose(value, [expected], rtol=1e-6)
 
 
-def test_over_the_whole_vocabulary_k1_and_k3_are_the_kl_and_each_loss_term_has_the_gradient_of_its_docstring() -> None:
+def test_over_the_whole_vocabulary_k1_and_k3_are_the_kl_and_each_loss_term_has_the_gradient_of_its_docstring() -> (
+    None
+):
     logits = torch.tensor([0.3, -0.2, 0.9], requires_grad=True)
     reference = torch.tensor([-0.5, 0.4, 0.1]).log_softmax(0)
     current = logits.log_softmax(0)
     probability = current.exp()
-    reverse, forward = (probability * (current - reference)).sum(), (reference.exp() * (reference - current)).sum()
+    reverse, forward = (
+        (probability * (current - reference)).sum(),
+        (reference.exp() * (reference - current)).sum(),
+    )
     for estimator in ("k1", "k3"):
         value = (probability * estimated(estimator, current, reference)).sum()
         torch.testing.assert_close(value, reverse)
@@ -50,19 +58,26 @@ def test_the_adaptive_factor_follows_the_error_within_a_fifth() -> None:
     assert adapted(2.0, 0.0, config, 10**6) == pytest.approx(1.6)
 
 
-def test_the_adaptive_factor_scales_the_next_update_and_is_in_the_checkpoint(tmp_path: Path, llama: Path) -> None:
+def test_the_adaptive_factor_scales_the_next_update_and_is_in_the_checkpoint(
+    tmp_path: Path, llama: Path
+) -> None:
     settings: dict[str, Any] = {"kl_coef": 0.5, "adaptive_kl": {"target": 1e-9, "horizon": 90}}
-    adaptive, plain = (trainer(llama, tmp_path, **some) for some in (settings, dict[str, Any](kl_coef=0.5)))
+    adaptive, plain = (
+        trainer(llama, tmp_path, **some) for some in (settings, dict[str, Any](kl_coef=0.5))
+    )
     for made in (adaptive, plain):
         made.update(batch(0, 0))
     assert all(torch.equal(value, state(plain)[name]) for name, value in state(adaptive).items())
-    # At first the policy is its own reference: the KL is 0, so the factor falls by .2 x 9 trajectories / 90.
+    # At first the policy is its own reference: the KL is 0, so the factor falls by .2 x 9
+    # trajectories / 90.
     assert adaptive.kl_factor == pytest.approx(0.98)
     metrics = adaptive.update(batch(1, 1))
     plain.update(batch(1, 1))
     assert metrics["learner/kl_factor"] == pytest.approx(0.98)
     assert adaptive.kl_factor == pytest.approx(0.98 * 1.02)
-    assert any(not torch.equal(value, state(plain)[name]) for name, value in state(adaptive).items())
+    assert any(
+        not torch.equal(value, state(plain)[name]) for name, value in state(adaptive).items()
+    )
     resumed = trainer(llama, tmp_path, **settings)
     checkpoint.restore(resumed, checkpoint.save(adaptive, tmp_path, {}, 3))
     assert resumed.kl_factor == adaptive.kl_factor
@@ -73,7 +88,11 @@ def test_the_steps_after_the_one_that_passed_the_target_kl_are_left_out_and_coun
 ) -> None:
     one, stopping, unbounded = (
         trainer(llama, tmp_path, kl_coef=0.0, **some)
-        for some in ({"epochs": 1}, {"epochs": 4, "target_kl": 1e-4}, {"epochs": 4, "target_kl": 1e9})
+        for some in (
+            {"epochs": 1},
+            {"epochs": 4, "target_kl": 1e-4},
+            {"epochs": 4, "target_kl": 1e9},
+        )
     )
     one.update(batch(0, 0))
     metrics = stopping.update(batch(0, 0))
@@ -86,17 +105,24 @@ def test_the_steps_after_the_one_that_passed_the_target_kl_are_left_out_and_coun
     assert stopping.version == unbounded.version == 1
 
 
-def test_the_proximal_kl_of_the_second_step_is_the_mean_of_its_tokens(tmp_path: Path, llama: Path) -> None:
+def test_the_proximal_kl_of_the_second_step_is_the_mean_of_its_tokens(
+    tmp_path: Path, llama: Path
+) -> None:
     some = batch(0, 0)
     table, turns = build(some.groups, {(tree, node.id): node for tree, node in some.nodes})
     rows = rows_of(turns)
     one, two = (
-        trainer(llama, tmp_path, kl_coef=0.0, correction="none", epochs=epochs, target_kl=1e9) for epochs in (1, 2)
+        trainer(llama, tmp_path, kl_coef=0.0, correction="none", epochs=epochs, target_kl=1e9)
+        for epochs in (1, 2)
     )
     whole = plan(rows.trie, range(len(rows.paths)), 10**6, one.ranks)
-    before = sweep(rows, whole, one.ranks, lambda forest: one.policy.logprobs(forest)[0]).astype(np.float64)
+    before = sweep(rows, whole, one.ranks, lambda forest: one.policy.logprobs(forest)[0]).astype(
+        np.float64
+    )
     one.update(some)
-    after = sweep(rows, whole, one.ranks, lambda forest: one.policy.logprobs(forest)[0]).astype(np.float64)
+    after = sweep(rows, whole, one.ranks, lambda forest: one.policy.logprobs(forest)[0]).astype(
+        np.float64
+    )
     trained = one.scheme(table).advantages != 0
     expected = (np.exp(after - before) - 1 - (after - before))[trained].mean()
     assert two.update(some)["learner/proximal_kl"] == pytest.approx(expected, rel=1e-3)

@@ -27,7 +27,9 @@ LONG_S = 60.0
 
 
 @asynccontextmanager
-async def learner(model: Path, run: Path, **settings: Any) -> AsyncIterator[tuple[Leader, Dispatcher]]:
+async def learner(
+    model: Path, run: Path, **settings: Any
+) -> AsyncIterator[tuple[Leader, Dispatcher]]:
     """A leader at work as the service ``learner``; stopped and checkpointed at the end."""
     made = trainer(model, run, **settings)
     leader = Leader(made, run, Inbox(3, {}), Published(0, "", ""))
@@ -52,7 +54,9 @@ async def close(dispatcher: Dispatcher, some: list[TrainGroup]) -> None:
         await dispatcher.call("close", TreeClosed(group.tree, [group.id]), deadline=LONG_S)
 
 
-async def test_every_group_is_answered_with_the_published_version_that_holds_it(tmp_path: Path, llama: Path) -> None:
+async def test_every_group_is_answered_with_the_published_version_that_holds_it(
+    tmp_path: Path, llama: Path
+) -> None:
     async with learner(llama, tmp_path) as (leader, dispatcher):
         for version in (1, 2):
             some, _ = groups(version)
@@ -63,13 +67,17 @@ async def test_every_group_is_answered_with_the_published_version_that_holds_it(
             assert answers[0].metrics["learner/groups"] == 3
             kind, _ = weights.verified_file(Path(answers[0].path), answers[0].digest)
             assert kind == "lora"
-            announced = msgspec.json.decode((tmp_path / "learner.json").read_bytes(), type=Published)
+            announced = msgspec.json.decode(
+                (tmp_path / "learner.json").read_bytes(), type=Published
+            )
             assert announced == Published(version, answers[0].path, answers[0].digest)
         assert leader.stats()["updates"] == 2
         assert leader.stats()["learner/forwarded_tokens"] > 0
 
 
-async def test_a_group_sent_again_while_its_update_runs_is_answered_by_that_update(tmp_path: Path, llama: Path) -> None:
+async def test_a_group_sent_again_while_its_update_runs_is_answered_by_that_update(
+    tmp_path: Path, llama: Path
+) -> None:
     async with learner(llama, tmp_path) as (leader, dispatcher):
         started, go_on = threading.Event(), threading.Event()
         update = leader.trainer.update
@@ -130,7 +138,9 @@ async def test_a_resumed_learner_knows_which_version_trained_a_group_and_the_met
         again = await leader.train(groups(version)[0][0], cast(Any, None))
         assert again.version == version
         # The record was written with the checkpoint, which it therefore does not time.
-        assert again.metrics == {name: v for name, v in answer.metrics.items() if name != "time/checkpoint"}
+        assert again.metrics == {
+            name: v for name, v in answer.metrics.items() if name != "time/checkpoint"
+        }
 
 
 async def test_a_scheduler_that_starts_beside_the_learner_reads_what_no_checkpoint_holds(
@@ -147,7 +157,9 @@ async def test_a_scheduler_that_starts_beside_the_learner_reads_what_no_checkpoi
             assert {group.id for group in some} <= set(announced.groups())
 
 
-async def test_a_group_whose_ancestors_never_came_is_refused_and_taken_with_them(tmp_path: Path, llama: Path) -> None:
+async def test_a_group_whose_ancestors_never_came_is_refused_and_taken_with_them(
+    tmp_path: Path, llama: Path
+) -> None:
     async with learner(llama, tmp_path) as (_, dispatcher):
         some, _ = groups(0)
         orphan = msgspec.structs.replace(some[0], nodes=some[0].nodes[1:])
@@ -194,7 +206,9 @@ async def test_the_groups_of_a_replaced_tree_are_answered_by_the_next_update_wit
     assert digests[0] == digests[1]
 
 
-async def test_stopping_leaves_a_checkpoint_of_the_last_version(tmp_path: Path, llama: Path) -> None:
+async def test_stopping_leaves_a_checkpoint_of_the_last_version(
+    tmp_path: Path, llama: Path
+) -> None:
     async with learner(llama, tmp_path, checkpoint_every=10) as (_, dispatcher):
         some, _ = groups(0)
         calls = send(dispatcher, some)

@@ -1,4 +1,5 @@
-"""The plan of a learner against the trainer that follows it, and against the estimates of memory and FLOPs that read it."""
+"""The plan of a learner against the trainer that follows it, and against the estimates of memory
+and FLOPs that read it."""
 
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,8 @@ WHOLE, RANK_2 = {"rank": 0}, {"rank": 2}
 
 
 def agrees(made: Trainer, planned: LearnerPlan) -> None:
-    """Check that the trainer holds the models, adapters and copies of the plan, and that the estimate counts exactly these."""
+    """Check that the trainer holds the models, adapters and copies of the plan, and that the
+    estimate counts exactly these."""
     parts = made.parts()
     assert parts.keys() == planned.models.keys()
     for name, (model, _) in parts.items():
@@ -48,7 +50,11 @@ def agrees(made: Trainer, planned: LearnerPlan) -> None:
         (2, {"scheme": "grpo", "epochs": 2, "target_kl": 100.0}),
         (2, GAE),
         (2, GAE | {"critic": {"lora": WHOLE, "steps": 2}, "epochs": 2}),
-        (0, GAE | {"critic": {"lora": RANK_2}, "scheme_options": {"targets": "vtrace", "kl_coef": 0.1}}),
+        (
+            0,
+            GAE
+            | {"critic": {"lora": RANK_2}, "scheme_options": {"targets": "vtrace", "kl_coef": 0.1}},
+        ),
         (2, OPRL),
         (0, OPRL | {"prm": {"lora": RANK_2, "epochs": 2}}),
         (2, OPRL | {"prm": {"lora": WHOLE, "reference": "behaviour", "order": "update_first"}}),
@@ -65,30 +71,56 @@ def test_the_trainer_holds_and_forwards_what_the_plan_says(
     made.update(some)  # the self-check forwards, too
     before = TreeModel.passes
     made.update(Batch(1, some.questions, some.groups, some.nodes))  # one micro-batch
-    assert TreeModel.passes - before == sum(m.forwards + m.backwards for m in planned.models.values())
+    assert TreeModel.passes - before == sum(
+        m.forwards + m.backwards for m in planned.models.values()
+    )
 
 
 @pytest.mark.slow
 def test_every_shipped_config_is_trained_as_planned(tmp_path: Path, llama: Path) -> None:
-    small = {"count": 1, "sharding": "replicate", "dtype": "float32", "gradient_checkpointing": False}
+    small = {
+        "count": 1,
+        "sharding": "replicate",
+        "dtype": "float32",
+        "gradient_checkpointing": False,
+    }
     kinds: dict[bytes, LearnerConfig] = {}
     for path in sorted((ROOT / "configs").glob("*.toml")):
         config = msgspec.structs.replace(load(path, []).learner, **small, train_vision=False)
         kinds.setdefault(msgspec.json.encode(plan_of(config).models), config)
     assert len(kinds) > 3
     for config in kinds.values():
-        made = Trainer(LearnerProcess("learner", str(tmp_path), 0, str(llama), 3, 1.0, config), Ranks(60))
+        made = Trainer(
+            LearnerProcess("learner", str(tmp_path), 0, str(llama), 3, 1.0, config), Ranks(60)
+        )
         agrees(made, plan_of(config))
 
 
 @pytest.mark.parametrize("scheme", ["gae", "oprl"])
 def test_a_missing_lora_is_that_of_the_policy_and_is_priced_as_such(scheme: str) -> None:
-    work = Work(sampled=1, longest=1, steps=1, context=1, calls=1, prefilled=1, path=1, forwarded=1, packed=1)
+    work = Work(
+        sampled=1,
+        longest=1,
+        steps=1,
+        context=1,
+        calls=1,
+        prefilled=1,
+        path=1,
+        forwarded=1,
+        packed=1,
+    )
 
     def price(rank: int, own: LoraConfig | None) -> tuple[float, ...]:
-        own_section: dict[str, Any] = {"gae": {"critic": CriticConfig(lora=own)}, "oprl": {"prm": PrmConfig(lora=own)}}
-        config = LearnerConfig(scheme=scheme, lora=LoraConfig(rank=rank), micro_tokens=1, **own_section[scheme])
-        return *rank_gib(config, {}, 2.0**30, 4), learner_flops(config, Dense(1, 8, 16, 2, 100, 1, 4), work)
+        own_section: dict[str, Any] = {
+            "gae": {"critic": CriticConfig(lora=own)},
+            "oprl": {"prm": PrmConfig(lora=own)},
+        }
+        config = LearnerConfig(
+            scheme=scheme, lora=LoraConfig(rank=rank), micro_tokens=1, **own_section[scheme]
+        )
+        return *rank_gib(config, {}, 2.0**30, 4), learner_flops(
+            config, Dense(1, 8, 16, 2, 100, 1, 4), work
+        )
 
     adapters, whole = LoraConfig(rank=16), LoraConfig(rank=0)
     assert price(16, None) == price(16, adapters)

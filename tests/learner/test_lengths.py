@@ -1,12 +1,13 @@
-"""The length watch speaks on what the arms of docs/replication/ppr.md really did, and not where nothing is wrong."""
+"""The length watch speaks on what the arms of docs/replication/ppr.md really did, and not where
+nothing is wrong."""
 
 import pytest
 
 from learner.lengths import FIRST, Lengths
 
 LIMIT = 1.3
-# Turns and pay per turn of correct and of wrong trajectories, update by update, as runs of the miniature recorded them (seed 0, training
-# at temperature 1).
+# Turns and pay per turn of correct and of wrong trajectories, update by update, as runs of the
+# miniature recorded them (seed 0, training at temperature 1).
 RECORDED = {
     "w/o Norm": [
         (2.75, 2.75, 0.64, 0.49), (2.67, 3.16, 0.6, 0.5), (3.29, 3.39, 0.62, 0.51), (3.67, 3.78, 0.56, 0.56), (4.0, 3.92, 0.71, 0.57),
@@ -41,7 +42,10 @@ def test_a_farmed_process_reward_is_told_with_its_remedy(arm: str) -> None:
 def test_wrong_trajectories_that_shrink_because_turns_cost_are_told() -> None:
     sentences = said(RECORDED["ReNorm"])
     assert sentences
-    assert all(sentence.startswith("wrong trajectories") and "acts less" in sentence for sentence in sentences)
+    assert all(
+        sentence.startswith("wrong trajectories") and "acts less" in sentence
+        for sentence in sentences
+    )
 
 
 def test_success_that_grows_while_failure_costs_points_to_the_normalisation() -> None:
@@ -65,7 +69,9 @@ def test_what_is_no_side_effect_is_not_told(later: tuple[float, ...]) -> None:
 
 def test_one_odd_update_is_not_told_and_zero_switches_it_off() -> None:
     series = [(2.0, 2.0, 0.5, -0.3)] * FIRST
-    assert said([*series, (2.0, 2.0, 0.5, -0.3), (3.5, 2.0, 0.5, -0.3), (2.0, 2.0, 0.5, -0.3)]) == []
+    assert (
+        said([*series, (2.0, 2.0, 0.5, -0.3), (3.5, 2.0, 0.5, -0.3), (2.0, 2.0, 0.5, -0.3)]) == []
+    )
     assert said([*series, *[(9.0, 0.1, 0.5, -0.3)] * 5], limit=0.0) == []
 
 

@@ -1,8 +1,10 @@
-"""Every scheme with every correction at every level trains a tabular policy on stale data: the exact objective rises.
+"""Every scheme with every correction at every level trains a tabular policy on stale data: the
+exact objective rises.
 
-The world: progress p in {0, 1, 2}; a turn is two tokens of {0, 1}, sampled one after the other; the right pair of p
-moves on to min(p + 1, 2), any other stays. The reward of a turn is whether its pair was right, the outcome whether an
-episode of three turns ends at p = 2. By dynamic programming the objective and all values are known exactly.
+The world: progress p in {0, 1, 2}; a turn is two tokens of {0, 1}, sampled one after the other; the
+right pair of p moves on to min(p + 1, 2), any other stays. The reward of a turn is whether its pair
+was right, the outcome whether an episode of three turns ends at p = 2. By dynamic programming the
+objective and all values are known exactly.
 """
 
 import functools
@@ -35,14 +37,16 @@ BETA = 0.5
 
 
 class Goal(msgspec.Struct, frozen=True):
-    """What a scheme maximises: step times the right turns, plus end times the probability of success."""
+    """What a scheme maximises: step times the right turns, plus end times the probability of
+    success."""
 
     step: float
     end: float
 
 
 class Cell(msgspec.Struct, frozen=True):
-    """A scheme's options, the objective it maximises and whether it needs candidates from one prefix."""
+    """A scheme's options, the objective it maximises and whether it needs candidates from one
+    prefix."""
 
     goal: Goal
     options: dict[str, Any] = {}
@@ -76,17 +80,20 @@ SCHEMES = {
 
 
 PROMPTS_COMPARED = {"gigpo", "spo", "treepo", "treerl"}
-"""These compare turns or trajectories that saw the same prompts; the prompts of ``fresh`` differ within a question."""
+"""These compare turns or trajectories that saw the same prompts; the prompts of ``fresh`` differ
+within a question."""
 
 
 def probabilities(logits: np.ndarray) -> np.ndarray:
-    """Token probabilities [places, 2]. Places 0..2: first token at each progress; 3 + 2 p + a: second token after a."""
+    """Token probabilities [places, 2]. Places 0..2: first token at each progress; 3 + 2 p + a:
+    second token after a."""
     e = np.exp(logits - logits.max(1, keepdims=True))
     return e / e.sum(1, keepdims=True)
 
 
 def place_values(policy: np.ndarray, goal: Goal) -> tuple[np.ndarray, np.ndarray]:
-    """Exact values before each token [TURNS, places], and before each turn and after the last [TURNS + 1, PROGRESS]."""
+    """Exact values before each token [TURNS, places], and before each turn and after the last
+    [TURNS + 1, PROGRESS]."""
     after = np.zeros((TURNS + 1, PROGRESS))
     after[TURNS, 2] = goal.end
     before = np.zeros((TURNS, len(policy)))
@@ -94,7 +101,9 @@ def place_values(policy: np.ndarray, goal: Goal) -> tuple[np.ndarray, np.ndarray
         for p in range(PROGRESS):
             for a in (0, 1):
                 ends = [
-                    goal.step + after[t + 1, min(p + 1, 2)] if (a, b) == tuple(RIGHT[p]) else after[t + 1, p]
+                    goal.step + after[t + 1, min(p + 1, 2)]
+                    if (a, b) == tuple(RIGHT[p])
+                    else after[t + 1, p]
                     for b in (0, 1)
                 ]
                 before[t, 3 + 2 * p + a] = policy[3 + 2 * p + a] @ ends
@@ -108,7 +117,8 @@ def expected(policy: np.ndarray, goal: Goal) -> float:
 
 
 class Episodes(msgspec.Struct, frozen=True):
-    """A sampled batch. places, tokens: [turns x 2], flat like the table's token axis. time: [turns], from 0."""
+    """A sampled batch. places, tokens: [turns x 2], flat like the table's token axis. time:
+    [turns], from 0."""
 
     table: TurnTable
     places: np.ndarray
@@ -116,7 +126,9 @@ class Episodes(msgspec.Struct, frozen=True):
     time: np.ndarray
 
 
-def act(rng: np.random.Generator, policy: np.ndarray, p: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def act(
+    rng: np.random.Generator, policy: np.ndarray, p: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """One turn for each progress: places [n, 2], tokens [n, 2], right [n]."""
     first = (rng.random(len(p)) < policy[p, 1]).astype(np.int64)
     place = 3 + 2 * p + first
@@ -170,7 +182,8 @@ def tokens_of(start: int, episode: np.ndarray, t: int, probability: np.ndarray) 
 
 
 def candidates(rng: np.random.Generator, policy: np.ndarray, k: int = 8) -> Episodes:
-    """SLATE's walk: at each turn of a question k candidates from one prefix, a random one goes on (all are trained)."""
+    """SLATE's walk: at each turn of a question k candidates from one prefix, a random one goes on
+    (all are trained)."""
     p = np.repeat(STARTS, 2)
     turns, n = [], len(p)
     for _ in range(TURNS):
@@ -208,7 +221,11 @@ class TabularPrm:
                 0, of, self.log_ratio(batch, reference)
             )
             known = scores.detach().numpy()
-            made = dpo(known, positive, trajectories.tree) if self.loss == "dpo" else cross_entropy(known, positive)
+            made = (
+                dpo(known, positive, trajectories.tree)
+                if self.loss == "dpo"
+                else cross_entropy(known, positive)
+            )
             (slope,) = torch.autograd.grad((torch.as_tensor(made.slope) * scores).sum(), self.phi)
             self.phi = (self.phi - 2.0 * slope).detach().requires_grad_()
         return self.log_ratio(batch, reference).detach().numpy()
@@ -223,7 +240,8 @@ def columns(
     old: np.ndarray,
     prm: TabularPrm,
 ) -> dict[str, np.ndarray]:
-    """The token columns of a batch, each what its model really says. old: behaviour log-probabilities [tokens]."""
+    """The token columns of a batch, each what its model really says. old: behaviour
+    log-probabilities [tokens]."""
     made, pick = {}, (batch.places, batch.tokens)
     if "value" in needs:
         made["value"] = place_values(policy, goal)[0][np.repeat(batch.time, 2), batch.places]
@@ -237,7 +255,8 @@ def columns(
 
 
 class Prepared(msgspec.Struct, frozen=True):
-    """A batch ready for an update: proximal, old (behaviour) log-probabilities, advantage and weights [tokens]."""
+    """A batch ready for an update: proximal, old (behaviour) log-probabilities, advantage and
+    weights [tokens]."""
 
     batch: Episodes
     proximal: torch.Tensor
@@ -248,12 +267,15 @@ class Prepared(msgspec.Struct, frozen=True):
 
     def compared(self, logits: torch.Tensor, level: Level) -> Logprobs:
         """What a correction reads."""
-        current = logits.log_softmax(1)[torch.as_tensor(self.batch.places), torch.as_tensor(self.batch.tokens)]
+        current = logits.log_softmax(1)[
+            torch.as_tensor(self.batch.places), torch.as_tensor(self.batch.tokens)
+        ]
         return Logprobs(current, self.proximal, self.old, {level: self.segments[level]})
 
 
 class Run:
-    """A scheme that trains a table of logits; each batch is sampled from the policy of one update before."""
+    """A scheme that trains a table of logits; each batch is sampled from the policy of one update
+    before."""
 
     def __init__(self, name: str):
         self.cell, self.rng = SCHEMES[name], np.random.default_rng(7)
@@ -264,22 +286,31 @@ class Run:
         self.prm = TabularPrm(self.start, "cross_entropy" if name == "prime" else "dpo")
 
     def prepare(self, logits: torch.Tensor) -> Prepared:
-        """A stale batch, everything said of it, and the policy of this update as the behaviour of the next."""
+        """A stale batch, everything said of it, and the policy of this update as the behaviour of
+        the next."""
         batch = (candidates if self.cell.candidates else episodes)(self.rng, self.behaviour)
         policy = probabilities(logits.detach().double().numpy())
         old, proximal = (np.log(p[batch.places, batch.tokens]) for p in (self.behaviour, policy))
         goal = self.cell.goal
-        batch.table.scores["mc_value"] = place_values(policy, goal)[1][batch.time, batch.places[::2]]
+        batch.table.scores["mc_value"] = place_values(policy, goal)[1][
+            batch.time, batch.places[::2]
+        ]
         made = columns(self.scheme.needs.models, batch, goal, policy, self.initial, old, self.prm)
         table = msgspec.structs.replace(batch.table, token_scores=made)
         weights = token_weights(table, table.mask(), "turn")
         self.behaviour = policy
-        by_level = {"token": table.row(), "turn": table.row(), "sequence": table.trajectories().of[table.row()]}
+        by_level = {
+            "token": table.row(),
+            "turn": table.row(),
+            "sequence": table.trajectories().of[table.row()],
+        }
         advantage = self.scheme(table).advantages
         segments: dict[Level, Segments] = {
             level: whole(torch.as_tensor(by_level[level])) for level in corrections.LEVELS
         }
-        near, far, gain, share = (torch.as_tensor(a).float() for a in (proximal, old, advantage, weights))
+        near, far, gain, share = (
+            torch.as_tensor(a).float() for a in (proximal, old, advantage, weights)
+        )
         return Prepared(batch, near, far, gain, share, segments)
 
     def objective(self, logits: torch.Tensor) -> float:
@@ -320,7 +351,9 @@ def test_the_matrix_has_every_scheme() -> None:
 
 @pytest.mark.parametrize("correction", corrections.CORRECTIONS)
 @pytest.mark.parametrize("name", SCHEMES)
-def test_four_steps_on_a_stale_batch_raise_the_exact_objective_at_every_level(name: str, correction: str) -> None:
+def test_four_steps_on_a_stale_batch_raise_the_exact_objective_at_every_level(
+    name: str, correction: str
+) -> None:
     run, logits, prepared = first(name)
     for level in corrections.LEVELS:
         after = climb(prepared, corrections.load(correction, {"level": level}), logits, 4)
@@ -328,7 +361,9 @@ def test_four_steps_on_a_stale_batch_raise_the_exact_objective_at_every_level(na
 
 
 @pytest.mark.parametrize("name", SCHEMES)
-def test_updates_on_data_one_version_old_raise_the_exact_objective_further_and_further(name: str) -> None:
+def test_updates_on_data_one_version_old_raise_the_exact_objective_further_and_further(
+    name: str,
+) -> None:
     run, correct = Run(name), corrections.load("decoupled", {})
     logits = torch.tensor(run.start, dtype=torch.float32)
     reached = [run.objective(logits)]
@@ -340,11 +375,13 @@ def test_updates_on_data_one_version_old_raise_the_exact_objective_further_and_f
     assert reached[6] > reached[4], reached
 
 
-# ------------------------------------------------------------------------------------------ fresh prompts
+# ------------------------------------------------------------------------------------------ fresh
+# prompts
 
 
 class Fresh(msgspec.Struct, frozen=True):
-    """A batch in the games' layout, what a scheme makes of it, and log-probabilities of three policies, each [tokens]."""
+    """A batch in the games' layout, what a scheme makes of it, and log-probabilities of three
+    policies, each [tokens]."""
 
     table: TurnTable
     rows: Rows
@@ -373,11 +410,26 @@ def fresh(name: str) -> Fresh:
     return Fresh(table, rows, advantages.astype(np.float32), weights, current, proximal)
 
 
-def stepped(batch: Fresh, correct: Corrected, forwards: Sequence[Sequence[int]], epochs: int = 2) -> np.ndarray:
-    """The slope of the objective by each current log-probability when the paths are forwarded in these portions."""
-    ids = batch.table.trajectories().of[batch.table.row()] if correct.level == "sequence" else batch.table.row()
+def stepped(
+    batch: Fresh, correct: Corrected, forwards: Sequence[Sequence[int]], epochs: int = 2
+) -> np.ndarray:
+    """The slope of the objective by each current log-probability when the paths are forwarded in
+    these portions."""
+    ids = (
+        batch.table.trajectories().of[batch.table.row()]
+        if correct.level == "sequence"
+        else batch.table.row()
+    )
     standing = batch.current if correct.follows else batch.proximal
-    known = Known(batch.rows, batch.advantages, batch.weights, batch.proximal, batch.rows.behaviour, ids, standing)
+    known = Known(
+        batch.rows,
+        batch.advantages,
+        batch.weights,
+        batch.proximal,
+        batch.rows.behaviour,
+        ids,
+        standing,
+    )
     leaf = torch.tensor(batch.current, requires_grad=True)
 
     class Says:
@@ -388,25 +440,40 @@ def stepped(batch: Fresh, correct: Corrected, forwards: Sequence[Sequence[int]],
             made = leaf[torch.as_tensor(batch.rows.index(chosen))]
             return made, torch.zeros_like(made)
 
-    stepper: Any = SimpleNamespace(step=lambda version: 0.0, rate=lambda version: 0.0, local_square=lambda: 0.0)
+    stepper: Any = SimpleNamespace(
+        step=lambda version: 0.0, rate=lambda version: 0.0, local_square=lambda: 0.0
+    )
     policy: Any = Says()
-    step = PolicyStep(policy, stepper, correct, LearnerConfig(kl_coef=0.0, entropy_coef=0.0, epochs=epochs), Ranks(60))
+    step = PolicyStep(
+        policy,
+        stepper,
+        correct,
+        LearnerConfig(kl_coef=0.0, entropy_coef=0.0, epochs=epochs),
+        Ranks(60),
+    )
     step.step(known, Plan([], [(list(rows), False) for rows in forwards], 1, 1), 1.0, 0, None)
     assert leaf.grad is not None
     return -leaf.grad.numpy()
 
 
 @pytest.mark.parametrize(("name", "direct"), [("tis", "aipo"), ("icepop", "sequence_mask")])
-def test_with_one_optimizer_step_the_current_policy_is_the_proximal_one(name: str, direct: str) -> None:
-    """Nothing is forwarded for it, so the update costs no more than with current / behaviour as the weight."""
+def test_with_one_optimizer_step_the_current_policy_is_the_proximal_one(
+    name: str, direct: str
+) -> None:
+    """Nothing is forwarded for it, so the update costs no more than with current / behaviour as the
+    weight."""
     batch, options = fresh("grpo"), {"upper": 1.1} | ({"lower": 0.9} if name == "icepop" else {})
     unknown = msgspec.structs.replace(batch, proximal=np.full_like(batch.proximal, np.nan))
-    correct, plain = (corrections.load(which, {"level": "token", **options}) for which in (name, direct))
+    correct, plain = (
+        corrections.load(which, {"level": "token", **options}) for which in (name, direct)
+    )
     forwards = [range(0, len(batch.table), 2), range(1, len(batch.table), 2)]
     assert not correct.needs_proximal(1)
     expected = stepped(batch, plain, forwards)
     assert np.abs(expected).max() > 1e-3
-    np.testing.assert_allclose(stepped(unknown, correct, forwards, epochs=1), expected, rtol=1e-6, atol=1e-9)
+    np.testing.assert_allclose(
+        stepped(unknown, correct, forwards, epochs=1), expected, rtol=1e-6, atol=1e-9
+    )
 
 
 @pytest.mark.parametrize("name", SCHEMES)
@@ -421,7 +488,9 @@ def test_advantages_on_fresh_prompts_are_those_on_growing_text(name: str) -> Non
 @pytest.mark.slow
 @pytest.mark.parametrize("correction", corrections.CORRECTIONS)
 @pytest.mark.parametrize("name", SCHEMES)
-def test_on_fresh_prompts_the_turns_of_a_trajectory_may_lie_in_any_forests(name: str, correction: str) -> None:
+def test_on_fresh_prompts_the_turns_of_a_trajectory_may_lie_in_any_forests(
+    name: str, correction: str
+) -> None:
     batch = fresh(name)
     n = len(batch.table)
     trajectories = batch.table.trajectories()
@@ -431,11 +500,17 @@ def test_on_fresh_prompts_the_turns_of_a_trajectory_may_lie_in_any_forests(name:
     options = {"clip_low": 0.05, "clip_high": 0.05} if correction == "gspo" else {}
     for level in corrections.LEVELS:
         correct = corrections.load(correction, {"level": level, **options})
-        segments: dict[str, Segments] = {correct.level: whole(torch.as_tensor(by_level[correct.level]))}
+        segments: dict[str, Segments] = {
+            correct.level: whole(torch.as_tensor(by_level[correct.level]))
+        }
         leaf = torch.tensor(batch.current, requires_grad=True)
         behaviour, proximal = torch.tensor(batch.rows.behaviour), torch.tensor(batch.proximal)
-        made = correct(Logprobs(leaf, proximal, behaviour, segments), torch.tensor(batch.advantages))
+        made = correct(
+            Logprobs(leaf, proximal, behaviour, segments), torch.tensor(batch.advantages)
+        )
         (expected,) = torch.autograd.grad((torch.tensor(batch.weights) * made.term).sum(), leaf)
         assert expected.abs().max() > 1e-3
         for forwards in ([range(n)], [range(0, n, 2), range(1, n, 2)], [[i] for i in range(n)]):
-            np.testing.assert_allclose(stepped(batch, correct, forwards), expected.numpy(), rtol=2e-4, atol=1e-6)
+            np.testing.assert_allclose(
+                stepped(batch, correct, forwards), expected.numpy(), rtol=2e-4, atol=1e-6
+            )

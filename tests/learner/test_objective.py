@@ -17,8 +17,13 @@ def batch(
     tokens: list[int], group: list[int], trajectory: list[int], tree: list[int]
 ) -> tuple[TurnTable, list[TurnTokens]]:
     n = len(tokens)
-    t = TurnTable(np.array(tree), np.array(group), np.array(trajectory), np.ones(n), np.array(tokens), {})
-    turns = [TurnTokens(np.array([1]), np.array([2] * k), np.zeros(k), np.zeros(k), np.ones(k, bool)) for k in tokens]
+    t = TurnTable(
+        np.array(tree), np.array(group), np.array(trajectory), np.ones(n), np.array(tokens), {}
+    )
+    turns = [
+        TurnTokens(np.array([1]), np.array([2] * k), np.zeros(k), np.zeros(k), np.ones(k, bool))
+        for k in tokens
+    ]
     return t, turns
 
 
@@ -26,12 +31,15 @@ def sampled(turns: list[TurnTokens]) -> np.ndarray:
     return np.concatenate([turn.sampled for turn in turns])
 
 
-def test_slate_weights_are_token_mean_then_mean_over_candidates_then_sum_over_steps_then_mean_over_questions() -> None:
+def test_slate_weights_are_token_mean_then_mean_over_candidates_then_sum_over_steps_then_mean_over_questions() -> (
+    None
+):
     # Question 0 has two steps of two candidates, question 1 one step.
     t, turns = batch([2, 4, 1, 1, 3, 5], [0, 0, 1, 1, 2, 2], [0, 1, 0, 1, 0, 1], [0, 0, 0, 0, 1, 1])
     weights = token_weights(t, sampled(turns), "turn")
     sums = [w.sum() for w in np.split(weights, np.cumsum(t.tokens)[:-1])]
-    np.testing.assert_allclose(sums, [0.25] * 6)  # 1/k * 1/questions each, so each step of a question sums to 1/2
+    # 1/k * 1/questions each, so each step of a question sums to 1/2
+    np.testing.assert_allclose(sums, [0.25] * 6)
     np.testing.assert_allclose(weights[:2], 0.125)
     halved = token_weights(t, sampled(turns), "turn", mean_over_steps=True)
     np.testing.assert_allclose(halved[:2], 0.0625)
@@ -45,26 +53,38 @@ def test_trajectory_weights_are_token_mean_over_a_whole_trajectory() -> None:
 def test_forced_tokens_weigh_nothing_and_do_not_dilute_the_others() -> None:
     t, _ = batch([4], [0], [0], [0])
     forced = TurnTokens(
-        np.array([1]), np.array([2] * 4), np.zeros(4), np.zeros(4), np.array([True, False, False, True])
+        np.array([1]),
+        np.array([2] * 4),
+        np.zeros(4),
+        np.zeros(4),
+        np.array([True, False, False, True]),
     )
     assert token_weights(t, sampled([forced]), "turn").tolist() == [0.5, 0, 0, 0.5]
 
 
 @pytest.mark.parametrize("aggregation", ["turn", "trajectory", "token", "constant"])
-def test_a_question_that_lost_all_its_outcomes_leaves_the_others_as_without_it(aggregation: Aggregation) -> None:
+def test_a_question_that_lost_all_its_outcomes_leaves_the_others_as_without_it(
+    aggregation: Aggregation,
+) -> None:
     both, turns = batch([2, 4, 3, 3], [0, 0, 1, 1], [0, 1, 0, 1], [7, 7, 9, 9])
     lost = both.only(np.array([True, True, False, False]))
     alone, own = batch([2, 4], [0, 0], [0, 1], [7, 7])
     weights = token_weights(lost, sampled(turns[:2]), aggregation, constant_tokens=8)
-    np.testing.assert_array_equal(weights, token_weights(alone, sampled(own), aggregation, constant_tokens=8))
+    np.testing.assert_array_equal(
+        weights, token_weights(alone, sampled(own), aggregation, constant_tokens=8)
+    )
 
 
-def test_auto_is_the_aggregation_of_the_scheme_s_source_unless_the_correction_declares_one() -> None:
+def test_auto_is_the_aggregation_of_the_scheme_s_source_unless_the_correction_declares_one() -> (
+    None
+):
     def auto(scheme: str, **settings: Any) -> str:
         return plan_of(LearnerConfig(scheme=scheme, **settings)).aggregation
 
     assert (auto("slate"), auto("grpo"), auto("turn_grpo")) == ("turn", "trajectory", "token")
-    assert {auto(scheme, correction="gspo") for scheme in ("slate", "grpo", "turn_grpo")} == {"trajectory"}
+    assert {auto(scheme, correction="gspo") for scheme in ("slate", "grpo", "turn_grpo")} == {
+        "trajectory"
+    }
     assert auto("grpo", correction="gspo", aggregation="token") == "token"
 
 
@@ -88,7 +108,9 @@ def test_on_policy_the_clipped_and_the_plain_surrogate_have_the_same_gradient() 
 def test_clipping_stops_the_gradient_only_where_it_would_move_further_away() -> None:
     current = torch.tensor([0.5, 0.5, -0.5, -0.5], requires_grad=True)
     advantage = torch.tensor([1.0, -1.0, 1.0, -1.0])
-    made = ppo_clip(Logprobs(current, torch.zeros(4), torch.zeros(4)), advantage, clip_low=0.2, clip_high=0.3)
+    made = ppo_clip(
+        Logprobs(current, torch.zeros(4), torch.zeros(4)), advantage, clip_low=0.2, clip_high=0.3
+    )
     made.term.sum().backward()
     assert made.clipped.tolist() == [True, False, False, True]
     assert current.grad is not None

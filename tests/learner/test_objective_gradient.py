@@ -19,12 +19,19 @@ def action(rng: np.random.Generator, node: int, parent: int, forced: int = 0) ->
     sampled[:forced] = False
     logprobs = rng.uniform(-7, -4, n).astype(np.float32)
     return TreeNode(
-        node, parent, "action", rng.integers(0, 256, n).astype(np.int32), logprobs, np.zeros(n, np.int32), sampled
+        node,
+        parent,
+        "action",
+        rng.integers(0, 256, n).astype(np.int32),
+        logprobs,
+        np.zeros(n, np.int32),
+        sampled,
     )
 
 
 def two_questions() -> Batch:
-    """Question 0 with two steps of three candidates, question 1 with one step of two, question 2 without a group."""
+    """Question 0 with two steps of three candidates, question 1 with one step of two, question 2
+    without a group."""
     rng = np.random.default_rng(4)
     made, nodes = [], []
     for group, (tree, parent, first, k) in enumerate([(0, 0, 1, 3), (0, 9, 10, 3), (1, 0, 1, 2)]):
@@ -39,7 +46,8 @@ def two_questions() -> Batch:
 
 
 def written_out(made: Trainer, batch: Batch) -> torch.Tensor:
-    """Mean over the 2 questions with a group of the sum over steps of the mean over candidates of the token-mean of (clipped term - beta k3)."""
+    """Mean over the 2 questions with a group of the sum over steps of the mean over candidates of
+    the token-mean of (clipped term - beta k3)."""
     nodes = {(tree, node.id): node for tree, node in batch.nodes}
     total = torch.zeros(())
     for group in batch.groups:
@@ -91,7 +99,9 @@ def test_an_updates_gradient_is_that_of_the_objective_written_out(
     monkeypatch.setattr(
         made.stepper.adamw,
         "step",
-        lambda: got.extend(p.grad.clone() for p in made.stepper.parameters.values() if p.grad is not None),
+        lambda: got.extend(
+            p.grad.clone() for p in made.stepper.parameters.values() if p.grad is not None
+        ),
     )  # pyright: ignore
     made.update(batch)
     assert len(got) == len(expected)

@@ -1,4 +1,5 @@
-"""Forests with pictures: equal to paths read alone, to the model's own forward, and trained like any others."""
+"""Forests with pictures: equal to paths read alone, to the model's own forward, and trained like
+any others."""
 
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,8 @@ PICTURES = {1: squares(1, 2, 3), 2: squares(2, 2, 2), 3: squares(3, 2, 2), 4: sq
 
 
 def seen(tree: int = 0, seed: int = 0) -> list[Tokens]:
-    """Paths below one picture: turns of their own with pictures of one size, some of them the same, and one with no more pictures."""
+    """Paths below one picture: turns of their own with pictures of one size, some of them the same,
+    and one with no more pictures."""
     rng = np.random.default_rng([tree, seed])
     sizes = {1: 6, 2: 4, 3: 4, 4: 12}
 
@@ -64,7 +66,9 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.mark.slow
 @pytest.mark.parametrize("attention", ["dense", "cascade"])
-def test_a_forest_with_pictures_reads_as_the_models_own_forward(folder: Path, tmp_path: Path, attention: Any) -> None:
+def test_a_forest_with_pictures_reads_as_the_models_own_forward(
+    folder: Path, tmp_path: Path, attention: Any
+) -> None:
     config = process(folder, tmp_path, rank=0, attention=attention).learner
     policy = Policy(str(folder), config, 1.0, Ranks(60))
     paths = seen()
@@ -84,11 +88,14 @@ def test_each_picture_of_a_forest_is_encoded_once(seeing: Path) -> None:
     view = eyes.view(forest.tokens, PICTURES)
     assert len(view.grids) == 4
     shown = [run.number for run in vision.runs(forest.tokens)]
-    assert sorted(shown) == [1, 2, 2, 3, 3, 4]  # the two turns that show picture 2 first share its tokens
+    # the two turns that show picture 2 first share its tokens
+    assert sorted(shown) == [1, 2, 2, 3, 3, 4]
     assert len(view.rows) == (forest.tokens < 0).sum()
 
 
-def test_another_picture_of_the_same_size_changes_what_follows_it(seeing: Path, tmp_path: Path) -> None:
+def test_another_picture_of_the_same_size_changes_what_follows_it(
+    seeing: Path, tmp_path: Path
+) -> None:
     policy = Policy(str(seeing), process(seeing, tmp_path, rank=0).learner, 1.0, Ranks(60))
     path = seen()[1]
     other = msgspec.structs.replace(path, pictures={**PICTURES, 2: squares(9)})
@@ -125,10 +132,14 @@ def pictured(seed: int, version: int) -> Batch:
         if node.kind != "prompt":
             return node
         number = 1 if node.parent < 0 else 2 + node.id // 2 % 2
-        tokens = np.concatenate([[260], vision.ids(number, sizes[number]), [261], node.tokens]).astype(np.int32)
+        tokens = np.concatenate(
+            [[260], vision.ids(number, sizes[number]), [261], node.tokens]
+        ).astype(np.int32)
         return msgspec.structs.replace(node, tokens=tokens, images={number: PICTURES[number]})
 
-    return msgspec.structs.replace(batch, nodes=[(tree, with_picture(node)) for tree, node in batch.nodes])
+    return msgspec.structs.replace(
+        batch, nodes=[(tree, with_picture(node)) for tree, node in batch.nodes]
+    )
 
 
 def test_pictures_reach_the_rows_of_a_batch_also_on_other_ranks() -> None:
@@ -153,12 +164,16 @@ def test_an_update_trains_the_language_layers_and_leaves_the_vision_tower(
 
 
 @pytest.mark.parametrize("rank", [0, 4])
-def test_a_trained_vision_tower_has_the_gradient_of_the_plain_paths(seeing: Path, tmp_path: Path, rank: int) -> None:
+def test_a_trained_vision_tower_has_the_gradient_of_the_plain_paths(
+    seeing: Path, tmp_path: Path, rank: int
+) -> None:
     policy = trainer(seeing, tmp_path, rank, train_vision=True).policy
     assert any("visual" in name for name in policy.trained())
     assert check(policy, seen() + seen(1))
     policy.read(policy.row(pack(seen())))[0].sum().backward()
-    assert all(p.grad is not None for name, p in policy.trained().items() if "visual.blocks" in name)
+    assert all(
+        p.grad is not None for name, p in policy.trained().items() if "visual.blocks" in name
+    )
 
 
 def test_the_update_is_the_same_for_any_cut_into_micro_batches(
@@ -166,13 +181,19 @@ def test_the_update_is_the_same_for_any_cut_into_micro_batches(
 ) -> None:
     settings: dict[str, Any] = {"scheme": "turn_grpo", "grad_clip": 1e9}
     whole, cut = (
-        gradient(steady(trainer(seeing, tmp_path, 0, micro_tokens=size, **settings)), pictured(6, 0), monkeypatch)
+        gradient(
+            steady(trainer(seeing, tmp_path, 0, micro_tokens=size, **settings)),
+            pictured(6, 0),
+            monkeypatch,
+        )
         for size in (4096, 40)
     )
     assert float((whole - cut).norm() / whole.norm()) < 1e-4
 
 
-def test_settings_and_batches_that_need_a_model_with_vision_are_refused(llama: Path, tmp_path: Path) -> None:
+def test_settings_and_batches_that_need_a_model_with_vision_are_refused(
+    llama: Path, tmp_path: Path
+) -> None:
     with pytest.raises(ValueError, match="train_vision has no effect"):
         trainer(llama, tmp_path, train_vision=True)
     with pytest.raises(ValueError, match="the learner's model reads text only"):

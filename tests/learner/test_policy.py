@@ -13,13 +13,19 @@ PATHS = [Tokens([1, 2, 3, 4, 5], 3), Tokens([1, 2, 3, 9, 8, 7], 3), Tokens([1, 2
 
 
 @pytest.mark.parametrize("rank", [0, 4])
-def test_the_reference_stays_the_initial_policy_while_the_policy_trains(tmp_path: Path, llama: Path, rank: int) -> None:
+def test_the_reference_stays_the_initial_policy_while_the_policy_trains(
+    tmp_path: Path, llama: Path, rank: int
+) -> None:
     made = trainer(llama, tmp_path, rank)
     initial = torch.cat([made.policy.read(made.policy.plain_row(path))[0] for path in PATHS])
-    torch.testing.assert_close(made.policy.reference_logprobs(pack(PATHS)), initial, atol=2e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        made.policy.reference_logprobs(pack(PATHS)), initial, atol=2e-5, rtol=1e-5
+    )
     for version in range(2):
         made.update(batch(version, version))
-    torch.testing.assert_close(made.policy.reference_logprobs(pack(PATHS)), initial, atol=2e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        made.policy.reference_logprobs(pack(PATHS)), initial, atol=2e-5, rtol=1e-5
+    )
     assert (made.policy.logprobs(pack(PATHS))[0] - initial).abs().max() > 1e-3
     assert made.policy.logprobs(pack(PATHS))[0].requires_grad  # the adapters are on again
 
@@ -31,20 +37,29 @@ def test_logprobs_are_taken_at_the_sampling_temperature(tmp_path: Path, llama: P
     expected = []
     for path in PATHS:
         with torch.no_grad():
-            scores = made.policy.causal(torch.tensor(path.tokens)[None]).logits[0, path.start - 1 : -1] / 0.6
-        expected.append(scores.log_softmax(-1).gather(1, torch.tensor(path.tokens[path.start :])[:, None])[:, 0])
+            scores = (
+                made.policy.causal(torch.tensor(path.tokens)[None]).logits[0, path.start - 1 : -1]
+                / 0.6
+            )
+        expected.append(
+            scores.log_softmax(-1).gather(1, torch.tensor(path.tokens[path.start :])[:, None])[:, 0]
+        )
     torch.testing.assert_close(got, torch.cat(expected), atol=2e-5, rtol=1e-5)
 
 
 def test_gradient_checkpointing_changes_memory_not_the_update(tmp_path: Path, llama: Path) -> None:
-    plain, saving = (steady(trainer(llama, tmp_path, gradient_checkpointing=saves)) for saves in (False, True))
+    plain, saving = (
+        steady(trainer(llama, tmp_path, gradient_checkpointing=saves)) for saves in (False, True)
+    )
     for made in (plain, saving):
         made.update(batch(0, 0))
     for name, value in state(plain).items():
         torch.testing.assert_close(state(saving)[name], value, atol=1e-6, rtol=1e-5)
 
 
-def test_bfloat16_compute_keeps_float32_masters_and_stays_near_float32(tmp_path: Path, llama: Path) -> None:
+def test_bfloat16_compute_keeps_float32_masters_and_stays_near_float32(
+    tmp_path: Path, llama: Path
+) -> None:
     exact, fast = trainer(llama, tmp_path), trainer(llama, tmp_path, dtype="bfloat16")
     assert fast.policy.compute == torch.bfloat16
     assert {p.dtype for p in fast.policy.trained().values()} == {torch.float32}

@@ -1,4 +1,5 @@
-"""The implicit reward model on a task with planted step values: it learns from outcomes alone which steps were good."""
+"""The implicit reward model on a task with planted step values: it learns from outcomes alone which
+steps were good."""
 
 from pathlib import Path
 
@@ -16,7 +17,8 @@ STEPS, PER_QUESTION = 3, 4
 
 
 def planted(seed: int, questions: int = 6) -> tuple[Batch, np.ndarray]:
-    """Trajectories of three steps; a step's value is +1 or -1 by the kind of its tokens, the outcome whether they sum above 0.
+    """Trajectories of three steps; a step's value is +1 or -1 by the kind of its tokens, the
+    outcome whether they sum above 0.
 
     Also the planted values, one a turn.
     """
@@ -29,7 +31,14 @@ def planted(seed: int, questions: int = 6) -> tuple[Batch, np.ndarray]:
             for step in range(STEPS):
                 tokens = rng.choice(GOOD if worth[step] > 0 else BAD, 2).astype(np.int32)
                 own.append(
-                    TreeNode(len(own), parent, "action", tokens, np.full(2, -5.5, np.float32), np.zeros(2, np.int32))
+                    TreeNode(
+                        len(own),
+                        parent,
+                        "action",
+                        tokens,
+                        np.full(2, -5.5, np.float32),
+                        np.zeros(2, np.int32),
+                    )
                 )
                 scores = {"outcome": float(worth.sum() > 0)} if step == STEPS - 1 else {}
                 turns.append(Turn(own[-1].id, trajectory, step + 1, scores))
@@ -47,7 +56,11 @@ def test_accuracy_rises_and_step_scores_follow_the_planted_values(
     tmp_path: Path, llama: Path, loss: str, score: str
 ) -> None:
     made = trainer(
-        llama, tmp_path, scheme="oprl", kl_coef=0.0, prm={"loss": loss, "score": score, "lr": 1e-2, "beta": 0.5}
+        llama,
+        tmp_path,
+        scheme="oprl",
+        kl_coef=0.0,
+        prm={"loss": loss, "score": score, "lr": 1e-2, "beta": 0.5},
     )
     prm = made.prm
     assert prm is not None
@@ -56,7 +69,8 @@ def test_accuracy_rises_and_step_scores_follow_the_planted_values(
         table, turns = build(batch.groups, {(tree, node.id): node for tree, node in batch.nodes})
         rows = rows_of(turns)
         steps = plan(rows.trie, range(len(rows.paths)), 4096, made.ranks)
-        # A fresh model against its own log-probabilities, as when the policy that samples is the one phi starts from.
+        # A fresh model against its own log-probabilities, as when the policy that samples is the
+        # one phi starts from.
         rewards = prm.rewards(rows, steps, reference(rows, steps))
         if learn:
             prm._learn(table, rows, steps, reference(rows, steps), rewards, 0)
@@ -81,12 +95,19 @@ def test_the_reward_model_makes_epochs_times_minibatches_steps_and_learns_more_f
 ) -> None:
     def after(folder: str, **more: int) -> tuple[int, float]:
         made = trainer(
-            llama, tmp_path / folder, scheme="oprl", kl_coef=0.0, lr=1e-9, prm={"lr": 1e-2, "beta": 0.5} | more
+            llama,
+            tmp_path / folder,
+            scheme="oprl",
+            kl_coef=0.0,
+            lr=1e-9,
+            prm={"lr": 1e-2, "beta": 0.5} | more,
         )
         assert made.prm is not None
         batch, _ = planted(0)
         made.update(batch)
-        return made.prm.updates, made.update(Batch(1, batch.questions, batch.groups, batch.nodes))["prm/loss"]
+        return made.prm.updates, made.update(Batch(1, batch.questions, batch.groups, batch.nodes))[
+            "prm/loss"
+        ]
 
     one, six = after("one"), after("six", epochs=2, minibatches=3)
     assert (one[0], six[0]) == (1, 6)
@@ -96,20 +117,37 @@ def test_the_reward_model_makes_epochs_times_minibatches_steps_and_learns_more_f
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("reference", [{}, {"reference": "recomputed"}, {"reference": "behaviour"}])
 def test_the_reference_is_one_in_every_number_type(
-    tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, reference: dict[str, str]
+    tmp_path: Path,
+    llama: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: str,
+    reference: dict[str, str],
 ) -> None:
-    made = trainer(llama, tmp_path, scheme="oprl", kl_coef=0.0, dtype=dtype, prm={"lr": 1e-3, **reference})
+    made = trainer(
+        llama, tmp_path, scheme="oprl", kl_coef=0.0, dtype=dtype, prm={"lr": 1e-3, **reference}
+    )
     assert made.prm is not None
     seen = []
-    monkeypatch.setattr(made.prm, "score_and_learn", lambda *a: (seen.append(a[3]), (np.zeros(len(a[3])), {}))[1])
+    monkeypatch.setattr(
+        made.prm, "score_and_learn", lambda *a: (seen.append(a[3]), (np.zeros(len(a[3])), {}))[1]
+    )
     batch, _ = planted(0)
     made.update(batch)
     engine = "behaviour" in reference.values()
     assert np.all(seen[0] == -5.5) == engine  # what ``planted`` says that the engine recorded
 
 
-def test_a_model_that_never_stepped_gives_exactly_no_step_advantage(tmp_path: Path, llama: Path) -> None:
-    made = trainer(llama, tmp_path, scheme="oprl", scheme_options={"variant": "process"}, kl_coef=0.0, prm={"lr": 1e-3})
+def test_a_model_that_never_stepped_gives_exactly_no_step_advantage(
+    tmp_path: Path, llama: Path
+) -> None:
+    made = trainer(
+        llama,
+        tmp_path,
+        scheme="oprl",
+        scheme_options={"variant": "process"},
+        kl_coef=0.0,
+        prm={"lr": 1e-3},
+    )
     batch, _ = planted(0)
     first = made.update(batch)
     assert first["learner/skipped"] == 1
@@ -124,12 +162,19 @@ def test_the_order_of_scoring_and_updating_is_switchable(
 ) -> None:
     options = {"variant": "process"}
     made = trainer(
-        llama, tmp_path, scheme="oprl", scheme_options=options, kl_coef=0.0, prm={"order": order, "lr": 1e-3}
+        llama,
+        tmp_path,
+        scheme="oprl",
+        scheme_options=options,
+        kl_coef=0.0,
+        prm={"order": order, "lr": 1e-3},
     )
     assert ("learner/skipped" in made.update(planted(0)[0])) == skipped
 
 
-def test_a_batch_with_one_class_only_leaves_the_reward_model_alone(tmp_path: Path, llama: Path) -> None:
+def test_a_batch_with_one_class_only_leaves_the_reward_model_alone(
+    tmp_path: Path, llama: Path
+) -> None:
     made = trainer(llama, tmp_path, scheme="oprl", kl_coef=0.0, prm={"threshold": 5.0})
     assert made.prm is not None
     metrics = made.update(planted(0)[0])

@@ -1,4 +1,5 @@
-"""Losses over trajectory scores (the implicit reward model) and over values (the critic), against autograd."""
+"""Losses over trajectory scores (the implicit reward model) and over values (the critic), against
+autograd."""
 
 from types import SimpleNamespace
 from typing import cast
@@ -33,7 +34,9 @@ def preference(
     table: TurnTable, rewards: np.ndarray, config: PrmConfig, questions: np.ndarray | None = None
 ) -> tuple[Preference, np.ndarray]:
     """The loss of a batch; only the settings of the model are read."""
-    return ImplicitPrm.preference(cast(ImplicitPrm, SimpleNamespace(config=config)), table, rewards, questions)
+    return ImplicitPrm.preference(
+        cast(ImplicitPrm, SimpleNamespace(config=config)), table, rewards, questions
+    )
 
 
 @pytest.mark.parametrize(("score", "loss"), [("sum", 0.5981), ("mean", 0.6523)])
@@ -45,8 +48,12 @@ def test_dpo_known_answer_over_sums_and_means_of_step_scores(score: str, loss: f
 
 
 def test_dpo_known_answer_from_scores() -> None:
-    assert dpo(np.array([0.1, -0.1]), np.array([True, False]), np.zeros(2)).loss == pytest.approx(0.5981, abs=5e-5)
-    assert dpo(np.array([0.05, -0.1 / 3]), np.array([True, False]), np.zeros(2)).loss == pytest.approx(0.6523, abs=5e-5)
+    assert dpo(np.array([0.1, -0.1]), np.array([True, False]), np.zeros(2)).loss == pytest.approx(
+        0.5981, abs=5e-5
+    )
+    assert dpo(
+        np.array([0.05, -0.1 / 3]), np.array([True, False]), np.zeros(2)
+    ).loss == pytest.approx(0.6523, abs=5e-5)
 
 
 def pair_loss(scores: torch.Tensor, positive: np.ndarray, group: np.ndarray) -> torch.Tensor:
@@ -88,7 +95,9 @@ def test_groups_of_one_class_are_skipped_and_a_batch_without_a_pair_teaches_noth
 def test_the_accuracy_is_the_share_of_pairs_in_the_right_order() -> None:
     made = dpo(np.array([1.0, -1, 0]), np.array([True, True, False]), np.zeros(3))
     assert (made.used, made.accuracy) == (2, 0.5)
-    assert cross_entropy(np.array([1.0, -1, 2]), np.array([True, True, False])).accuracy == pytest.approx(1 / 3)
+    assert cross_entropy(
+        np.array([1.0, -1, 2]), np.array([True, True, False])
+    ).accuracy == pytest.approx(1 / 3)
 
 
 @settings(max_examples=40, deadline=None)
@@ -98,7 +107,9 @@ def test_cross_entropy_loss_and_slopes_are_those_of_torch(seed: int, n: int) -> 
     scores, positive = rng.normal(0, 3, n), rng.random(n) < 0.5
     made = cross_entropy(scores, positive)
     leaf = torch.tensor(scores, requires_grad=True)
-    loss = torch.nn.functional.binary_cross_entropy_with_logits(leaf, torch.tensor(positive, dtype=torch.float64))
+    loss = torch.nn.functional.binary_cross_entropy_with_logits(
+        leaf, torch.tensor(positive, dtype=torch.float64)
+    )
     (slope,) = torch.autograd.grad(loss, leaf)
     assert made.loss == pytest.approx(float(loss.detach()), abs=1e-12)
     np.testing.assert_allclose(made.slope, slope.numpy(), atol=1e-12)
@@ -117,10 +128,19 @@ def test_scores_too_large_for_a_float_leave_losses_and_slopes_finite() -> None:
 
 @pytest.mark.parametrize("loss", ["dpo", "cross_entropy"])
 @pytest.mark.parametrize("score", ["sum", "mean"])
-def test_the_slope_of_each_token_is_that_of_the_loss_in_its_log_probability(loss: str, score: str) -> None:
+def test_the_slope_of_each_token_is_that_of_the_loss_in_its_log_probability(
+    loss: str, score: str
+) -> None:
     rng = np.random.default_rng(3)
     config = PrmConfig(beta=0.3, loss=loss, score=score)  # pyright: ignore[reportArgumentType]
-    rows = [(0, 0, 2, 1.0), (1, 0, 1, 0.0), (0, 1, 1, 0.0), (0, 0, 1, np.nan), (1, 1, 1, 1.0), (0, 2, 1, 1.0)]
+    rows = [
+        (0, 0, 2, 1.0),
+        (1, 0, 1, 0.0),
+        (0, 1, 1, 0.0),
+        (0, 0, 1, np.nan),
+        (1, 1, 1, 1.0),
+        (0, 2, 1, 1.0),
+    ]
     tree, trajectory, turn, outcome = (np.array(column) for column in zip(*rows, strict=True))
     tokens = np.array([2, 1, 3, 2, 1, 2])
     sampled = rng.random(11) < 0.7
@@ -155,7 +175,14 @@ def test_the_losses_of_two_halves_of_the_questions_are_parts_of_the_whole_loss(l
     config = PrmConfig(beta=0.3, loss=loss, score="mean")  # pyright: ignore[reportArgumentType]
     tree, trajectory = np.repeat([4, 7, 9], 4), np.tile([0, 0, 1, 2], 3)
     outcome = np.array([np.nan, 1, 0, 1, np.nan, 0, 1, 0, np.nan, 1, 1, 0])
-    table = TurnTable(tree, tree, trajectory, np.tile([1, 2, 1, 1], 3), np.ones(12, np.int64), {"outcome": outcome})
+    table = TurnTable(
+        tree,
+        tree,
+        trajectory,
+        np.tile([1, 2, 1, 1], 3),
+        np.ones(12, np.int64),
+        {"outcome": outcome},
+    )
     rewards = np.random.default_rng(5).normal(0, 1, 12)
     whole, slope = preference(table, rewards, config)
     first, second = (preference(table, rewards, config, np.array(part)) for part in ([4, 9], [7]))
@@ -163,15 +190,21 @@ def test_the_losses_of_two_halves_of_the_questions_are_parts_of_the_whole_loss(l
     assert uses.sum() == whole.used
     assert (first[1][4:8] == 0).all()
     assert (second[1][[0, 1, 2, 3, 8, 9, 10, 11]] == 0).all()
-    np.testing.assert_allclose((first[1] * uses[0] + second[1] * uses[1]) / uses.sum(), slope, atol=1e-12)
-    assert (first[0].loss * uses[0] + second[0].loss * uses[1]) / uses.sum() == pytest.approx(whole.loss)
+    np.testing.assert_allclose(
+        (first[1] * uses[0] + second[1] * uses[1]) / uses.sum(), slope, atol=1e-12
+    )
+    assert (first[0].loss * uses[0] + second[0].loss * uses[1]) / uses.sum() == pytest.approx(
+        whole.loss
+    )
 
 
 @pytest.mark.parametrize("loss", ["dpo", "cross_entropy"])
 def test_a_trajectory_without_an_outcome_is_neither_positive_nor_negative(loss: str) -> None:
     config = PrmConfig(loss=loss)  # pyright: ignore[reportArgumentType]
     tree, ones = np.zeros(4, np.int64), np.ones(4, np.int64)
-    table = TurnTable(tree, tree, np.arange(4), ones, ones, {"outcome": np.array([1, np.nan, 0, 1])})
+    table = TurnTable(
+        tree, tree, np.arange(4), ones, ones, {"outcome": np.array([1, np.nan, 0, 1])}
+    )
     rewards = np.array([0.3, 9.0, -0.2, 0.1])
     known = np.array([0, 2, 3])
     expected, slope = preference(table.only(np.isin(np.arange(4), known)), rewards[known], config)
@@ -190,18 +223,22 @@ def test_a_trajectory_is_positive_when_its_outcome_is_above_the_threshold() -> N
     assert preference(t, 0.05 * LOG_RATIOS, PrmConfig(threshold=10.0))[0].used == 0
 
 
-def test_the_value_loss_is_the_squared_error_near_the_old_value_and_the_worse_of_the_two_beyond_the_clip() -> None:
+def test_the_value_loss_is_the_squared_error_near_the_old_value_and_the_worse_of_the_two_beyond_the_clip() -> (
+    None
+):
     values = torch.tensor([1.2, 2.0, 2.0, -1.0, 0.9], requires_grad=True)
     old, returns = torch.ones(5), torch.tensor([2.0, 3.0, 0.0, -3.0, 1.0])
     made = value_loss(values, old, returns, 0.5)
-    # near: (1.2 - 2)^2; moved by 1 towards its return: (1.5 - 3)^2 counts; away from it: (2 - 0)^2 counts;
-    # moved by -2 towards: (.5 + 3)^2; near again: (.9 - 1)^2
+    # near: (1.2 - 2)^2; moved by 1 towards its return: (1.5 - 3)^2 counts; away from it: (2 - 0)^2
+    # counts; moved by -2 towards: (.5 + 3)^2; near again: (.9 - 1)^2
     torch.testing.assert_close(made.detach(), torch.tensor([0.64, 2.25, 4.0, 12.25, 0.01]))
     (slope,) = torch.autograd.grad(made.sum(), values)
     torch.testing.assert_close(slope, torch.tensor([-1.6, 0.0, 4.0, 0.0, -0.2]))
 
 
-def test_a_value_that_moved_past_the_clip_towards_its_return_has_no_gradient_whatever_the_sign() -> None:
+def test_a_value_that_moved_past_the_clip_towards_its_return_has_no_gradient_whatever_the_sign() -> (
+    None
+):
     values = torch.tensor([0.8, -0.8], requires_grad=True)
     made = value_loss(values, torch.zeros(2), torch.tensor([5.0, -5.0]), 0.5)
     assert torch.autograd.grad(made.sum(), values)[0].tolist() == [0, 0]

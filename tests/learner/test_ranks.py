@@ -1,4 +1,5 @@
-"""Real processes over gloo: any number of ranks, replicated or sharded, gives the same update; a dead rank does not hang the others."""
+"""Real processes over gloo: any number of ranks, replicated or sharded, gives the same update; a
+dead rank does not hang the others."""
 
 import json
 import os
@@ -31,8 +32,13 @@ ALL_MODELS: dict[str, object] = {
 }  # fmt: skip
 """Policy, critic and reward model, reference and proximal passes, two epochs of two minibatches."""
 
-FEW: dict[str, object] = {"kl_coef": 0.05, "correction": "icepop", "correction_options": {"level": "turn"}}
-"""Forests of one sampled token or none, a batch of one turn, one of no sampled token: some ranks have nothing to forward."""
+FEW: dict[str, object] = {
+    "kl_coef": 0.05,
+    "correction": "icepop",
+    "correction_options": {"level": "turn"},
+}
+"""Forests of one sampled token or none, a batch of one turn, one of no sampled token: some ranks
+have nothing to forward."""
 
 HYBRID: dict[str, object] = {"sharding": "hybrid", "shard_ranks": 2}
 """Two copies of the model, each on two ranks."""
@@ -63,7 +69,8 @@ CHECKED: dict[str, dict[str, object]] = {
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory, llama: Path) -> Path:
-    """A folder with the outcome of every scenario: codes.json, checkpoints, and the trained weights of each rank."""
+    """A folder with the outcome of every scenario: codes.json, checkpoints, and the trained weights
+    of each rank."""
     folder = tmp_path_factory.mktemp("ranks")
     (folder / "slate").write_bytes(pack_batch(batch(5, 0)))
     (folder / "few.batch").write_bytes(pack_batch(few([True], [False, False], [True], [True] * 3)))
@@ -88,38 +95,66 @@ def ran(tmp_path_factory: pytest.TempPathFactory, llama: Path) -> Path:
     )
     made["mixed"] = msgspec.structs.replace(made["sharded_lora"], process=mixed, port=ports.pop())
     made["dead"] = msgspec.structs.replace(made["lora"], process=dead, dies=2, port=ports.pop())
-    made["dead_hybrid"] = msgspec.structs.replace(made["dead"], process=dead_hybrid, port=ports.pop())
-    made["full_disk"] = msgspec.structs.replace(made["sharded_lora"], full_disk=1, updates=1, port=ports.pop())
+    made["dead_hybrid"] = msgspec.structs.replace(
+        made["dead"], process=dead_hybrid, port=ports.pop()
+    )
+    made["full_disk"] = msgspec.structs.replace(
+        made["sharded_lora"], full_disk=1, updates=1, port=ports.pop()
+    )
     resume = str(folder / "sharded_full" / "checkpoints" / f"v{UPDATES:06d}")
-    made["fewer"] = msgspec.structs.replace(made["sharded_full"], count=3, updates=1, resume=resume, port=ports.pop())
+    made["fewer"] = msgspec.structs.replace(
+        made["sharded_full"], count=3, updates=1, resume=resume, port=ports.pop()
+    )
     hybrid = process(llama, folder, 0, micro_tokens=16, **HYBRID)
-    made["copies"] = msgspec.structs.replace(made["fewer"], process=hybrid, count=4, port=ports.pop())
+    made["copies"] = msgspec.structs.replace(
+        made["fewer"], process=hybrid, count=4, port=ports.pop()
+    )
     for name, settings in CHECKED.items():
         checked = process(llama, folder, 4, **settings)
-        made[name] = msgspec.structs.replace(made["lora"], process=checked, faults=True, port=ports.pop())
+        made[name] = msgspec.structs.replace(
+            made["lora"], process=checked, faults=True, port=ports.pop()
+        )
     (folder / "scenarios.json").write_bytes(msgspec.json.encode(made))
-    place = os.environ | {"MASTER_ADDR": "127.0.0.1", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    place = os.environ | {
+        "MASTER_ADDR": "127.0.0.1",
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+    }
     subprocess.run([sys.executable, "-m", "tests.learner.rank_process", str(folder)], env=place, check=True, timeout=400, cwd=ROOT)  # fmt: skip
     return folder
 
 
 def _batch(name: str) -> str:
     last = name.rpartition("_")[2]
-    return f"{last}.batch" if last in ("few", "turn", "none") else "episodes" if last == "all" else "slate"
+    return (
+        f"{last}.batch"
+        if last in ("few", "turn", "none")
+        else "episodes"
+        if last == "all"
+        else "slate"
+    )
 
 
-def alone(folder: Path, llama: Path, run: Path, name: str, updates: int = UPDATES) -> dict[str, torch.Tensor]:
+def alone(
+    folder: Path, llama: Path, run: Path, name: str, updates: int = UPDATES
+) -> dict[str, torch.Tensor]:
     """The same updates by one rank."""
     _, rank, settings = SCENARIOS[name]
     settings = {key: value for key, value in settings.items() if not key.startswith("shard")}
     made = steady(trainer(llama, run, rank, micro_tokens=16, **settings))
     for _ in range(updates):
-        made.update(msgspec.structs.replace(unpack_batch((folder / _batch(name)).read_bytes()), version=made.version))
+        made.update(
+            msgspec.structs.replace(
+                unpack_batch((folder / _batch(name)).read_bytes()), version=made.version
+            )
+        )
     return everything(made)
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_one_rank_and_several_ranks_give_the_same_update(ran: Path, tmp_path: Path, llama: Path, name: str) -> None:
+def test_one_rank_and_several_ranks_give_the_same_update(
+    ran: Path, tmp_path: Path, llama: Path, name: str
+) -> None:
     count = SCENARIOS[name][0]
     assert json.loads((ran / "codes.json").read_text())[name] == [0] * count
     expected = alone(ran, llama, tmp_path, name)
@@ -137,12 +172,17 @@ def test_sharded_bfloat16_ranks_keep_float32_weights_and_move_as_float32_does(
     start = everything(trainer(llama, tmp_path, 4))
     exact, mixed = alone(ran, llama, tmp_path, "lora"), load_file(ran / "mixed-0.safetensors")
     assert {value.dtype for value in mixed.values()} == {torch.float32}
-    steps = [torch.cat([(made[key] - start[key]).reshape(-1) for key in start]) for made in (exact, mixed)]
+    steps = [
+        torch.cat([(made[key] - start[key]).reshape(-1) for key in start])
+        for made in (exact, mixed)
+    ]
     assert torch.cosine_similarity(steps[0], steps[1], dim=0) > 0.9
 
 
 @pytest.mark.parametrize("name", CHECKED)
-def test_four_ranks_refuse_each_planted_fault_together_and_a_healthy_forest_never(ran: Path, name: str) -> None:
+def test_four_ranks_refuse_each_planted_fault_together_and_a_healthy_forest_never(
+    ran: Path, name: str
+) -> None:
     assert json.loads((ran / "codes.json").read_text())[name] == [0] * 4
     for rank in range(4):
         found = json.loads((ran / f"{name}-{rank}.faults").read_text())
@@ -167,9 +207,13 @@ def test_a_sharded_checkpoint_is_read_by_one_rank_by_three_and_by_two_copies(
             torch.testing.assert_close(value, expected[key], atol=1e-5, rtol=1e-4)
 
 
-def test_ranks_of_two_copies_write_each_row_once_and_any_ranks_read_it(ran: Path, tmp_path: Path, llama: Path) -> None:
+def test_ranks_of_two_copies_write_each_row_once_and_any_ranks_read_it(
+    ran: Path, tmp_path: Path, llama: Path
+) -> None:
     folder = ran / "hybrid_all" / "checkpoints" / f"v{UPDATES:06d}"
-    assert [len(list(folder.glob(f"{part}-*.safetensors"))) for part in ("policy", "critic", "prm")] == [2, 2, 2]
+    assert [
+        len(list(folder.glob(f"{part}-*.safetensors"))) for part in ("policy", "critic", "prm")
+    ] == [2, 2, 2]
     made = trainer(llama, tmp_path, 4, **ALL_MODELS)
     checkpoint.restore(made, folder)
     for key, value in load_file(ran / "hybrid_all-0.safetensors").items():
@@ -177,8 +221,13 @@ def test_ranks_of_two_copies_write_each_row_once_and_any_ranks_read_it(ran: Path
 
 
 @pytest.mark.parametrize(("name", "shards"), [("mixed", 4), ("dead_hybrid", 2), ("dead", 1)])
-def test_a_sharded_rank_loads_and_holds_its_part_of_the_weights_alone(ran: Path, name: str, shards: int) -> None:
-    stored = [2 * tensor.nbytes for tensor in load_file(ran / "narrow" / "model.safetensors").values()]  # in float32
+def test_a_sharded_rank_loads_and_holds_its_part_of_the_weights_alone(
+    ran: Path, name: str, shards: int
+) -> None:
+    # in float32
+    stored = [
+        2 * tensor.nbytes for tensor in load_file(ran / "narrow" / "model.safetensors").values()
+    ]
     for rank in range(4):
         loaded, largest, held = json.loads((ran / f"{name}-{rank}.bytes").read_text())
         if shards == 1:
@@ -204,16 +253,23 @@ def test_a_rank_that_dies_in_an_update_ends_the_others_with_an_error(ran: Path, 
     assert json.loads((ran / "codes.json").read_text())[name] == [3, 3, 9, 3]
 
 
-def test_a_disk_full_for_one_rank_stops_all_of_them_with_the_reason_and_leaves_no_checkpoint(ran: Path) -> None:
+def test_a_disk_full_for_one_rank_stops_all_of_them_with_the_reason_and_leaves_no_checkpoint(
+    ran: Path,
+) -> None:
     assert json.loads((ran / "codes.json").read_text())["full_disk"] == [4] * 4
     assert "No space left" in (ran / "full_disk-1.error").read_text()
     assert "another rank failed" in (ran / "full_disk-0.error").read_text()
     assert not list((ran / "full_disk" / "checkpoints").iterdir())
 
 
-def test_weights_trained_by_sharded_ranks_load_in_transformers(ran: Path, tmp_path: Path, llama: Path) -> None:
+def test_weights_trained_by_sharded_ranks_load_in_transformers(
+    ran: Path, tmp_path: Path, llama: Path
+) -> None:
     model = AutoModelForCausalLM.from_pretrained(llama)
-    trained = {k.removeprefix("policy/"): v for k, v in load_file(ran / "sharded_full-0.safetensors").items()}
+    trained = {
+        k.removeprefix("policy/"): v
+        for k, v in load_file(ran / "sharded_full-0.safetensors").items()
+    }
     missing, unexpected = model.load_state_dict(trained, strict=False)
     assert not unexpected
     assert set(missing) <= {"lm_head.weight"}

@@ -1,4 +1,5 @@
-"""Changes of the reward before a scheme reads it, clips of the advantages, and trajectories that the token limit cut."""
+"""Changes of the reward before a scheme reads it, clips of the advantages, and trajectories that
+the token limit cut."""
 
 from pathlib import Path
 from typing import Any
@@ -72,12 +73,17 @@ def test_a_penalty_is_charged_to_the_first_score_at_its_turn_or_later() -> None:
 
 def test_the_reward_is_scaled_then_clipped_and_the_penalties_come_after() -> None:
     table = two_trajectories(reward=[0.1, 0.4, -3.0, NAN])
-    config = LearnerConfig(reward_scale=2.0, reward_clip=0.5, soft_overlong=SoftOverlong(max_tokens=4, cache_tokens=2))
-    np.testing.assert_allclose(rewards.shaped(table, "reward", config).column("reward"), [0.2, 0.0, -0.5, NAN])
+    config = LearnerConfig(
+        reward_scale=2.0, reward_clip=0.5, soft_overlong=SoftOverlong(max_tokens=4, cache_tokens=2)
+    )
+    np.testing.assert_allclose(
+        rewards.shaped(table, "reward", config).column("reward"), [0.2, 0.0, -0.5, NAN]
+    )
 
 
 def test_k1_in_the_reward_reaches_a_group_scheme_as_the_kl_of_whole_trajectories() -> None:
-    # Equal outcomes, so GRPO has only the KL to compare: .6 in the first trajectory and -.2 in the second.
+    # Equal outcomes, so GRPO has only the KL to compare: .6 in the first trajectory and -.2 in the
+    # second.
     table = two_trajectories(outcome=[NAN, 1.0, NAN, 1.0])
     kl = np.array([0.1, 0.1, 0.2, 0.1, 0.1, 0.1, -0.1, -0.1, -0.1, 0.0])
     table = msgspec.structs.replace(table, token_scores={"kl": kl})
@@ -87,7 +93,9 @@ def test_k1_in_the_reward_reaches_a_group_scheme_as_the_kl_of_whole_trajectories
     np.testing.assert_allclose(advantages, np.repeat([-0.2, 0.2], 5))
 
 
-def test_k1_in_the_reward_of_a_trainer_is_the_log_ratio_of_its_samples(tmp_path: Path, llama: Path) -> None:
+def test_k1_in_the_reward_of_a_trainer_is_the_log_ratio_of_its_samples(
+    tmp_path: Path, llama: Path
+) -> None:
     plain, charging = (
         trainer(llama, tmp_path, kl_coef=0.0, scheme="grpo", scheme_options={"std": False}, **some)
         for some in (dict[str, Any](), dict[str, Any](kl_reward_coef=0.25))
@@ -99,16 +107,23 @@ def test_k1_in_the_reward_of_a_trainer_is_the_log_ratio_of_its_samples(tmp_path:
     own = np.array([(rows.behaviour[span] - after.reference[span]).sum() for span in rows.spans])
     trees = [g.tree for g in some.groups for _ in g.turns]
     trajectories = [(g.tree, t.trajectory) for g in some.groups for t in g.turns]
-    totals = {key: sum(own[i] for i, k in enumerate(trajectories) if k == key) for key in set(trajectories)}
+    totals = {
+        key: sum(own[i] for i, k in enumerate(trajectories) if k == key)
+        for key in set(trajectories)
+    }
     for i, span in enumerate(rows.spans):
         mates = [total for (tree, _), total in totals.items() if tree == trees[i]]
         expected = -0.25 * (totals[trajectories[i]] - np.mean(mates))
-        np.testing.assert_allclose((after.advantages - before.advantages)[span], expected, atol=1e-4)
+        np.testing.assert_allclose(
+            (after.advantages - before.advantages)[span], expected, atol=1e-4
+        )
 
 
 def test_advantages_are_scaled_then_clipped(tmp_path: Path, llama: Path) -> None:
     plain = seen(trainer(llama, tmp_path), batch(0, 0))[0].advantages
-    changed = seen(trainer(llama, tmp_path, advantage_scale=2.0, advantage_clip=1.5), batch(0, 0))[0].advantages
+    changed = seen(trainer(llama, tmp_path, advantage_scale=2.0, advantage_clip=1.5), batch(0, 0))[
+        0
+    ].advantages
     assert np.abs(plain).max() > 0.75
     np.testing.assert_allclose(changed, np.clip(2 * plain, -1.5, 1.5), rtol=1e-6)
 
@@ -118,13 +133,20 @@ def test_a_trajectory_with_a_cut_action_carries_no_loss_but_is_still_compared(
     tmp_path: Path, llama: Path, aggregation: str
 ) -> None:
     some = cut(episodes(0, 0, turns=3), 1, 0)
-    settings = {"scheme": "grpo", "scheme_options": {"column": "outcome"}, "aggregation": aggregation}
+    settings = {
+        "scheme": "grpo",
+        "scheme_options": {"column": "outcome"},
+        "aggregation": aggregation,
+    }
     kept, kept_metrics = seen(trainer(llama, tmp_path, **settings), some)
     known, metrics = seen(trainer(llama, tmp_path, overlong_filter=True, **settings), some)
     trajectories = [(g.id, t.trajectory) for g in some.groups for t in g.turns]
     dropped = (some.groups[1].id, some.groups[1].turns[0].trajectory)
     out = np.concatenate(
-        [np.full(s.stop - s.start, t == dropped) for s, t in zip(known.rows.spans, trajectories, strict=True)]
+        [
+            np.full(s.stop - s.start, t == dropped)
+            for s, t in zip(known.rows.spans, trajectories, strict=True)
+        ]
     )
     assert (known.weights[out] == 0).all()
     assert out.sum() > 0
@@ -133,13 +155,22 @@ def test_a_trajectory_with_a_cut_action_carries_no_loss_but_is_still_compared(
         np.testing.assert_allclose(known.weights[~out], 1 / (~out).sum(), rtol=1e-6)
     else:
         np.testing.assert_array_equal(known.weights[~out], kept.weights[~out])
-    assert metrics["learner/trained_tokens"] == (~out).sum() == kept_metrics["learner/trained_tokens"] - out.sum()
+    assert (
+        metrics["learner/trained_tokens"]
+        == (~out).sum()
+        == kept_metrics["learner/trained_tokens"] - out.sum()
+    )
     assert metrics["score/truncated"] == pytest.approx(1 / len(trajectories))
 
 
 def test_an_update_of_cut_trajectories_alone_changes_nothing(tmp_path: Path, llama: Path) -> None:
     made = trainer(llama, tmp_path, overlong_filter=True, scheme="grpo")
     some = episodes(0, 0, trees=1, k=2, turns=1)
-    turns = [msgspec.structs.replace(t, scores=t.scores | {"truncated": 1.0}) for t in some.groups[0].turns]
-    metrics = made.update(msgspec.structs.replace(some, groups=[msgspec.structs.replace(some.groups[0], turns=turns)]))
+    turns = [
+        msgspec.structs.replace(t, scores=t.scores | {"truncated": 1.0})
+        for t in some.groups[0].turns
+    ]
+    metrics = made.update(
+        msgspec.structs.replace(some, groups=[msgspec.structs.replace(some.groups[0], turns=turns)])
+    )
     assert (metrics["learner/skipped"], made.version) == (1, 1)

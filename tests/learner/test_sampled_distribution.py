@@ -1,4 +1,5 @@
-"""The learner scores the distribution that was sampled, also where top-p or top-k cut it: real samples of the embedded engine."""
+"""The learner scores the distribution that was sampled, also where top-p or top-k cut it: real
+samples of the embedded engine."""
 
 from pathlib import Path
 from typing import Literal
@@ -40,7 +41,10 @@ async def sampled(model: Path, dtype: Dtype = "float32", **cut: float) -> Batch:
             record = sample.logprobs, sample.versions, np.ones(len(sample.tokens), bool)
             assert sample.support
             own.append(TreeNode(i + 1, 0, "action", sample.tokens, *record, support=sample.support))
-        turns = [Turn(i + 1, i, 1, {"reward": float(i), "outcome": float(i > 0)}) for i in range(CANDIDATES)]
+        turns = [
+            Turn(i + 1, i, 1, {"reward": float(i), "outcome": float(i > 0)})
+            for i in range(CANDIDATES)
+        ]
         groups.append(TrainGroup(tree, tree, own, turns))
         nodes += [(tree, node) for node in own]
     await engine.close()
@@ -58,7 +62,8 @@ def tempered(model: Path, run: Path, rank: int = 4, **settings: object) -> Train
 
 
 def explicit(made: Trainer, path: Tokens) -> torch.Tensor:
-    """Log-probabilities [action tokens] by transformers' own forward and a softmax over an explicit mask."""
+    """Log-probabilities [action tokens] by transformers' own forward and a softmax over an explicit
+    mask."""
     assert path.support is not None
     ids = torch.as_tensor(np.asarray(path.tokens))
     scores = made.policy.causal(ids[None]).logits[0, path.start - 1 : -1].double() / TEMPERATURE
@@ -70,7 +75,9 @@ def explicit(made: Trainer, path: Tokens) -> torch.Tensor:
 
 def gradients(made: Trainer) -> torch.Tensor:
     """The gradients of the policy, flat and removed."""
-    flat = torch.cat([p.grad.reshape(-1) for p in made.policy.trained().values() if p.grad is not None])
+    flat = torch.cat(
+        [p.grad.reshape(-1) for p in made.policy.trained().values() if p.grad is not None]
+    )
     for parameter in made.policy.trained().values():
         parameter.grad = None
     return flat
@@ -114,11 +121,15 @@ async def test_engine_and_learner_agree_on_the_distribution_that_was_sampled(
     assert metrics["learner/kl"] < rounding  # the reference, too, is taken over what was left
     assert not [warning for warning in made.warnings if "log-probability difference" in warning]
     whole = [(tree, msgspec.structs.replace(node, support=b"")) for tree, node in some.nodes]
-    apart = tempered(llama, tmp_path, dtype=dtype).update(msgspec.structs.replace(some, nodes=whole))
+    apart = tempered(llama, tmp_path, dtype=dtype).update(
+        msgspec.structs.replace(some, nodes=whole)
+    )
     assert apart["watch/engine_gap_mean"] > 5 * metrics["watch/engine_gap_mean"]
 
 
-async def test_the_reward_model_begins_with_a_log_ratio_of_zero(tmp_path: Path, llama: Path) -> None:
+async def test_the_reward_model_begins_with_a_log_ratio_of_zero(
+    tmp_path: Path, llama: Path
+) -> None:
     some = await sampled(llama, top_p=0.9)
     made = tempered(llama, tmp_path, scheme="oprl", prm={"lr": 1e-3}, kl_coef=0.0)
     _, turns = build(some.groups, {(tree, node.id): node for tree, node in some.nodes})
@@ -131,7 +142,8 @@ async def test_the_reward_model_begins_with_a_log_ratio_of_zero(tmp_path: Path, 
 def test_over_all_tokens_that_are_left_the_policy_gradient_is_that_of_the_expected_reward(
     tmp_path: Path, llama: Path
 ) -> None:
-    """Enumeration of every action of one token: sum of pi r grad log pi = grad of sum pi r, over the support and only over it."""
+    """Enumeration of every action of one token: sum of pi r grad log pi = grad of sum pi r, over
+    the support and only over it."""
     made, prompt = tempered(llama, tmp_path, rank=0), list(range(30, 50))
     left = [5, 17, 40, 41, 99, 200, 259]
     rewards = torch.tensor([1.0, -2.0, 0.5, 3.0, 0.0, -1.0, 2.0])
@@ -150,8 +162,13 @@ def test_over_all_tokens_that_are_left_the_policy_gradient_is_that_of_the_expect
 def test_a_token_that_could_not_have_been_sampled_is_refused(tmp_path: Path, llama: Path) -> None:
     record = np.zeros(2, np.float32), np.zeros(2, np.int32), np.ones(2, bool)
     prompt = TreeNode(0, -1, "prompt", np.arange(4, dtype=np.int32))
-    action = TreeNode(1, 0, "action", np.array([7, 8], np.int32), *record, support=encode([[7, 9], [1, 9]]))
-    groups, nodes = [TrainGroup(0, 0, [prompt, action], [Turn(1, 0, 1, {})])], {(0, 0): prompt, (0, 1): action}
+    action = TreeNode(
+        1, 0, "action", np.array([7, 8], np.int32), *record, support=encode([[7, 9], [1, 9]])
+    )
+    groups, nodes = (
+        [TrainGroup(0, 0, [prompt, action], [Turn(1, 0, 1, {})])],
+        {(0, 0): prompt, (0, 1): action},
+    )
     with pytest.raises(ValueError, match="tree 0, node 1: a sampled token is not among those"):
         build(groups, nodes)
     forced = msgspec.structs.replace(action, sampled=np.array([True, False]))

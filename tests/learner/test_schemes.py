@@ -1,4 +1,5 @@
-"""Every scheme: known answers (methods.md 5, or worked by hand beside the test) and properties on random tables."""
+"""Every scheme: known answers (methods.md 5, or worked by hand beside the test) and properties on
+random tables."""
 
 from typing import Any
 
@@ -29,7 +30,9 @@ from learner.table import TurnTable
 from learner.targets import Estimate
 
 
-def table(reward: list[float], group: list[int], trajectory: list[int], tree: list[int] | None = None) -> TurnTable:
+def table(
+    reward: list[float], group: list[int], trajectory: list[int], tree: list[int] | None = None
+) -> TurnTable:
     n = len(reward)
     return TurnTable(
         tree=np.array(tree or [0] * n),
@@ -48,7 +51,9 @@ def by_turn(made: np.ndarray, t: TurnTable) -> np.ndarray:
 
 def test_slate_known_answer_with_the_sample_standard_deviation() -> None:
     t = table([2, 1, 0, 0, -2], [0] * 5, list(range(5)))
-    np.testing.assert_allclose(by_turn(slate.advantages(t), t), [1.2136, 0.5394, -0.1348, -0.1348, -1.4832], atol=1e-4)
+    np.testing.assert_allclose(
+        by_turn(slate.advantages(t), t), [1.2136, 0.5394, -0.1348, -0.1348, -1.4832], atol=1e-4
+    )
 
 
 def test_slate_known_answer_with_the_population_standard_deviation() -> None:
@@ -83,7 +88,8 @@ def test_grpo_sums_rewards_over_a_trajectory_and_compares_trajectories_of_a_tree
 
 
 def test_grpo_known_answer_of_returns_over_two_turns_with_sample_and_population_deviation() -> None:
-    # Returns 2, 1, 0, 0, -2: the known answer of SLATE's groups, reached over two turns a trajectory.
+    # Returns 2, 1, 0, 0, -2: the known answer of SLATE's groups, reached over two turns a
+    # trajectory.
     first, second = [1.0, 2, -1, 0, -1], [1.0, -1, 1, 0, -1]
     t = table(first + second, [0] * 10, list(range(5)) * 2)
     sample = [1.2136, 0.5394, -0.1348, -0.1348, -1.4832]
@@ -92,7 +98,9 @@ def test_grpo_known_answer_of_returns_over_two_turns_with_sample_and_population_
     np.testing.assert_allclose(by_turn(grpo.advantages(t, ddof=0), t), population * 2, atol=1e-4)
 
 
-def test_grpo_on_outcomes_reads_them_where_they_are_and_a_single_trajectory_has_no_baseline_to_beat() -> None:
+def test_grpo_on_outcomes_reads_them_where_they_are_and_a_single_trajectory_has_no_baseline_to_beat() -> (
+    None
+):
     t = table([0.0] * 4, [0] * 4, [0, 0, 1, 1])
     t.scores["outcome"] = np.array([np.nan, 1, np.nan, 0])
     made = by_turn(grpo.advantages(t, column="outcome"), t)
@@ -122,7 +130,8 @@ def made_of(
     token_scores: dict[str, list[float]] | None = None,
     anchor: list[int] | None = None,
 ) -> TurnTable:
-    """Whole trajectories, one after the other. lengths, tree: [trajectories]; scores, tokens, anchor: [turns]."""
+    """Whole trajectories, one after the other. lengths, tree: [trajectories]; scores, tokens,
+    anchor: [turns]."""
     trees = np.repeat(tree or [0] * len(lengths), lengths)
     return TurnTable(
         tree=trees,
@@ -150,15 +159,21 @@ def targets(made: Estimate) -> np.ndarray:
 
 
 def test_rloo_is_the_return_minus_the_mean_of_the_others_of_its_question() -> None:
-    # returns 10, 0, 2 against 1, 6, 5; a question of two: 3 against -1; a lone trajectory has no other
+    # returns 10, 0, 2 against 1, 6, 5; a question of two: 3 against -1; a lone trajectory has no
+    # other
     t = made_of([2, 1, 1, 1, 1, 1], {"reward": [4, 6, 0, 2, 3, -1, 9]}, tree=[0, 0, 0, 1, 1, 2])
     np.testing.assert_allclose(rloo.advantages(t), [9, 9, -6, -3, 4, -4, 0])
 
 
-def test_reinforce_pp_whitens_returns_centred_within_their_question_over_all_tokens_of_the_batch() -> None:
-    # returns 3, 1 | 0, 2; tokens 1, 2 | 1, 1. Centred: 1, -1, -1 | -1, 1: mean -.2, variance 1 - .04
+def test_reinforce_pp_whitens_returns_centred_within_their_question_over_all_tokens_of_the_batch() -> (
+    None
+):
+    # returns 3, 1 | 0, 2; tokens 1, 2 | 1, 1. Centred: 1, -1, -1 | -1, 1: mean -.2, variance 1 -
+    # .04
     t = made_of([1] * 4, {"reward": [3, 1, 0, 2]}, tree=[0, 0, 1, 1], tokens=[1, 2, 1, 1])
-    np.testing.assert_allclose(reinforce_pp.advantages(t), [1.2247, -0.8165, -0.8165, -0.8165, 1.2247], atol=5e-5)
+    np.testing.assert_allclose(
+        reinforce_pp.advantages(t), [1.2247, -0.8165, -0.8165, -0.8165, 1.2247], atol=5e-5
+    )
 
 
 def test_reinforce_pp_without_a_baseline_whitens_the_returns_themselves() -> None:
@@ -179,16 +194,20 @@ def test_reinforce_pp_reads_statistics_from_sampled_tokens_only() -> None:
 
 
 def critic_case(**more: list[float]) -> TurnTable:
-    """One trajectory of two turns, two tokens and one, the second token forced; values .5, .25, .75; outcome 1."""
+    """One trajectory of two turns, two tokens and one, the second token forced; values .5, .25,
+    .75; outcome 1."""
     columns = {"value": [0.5, 0.25, 0.75]} | more
-    return made_of([2], {"outcome": [NO, 1]}, tokens=[2, 1], sampled=[True, False, True], token_scores=columns)
+    return made_of(
+        [2], {"outcome": [NO, 1]}, tokens=[2, 1], sampled=[True, False, True], token_scores=columns
+    )
 
 
 def test_gae_pays_the_outcome_at_the_last_token_and_targets_its_discounted_sum() -> None:
     plain = gae.advantages(critic_case(), whiten=False)
     np.testing.assert_allclose(plain.advantages, [0.5, 0.75, 0.25])
     np.testing.assert_allclose(targets(plain), [1, 1, 1])
-    # gamma .9, lambda .5: deltas -.275, .425, .25; A_2 .25, A_1 .425 + .45 x .25, A_0 -.275 + .45 A_1
+    # gamma .9, lambda .5: deltas -.275, .425, .25; A_2 .25, A_1 .425 + .45 x .25, A_0 -.275 + .45
+    # A_1
     made = gae.advantages(critic_case(), gamma=0.9, lam=0.5, whiten=False)
     np.testing.assert_allclose(made.advantages, [-0.0331, 0.5375, 0.25], atol=5e-5)
     np.testing.assert_allclose(targets(made), [0.4669, 0.7875, 1], atol=5e-5)
@@ -196,7 +215,8 @@ def test_gae_pays_the_outcome_at_the_last_token_and_targets_its_discounted_sum()
 
 def test_gae_whitens_over_sampled_tokens_and_leaves_the_targets_raw() -> None:
     made = gae.advantages(critic_case())
-    np.testing.assert_allclose(made.advantages, [1, 0, -1], atol=1e-6)  # .5 and .25: mean .375, std .125
+    # .5 and .25: mean .375, std .125
+    np.testing.assert_allclose(made.advantages, [1, 0, -1], atol=1e-6)
     np.testing.assert_allclose(targets(made), [1, 1, 1])
 
 
@@ -209,7 +229,8 @@ def test_gae_with_kl_in_the_reward_takes_it_from_sampled_tokens_only() -> None:
 
 def test_gae_corrects_its_targets_with_vtrace_or_retrace() -> None:
     t = critic_case(log_ratio=np.log([1.0, 1, 0.5]).tolist())
-    # V-trace: the last target is .75 + .5 (1 - .75) = .875; on-policy before it, so the target is passed on
+    # V-trace: the last target is .75 + .5 (1 - .75) = .875; on-policy before it, so the target is
+    # passed on
     made = gae.advantages(t, whiten=False, targets="vtrace")
     np.testing.assert_allclose(targets(made), [0.875, 0.875, 0.875])
     np.testing.assert_allclose(made.advantages, [0.375, 0.625, 0.25])
@@ -273,7 +294,8 @@ def test_turn_grpo_compares_a_turn_with_itself_from_n_min_active_trajectories_on
 def test_vpr_v2_known_answer_equal_groups_stay_out_of_the_whitening() -> None:
     rewards = [2, 0, -1, -1, 1, 1, 1, 1, 0.5, -2, NO, 0.5]
     t = made_of([1] * 12, {"reward": rewards}, tree=[0] * 4 + [1] * 4 + [2] * 4)
-    # centred: 2, 0, -1, -1 and (mean -1/3) 5/6, -5/3, 5/6; their squares sum to 6 + 25/6 over seven candidates
+    # centred: 2, 0, -1, -1 and (mean -1/3) 5/6, -5/3, 5/6; their squares sum to 6 + 25/6 over seven
+    # candidates
     scale = ((6 + 25 / 6) / 7) ** 0.5
     expected = np.array([2, 0, -1, -1, 0, 0, 0, 0, 5 / 6, -5 / 3, 0, 5 / 6]) / scale
     np.testing.assert_allclose(vpr_v2.advantages(t), expected, atol=1e-7)
@@ -299,14 +321,18 @@ def test_outcome_compares_episodes_of_the_whole_batch() -> None:
 
 
 def test_mc_pr_rewards_are_differences_of_values_that_end_at_the_outcome() -> None:
-    t = made_of([3, 2, 1], {"mc_value": [0.5, 0.7, 0.2, 0.5, 0.9, 0.4], "outcome": [NO, NO, 1, NO, -1, NO]})
+    t = made_of(
+        [3, 2, 1], {"mc_value": [0.5, 0.7, 0.2, 0.5, 0.9, 0.4], "outcome": [NO, NO, 1, NO, -1, NO]}
+    )
     # the last episode has no outcome, so its last difference is unknown
     np.testing.assert_allclose(mc_pr.temporal_differences(t), [0.2, -0.5, 0.8, 0.4, -1.9, NO])
     summed = [mc_pr.temporal_differences(t)[rows].sum() for rows in t.trajectories().rows]
     np.testing.assert_allclose(summed, [1 - 0.5, -1 - 0.5, NO])  # telescopes to outcome - V(s_0)
 
 
-def test_mc_pr_normalises_the_differences_by_turn_and_leaves_out_turns_next_to_a_missing_value() -> None:
+def test_mc_pr_normalises_the_differences_by_turn_and_leaves_out_turns_next_to_a_missing_value() -> (
+    None
+):
     values = [0.5, 0.9, 0.5, 0.1, 0.5, 0.9, 0.5, 0.1, 0.5, NO]
     t = made_of([2] * 5, {"mc_value": values, "outcome": [NO, 1, NO, 0] * 2 + [NO, 1]})
     # turn 1: .4, -.4, .4, -.4 and one missing; turn 2: .1, -.1, .1, -.1 and one missing
@@ -319,7 +345,11 @@ def test_mc_pr_normalises_the_differences_by_turn_and_leaves_out_turns_next_to_a
 def ppr_case(r_hat: list[float], r_o: float) -> TurnTable:
     """One trajectory of judged turns and a last one, a token each; the critic knows nothing."""
     n = len(r_hat) + 1
-    return made_of([n], {"process": [*r_hat, NO], "outcome": [NO] * (n - 1) + [r_o]}, token_scores={"value": [0.0] * n})
+    return made_of(
+        [n],
+        {"process": [*r_hat, NO], "outcome": [NO] * (n - 1) + [r_o]},
+        token_scores={"value": [0.0] * n},
+    )
 
 
 @pytest.mark.parametrize(
@@ -344,10 +374,13 @@ def test_renorm_by_a_constant_known_answers_and_returns(
 
 
 def two_judged() -> TurnTable:
-    """Trajectories with r_hat .5, 1, .25 (an invalid judgement before it) and r_o = 1, 0; three tokens a turn."""
+    """Trajectories with r_hat .5, 1, .25 (an invalid judgement before it) and r_o = 1, 0; three
+    tokens a turn."""
     process, score = [0.5, 1, NO, NO, 0.25, NO], [NO, NO, 1, NO, NO, 0]
     values = {"value": [0.0] * 18}
-    return made_of([3, 3], {"process": process, "outcome": score}, tokens=[3] * 6, token_scores=values)
+    return made_of(
+        [3, 3], {"process": process, "outcome": score}, tokens=[3] * 6, token_scores=values
+    )
 
 
 def test_ppr_other_normalisations_by_hand() -> None:
@@ -429,7 +462,9 @@ VARIANTS: list[oprl.Variant] = ["step", "process", "merged", "token", "environme
 
 
 @pytest.mark.parametrize("base", ["grpo", "rloo"])
-def test_oprl_known_answers_of_the_step_advantage_alone_and_on_top_of_the_episode_advantage(base: oprl.Base) -> None:
+def test_oprl_known_answers_of_the_step_advantage_alone_and_on_top_of_the_episode_advantage(
+    base: oprl.Base,
+) -> None:
     t = oprl_case()
     np.testing.assert_allclose(oprl.advantages(t, base, "process").advantages, A_S[base], atol=5e-5)
     np.testing.assert_allclose(oprl.advantages(t, base, alpha=0).advantages, A_E[base], atol=5e-5)
@@ -441,11 +476,15 @@ def test_oprl_on_reinforce_pp_whitens_each_level_on_its_own() -> None:
     # Outcomes centred: 5, 5, -5, -5, -5 over tokens: mean -1, variance 25 - 1
     t = oprl_case()
     np.testing.assert_allclose(
-        oprl.advantages(t, "reinforce_pp", alpha=0).advantages, [1.2247, 1.2247, -0.8165, -0.8165, -0.8165], atol=5e-5
+        oprl.advantages(t, "reinforce_pp", alpha=0).advantages,
+        [1.2247, 1.2247, -0.8165, -0.8165, -0.8165],
+        atol=5e-5,
     )
     # .2, -.1, .05, 0, -.15 with mean 0 and population variance .015: sample A_S x sqrt(5 / 4)
     expected = np.sqrt(5 / 4) * np.array(A_S["grpo"])
-    np.testing.assert_allclose(oprl.advantages(t, "reinforce_pp", "process").advantages, expected, atol=1e-4)
+    np.testing.assert_allclose(
+        oprl.advantages(t, "reinforce_pp", "process").advantages, expected, atol=1e-4
+    )
 
 
 def test_oprl_on_ppo_adds_the_step_advantage_to_token_gae_on_the_outcome() -> None:
@@ -479,18 +518,28 @@ def test_oprl_token_level_compares_returns_to_go_of_the_implicit_reward() -> Non
 
 
 @pytest.mark.parametrize(("base", "moved"), [("grpo", 0.1 / np.sqrt(50)), ("rloo", 0.1)])
-def test_an_invalid_step_lowers_the_advantage_of_its_own_row_and_of_no_other(base: oprl.Base, moved: float) -> None:
-    plain, fined = (oprl.advantages(t, base).advantages for t in (oprl_case(), oprl_case(valid=[1, 1, 0, NO, 1])))
+def test_an_invalid_step_lowers_the_advantage_of_its_own_row_and_of_no_other(
+    base: oprl.Base, moved: float
+) -> None:
+    plain, fined = (
+        oprl.advantages(t, base).advantages
+        for t in (oprl_case(), oprl_case(valid=[1, 1, 0, NO, 1]))
+    )
     np.testing.assert_allclose(plain - fined, [0, 0, moved, 0, 0], atol=1e-7)
-    harder = oprl.advantages(oprl_case(valid=[1, 1, 0, NO, 1]), base, invalid_penalty=1.0).advantages
+    harder = oprl.advantages(
+        oprl_case(valid=[1, 1, 0, NO, 1]), base, invalid_penalty=1.0
+    ).advantages
     np.testing.assert_allclose(plain - harder, [0, 0, 10 * moved, 0, 0], atol=1e-6)
 
 
 @pytest.mark.parametrize("variant", ["step", "token"])
 @pytest.mark.parametrize("base", ["grpo", "rloo", "reinforce_pp", "ppo"])
-def test_an_invalid_step_loses_more_than_any_other_under_every_base(base: oprl.Base, variant: oprl.Variant) -> None:
+def test_an_invalid_step_loses_more_than_any_other_under_every_base(
+    base: oprl.Base, variant: oprl.Variant
+) -> None:
     plain, fined = (
-        oprl.advantages(t, base, variant).advantages for t in (oprl_case(), oprl_case(valid=[1, 1, 0, 1, 1]))
+        oprl.advantages(t, base, variant).advantages
+        for t in (oprl_case(), oprl_case(valid=[1, 1, 0, 1, 1]))
     )
     lost = plain - fined
     assert lost[2] > 0
@@ -504,7 +553,9 @@ def test_every_base_and_variant_of_oprl_is_finite_and_reads_only_the_columns_it_
 ) -> None:
     t = oprl_case(valid=[1, 0, 1, 1, 1])
     scheme = schemes.load("oprl", {"base": base, "variant": variant})
-    needed = {name: column for name, column in t.token_scores.items() if name in scheme.needs.models}
+    needed = {
+        name: column for name, column in t.token_scores.items() if name in scheme.needs.models
+    }
     made = scheme(msgspec.structs.replace(t, token_scores=needed))
     assert np.isfinite(made.advantages).all()
     assert made.advantages.any()
@@ -533,7 +584,8 @@ def test_a_reward_model_that_never_stepped_gives_zeros_and_so_no_step_advantage(
 def test_gigpo_compares_discounted_returns_of_steps_that_answered_the_same_observation() -> None:
     # G: 0 + .95 x 1, 1 | 0, 0 + ... ; anchors: 7 (both first steps), 8 and 9 (alone)
     t = made_of([2, 3], {"reward": [0, 1, 0.5, 0, 1]}, anchor=[7, 8, 7, 9, 8])
-    # G = [.95, 1], [.5 + .9025, .95, 1]; anchor 7: .95, 1.4025; anchor 8: 1, 1; anchor 9 alone. Episodes: 1, 1.5
+    # G = [.95, 1], [.5 + .9025, .95, 1]; anchor 7: .95, 1.4025; anchor 8: 1, 1; anchor 9 alone.
+    # Episodes: 1, 1.5
     steps = gigpo.advantages(t) - [-0.25, -0.25, 0.25, 0.25, 0.25]
     np.testing.assert_allclose(steps, [-0.2263, 0, 0.2263, 0, 0], atol=5e-5)
     np.testing.assert_allclose(gigpo.advantages(t, alpha=0), [-0.25, -0.25, 0.25, 0.25, 0.25])
@@ -550,7 +602,9 @@ def test_gigpo_shares_an_observation_within_a_question_only_and_needs_observatio
         gigpo.advantages(made_of([1], {"reward": [1]}))
 
 
-def test_gigpo_reads_an_outcome_that_only_last_turns_have_and_compares_steps_of_one_trajectory_too() -> None:
+def test_gigpo_reads_an_outcome_that_only_last_turns_have_and_compares_steps_of_one_trajectory_too() -> (
+    None
+):
     # G = .95 x 1, 1 on one observation: mean .975; a lone episode has no episode advantage
     t = made_of([2], {"reward": [NO, 1]}, anchor=[3, 3])
     np.testing.assert_allclose(gigpo.advantages(t), [-0.025, 0.025], atol=1e-12)
@@ -560,7 +614,8 @@ def test_gigpo_reads_an_outcome_that_only_last_turns_have_and_compares_steps_of_
 
 
 def prime_case() -> TurnTable:
-    """Two responses to question 0 (one of two turns), two to question 1; outcomes 1, 0 and 1, 1; a forced token."""
+    """Two responses to question 0 (one of two turns), two to question 1; outcomes 1, 0 and 1, 1; a
+    forced token."""
     return made_of(
         [2, 1, 1, 1], {"outcome": [NO, 1, 0, 1, 1]}, tree=[0, 0, 1, 1], tokens=[2, 1, 2, 1, 2],
         sampled=[True, True, True, True, False, True, True, True],
@@ -576,10 +631,15 @@ def prime_by_hand(low: float, high: float) -> list[float]:
         (1, 1.0, [0.1], [1]),
         (1, 1.0, [0.2, -0.3], [1, 1]),
     ]
-    accuracy = {q: np.mean([score > 0 for other, score, _, _ in responses if other == q]) for q in (0, 1)}
+    accuracy = {
+        q: np.mean([score > 0 for other, score, _, _ in responses if other == q]) for q in (0, 1)
+    }
     fit = [low <= accuracy[question] <= high for question, _, _, _ in responses]
     largest = max(
-        abs(sum(r[i:])) for (_, _, r, _), fits in zip(responses, fit, strict=True) for i in range(len(r)) if fits
+        abs(sum(r[i:]))
+        for (_, _, r, _), fits in zip(responses, fit, strict=True)
+        for i in range(len(r))
+        if fits
     )
     flat, kept = [], []
     for (question, score, rewards, sampled), fits in zip(responses, fit, strict=True):
@@ -587,7 +647,9 @@ def prime_by_hand(low: float, high: float) -> list[float]:
         n = len(mates)
         mean = sum(sum(r) / largest / sum(s) for _, _, r, s in mates) / n
         final = n / (n - 1) * (score - sum(m[1] for m in mates) / n)
-        process = [s * n / (n - 1) * (r / largest - mean) for r, s in zip(rewards, sampled, strict=True)]
+        process = [
+            s * n / (n - 1) * (r / largest - mean) for r, s in zip(rewards, sampled, strict=True)
+        ]
         for i, s in enumerate(sampled):
             flat.append(5 * sum(process[i:]) + 5 * final)
             kept.append(bool(s) and fits)
@@ -610,24 +672,33 @@ def test_prime_leaves_questions_out_that_are_too_easy_or_too_hard() -> None:
 
 
 def test_prime_sets_its_scale_after_the_filter() -> None:
-    # In question 0 the token rewards are 1 and -1, whose largest return-to-go is 1; question 1 is too easy and has 50.
+    # In question 0 the token rewards are 1 and -1, whose largest return-to-go is 1; question 1 is
+    # too easy and has 50.
     prm = {"prm": [0.0, 1, -1, 0, 50, 0, 0, 0]}
-    t = made_of([1] * 4, {"outcome": [1, 0, 1, 1]}, tree=[0, 0, 1, 1], tokens=[2] * 4, token_scores=prm)
-    # (x - mean of means) x 2: means .5 and -.5; outcome 2 (x - .5) = 1, -1; returns-to-go 5 (2 + 1), 5 (2 + 1) and 5 (-2 - 1), -5
+    t = made_of(
+        [1] * 4, {"outcome": [1, 0, 1, 1]}, tree=[0, 0, 1, 1], tokens=[2] * 4, token_scores=prm
+    )
+    # (x - mean of means) x 2: means .5 and -.5; outcome 2 (x - .5) = 1, -1; returns-to-go 5 (2 +
+    # 1), 5 (2 + 1) and 5 (-2 - 1), -5
     np.testing.assert_allclose(prime.advantages(t)[4:], 0)
     expected = np.array([15, 15, -15, -5])
-    np.testing.assert_allclose(prime.advantages(t)[:4], (expected - 2.5) / expected.std(), atol=1e-6)
+    np.testing.assert_allclose(
+        prime.advantages(t)[:4], (expected - 2.5) / expected.std(), atol=1e-6
+    )
 
 
 def test_prime_takes_the_accuracy_of_a_question_over_the_outcomes_that_are_there() -> None:
     score = {"outcome": [1, 0, NO, 1, NO, 1]}
-    t = made_of([1] * 6, score, tree=[0, 0, 0, 1, 1, 1], token_scores={"prm": [0.5, -0.25, 9, 1, 2, 3]})
+    t = made_of(
+        [1] * 6, score, tree=[0, 0, 0, 1, 1, 1], token_scores={"prm": [0.5, -0.25, 9, 1, 2, 3]}
+    )
     np.testing.assert_allclose(prime.advantages(t), [1, -1, 0, 0, 0, 0], atol=1e-6)
     assert schemes.load("prime", {}).trains(t).tolist() == [True, True, False, False, False, False]
 
 
 def test_prime_by_hand_for_two_responses_of_one_token() -> None:
-    # prm .5, -.25 scaled by .5: 1, -.5; leave-one-out 1.5, -1.5; outcome 1, -1: 5 x 2.5 and -12.5, whitened
+    # prm .5, -.25 scaled by .5: 1, -.5; leave-one-out 1.5, -1.5; outcome 1, -1: 5 x 2.5 and -12.5,
+    # whitened
     t = made_of([1, 1], {"outcome": [1, 0]}, token_scores={"prm": [0.5, -0.25]})
     np.testing.assert_allclose(prime.advantages(t), [1, -1], atol=1e-6)
     only = prime.advantages(t, process_weight=0)
@@ -648,7 +719,9 @@ def test_prime_by_hand_for_two_responses_of_one_token() -> None:
         ("grpo", {"std": 3}),
     ],
 )
-def test_an_unknown_value_of_an_option_is_refused_with_the_known_ones(name: str, options: dict[str, Any]) -> None:
+def test_an_unknown_value_of_an_option_is_refused_with_the_known_ones(
+    name: str, options: dict[str, Any]
+) -> None:
     with pytest.raises(ValueError, match=f"{next(iter(options.values()))!r}: expected"):
         schemes.load(name, options)
 
@@ -664,7 +737,10 @@ EVERY: list[tuple[str, dict[str, Any]]] = [
     ("mc_pr", {}),
     *(("oprl", {"base": base, "variant": variant}) for base in BASES for variant in VARIANTS),
     ("outcome", {}),
-    *(("ppr", {"normalisation": how}) for how in ("constant", "sample", "none", "rescale", "reduced")),
+    *(
+        ("ppr", {"normalisation": how})
+        for how in ("constant", "sample", "none", "rescale", "reduced")
+    ),
     ("ppr", {"invalid": "skip", "targets": "retrace"}),
     ("prime", {"accuracy_low": 0, "accuracy_high": 1}),
     ("reinforce_pp", {}),
@@ -678,7 +754,8 @@ EVERY: list[tuple[str, dict[str, Any]]] = [
 
 
 def random_table(seed: int) -> TurnTable:
-    """One to three questions of one to four trajectories of one to four turns, with every column there is."""
+    """One to three questions of one to four trajectories of one to four turns, with every column
+    there is."""
     rng = np.random.default_rng(seed)
     tree = np.repeat(np.arange(3), rng.integers(1, 5, 3))[: rng.integers(2, 12)]
     lengths = rng.integers(1, 5, len(tree))
@@ -695,7 +772,9 @@ def random_table(seed: int) -> TurnTable:
         "outcome": score.tolist(), "process": process.tolist(), "reward": rng.normal(0, 1, n).tolist(),
         "mc_value": rng.random(n).tolist(), "valid": rng.integers(0, 2, n).tolist(),
     }  # fmt: skip
-    models = {name: rng.normal(0, 1, total).tolist() for name in ("prm", "value", "kl", "log_ratio")}
+    models = {
+        name: rng.normal(0, 1, total).tolist() for name in ("prm", "value", "kl", "log_ratio")
+    }
     return made_of(
         lengths.tolist(), columns, tree.tolist(), tokens.tolist(),
         (rng.random(total) < 0.8).tolist(), models, rng.integers(0, 3, n).tolist(),
@@ -725,7 +804,9 @@ def test_the_properties_cover_every_scheme() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(SEEDS, st.sampled_from(EVERY))
-def test_permuting_the_rows_permutes_advantages_and_targets(seed: int, which: tuple[str, dict[str, Any]]) -> None:
+def test_permuting_the_rows_permutes_advantages_and_targets(
+    seed: int, which: tuple[str, dict[str, Any]]
+) -> None:
     t, scheme = random_table(seed), schemes.load(*which)
     moved, flat = permuted(t, np.random.default_rng(seed).permutation(len(t)))
     before, after = scheme(t), scheme(moved)
@@ -742,11 +823,14 @@ def test_what_models_say_of_forced_tokens_changes_no_advantage_of_a_sampled_one(
     """The critic excepted: the value of a forced token is the value of a state like any other."""
     t = random_table(seed)
     models = {
-        name: np.where(t.mask() | (name in ("value", "log_ratio")), c, 77.0) for name, c in t.token_scores.items()
+        name: np.where(t.mask() | (name in ("value", "log_ratio")), c, 77.0)
+        for name, c in t.token_scores.items()
     }
     other = msgspec.structs.replace(t, token_scores=models)
     scheme = schemes.load(*which)
-    np.testing.assert_allclose(scheme(other).advantages[t.mask()], scheme(t).advantages[t.mask()], atol=1e-6)
+    np.testing.assert_allclose(
+        scheme(other).advantages[t.mask()], scheme(t).advantages[t.mask()], atol=1e-6
+    )
 
 
 def without_forced(t: TurnTable) -> TurnTable:
@@ -757,7 +841,9 @@ def without_forced(t: TurnTable) -> TurnTable:
 
 
 WITHOUT_CRITIC = [
-    (name, options) for name, options in EVERY if name not in ("gae", "ppr") and options.get("base") != "ppo"
+    (name, options)
+    for name, options in EVERY
+    if name not in ("gae", "ppr") and options.get("base") != "ppo"
 ]
 
 
@@ -769,18 +855,29 @@ def forced_change_nothing(seed: int, name: str, options: dict[str, Any]) -> None
 
 
 @settings(max_examples=40, deadline=None)
-@given(SEEDS, st.sampled_from([which for which in WITHOUT_CRITIC if which[1].get("variant") != "token"]))
-def test_forced_tokens_change_no_advantage_of_a_sampled_one(seed: int, which: tuple[str, dict[str, Any]]) -> None:
+@given(
+    SEEDS,
+    st.sampled_from([which for which in WITHOUT_CRITIC if which[1].get("variant") != "token"]),
+)
+def test_forced_tokens_change_no_advantage_of_a_sampled_one(
+    seed: int, which: tuple[str, dict[str, Any]]
+) -> None:
     forced_change_nothing(seed, *which)
 
 
 @pytest.mark.parametrize("base", ["grpo", "rloo", "reinforce_pp"])
-def test_forced_tokens_change_no_advantage_of_a_sampled_one_in_oprls_token_variant(base: oprl.Base) -> None:
+def test_forced_tokens_change_no_advantage_of_a_sampled_one_in_oprls_token_variant(
+    base: oprl.Base,
+) -> None:
     for seed in (0, 1, 2, 3):
         t = random_table(seed)
-        t = permuted(t, np.flatnonzero(np.bincount(t.row(), weights=t.mask(), minlength=len(t)) > 0))[0]
+        t = permuted(
+            t, np.flatnonzero(np.bincount(t.row(), weights=t.mask(), minlength=len(t)) > 0)
+        )[0]
         scheme = schemes.load("oprl", {"base": base, "variant": "token"})
-        np.testing.assert_allclose(scheme(t).advantages[t.mask()], scheme(without_forced(t)).advantages, atol=1e-6)
+        np.testing.assert_allclose(
+            scheme(t).advantages[t.mask()], scheme(without_forced(t)).advantages, atol=1e-6
+        )
 
 
 @settings(max_examples=40, deadline=None)
@@ -789,7 +886,12 @@ def test_advantages_of_trajectories_sum_to_zero_within_a_question(seed: int) -> 
     t = random_table(seed)
     ends = [rows[-1] for rows in t.trajectories().rows]
     tree = t.tree[ends]
-    made = [grpo.advantages(t), rloo.advantages(t), slate_full.advantages(t), grpo.advantages(t, std=False)]
+    made = [
+        grpo.advantages(t),
+        rloo.advantages(t),
+        slate_full.advantages(t),
+        grpo.advantages(t, std=False),
+    ]
     for advantages in made:
         each = by_turn(advantages, t)[ends]
         np.testing.assert_allclose(np.bincount(tree, weights=each), 0, atol=1e-9)
@@ -819,18 +921,25 @@ def test_standardised_advantages_do_not_depend_on_scale_or_offset_of_the_scores(
 ) -> None:
     t = random_table(seed)
     ends = t.trajectories().last()
-    moved = {"reward": scale * t.column("reward"), "outcome": scale * t.column("outcome") + np.where(ends, offset, NO)}
+    moved = {
+        "reward": scale * t.column("reward"),
+        "outcome": scale * t.column("outcome") + np.where(ends, offset, NO),
+    }
     other = msgspec.structs.replace(t, scores=t.scores | moved)
     for scheme in (grpo, outcome):  # the default eps counts where a group's scores hardly differ
         before, after = scheme.advantages(t, eps=1e-12), scheme.advantages(other, eps=1e-12)
         np.testing.assert_allclose(after, before, atol=1e-3)
     np.testing.assert_allclose(rloo.advantages(other), scale * rloo.advantages(t), atol=1e-9)
-    np.testing.assert_allclose(rloo.advantages(other, "outcome"), scale * rloo.advantages(t, "outcome"), atol=1e-9)
+    np.testing.assert_allclose(
+        rloo.advantages(other, "outcome"), scale * rloo.advantages(t, "outcome"), atol=1e-9
+    )
 
 
 @settings(max_examples=40, deadline=None)
 @given(SEEDS)
-def test_renorm_by_a_constant_keeps_the_sign_of_the_outcome_and_stays_between_minus_one_and_one(seed: int) -> None:
+def test_renorm_by_a_constant_keeps_the_sign_of_the_outcome_and_stays_between_minus_one_and_one(
+    seed: int,
+) -> None:
     t = random_table(seed)
     trajectories = t.trajectories()
     r_o = trajectories.total(t.column("outcome"))[trajectories.of]
@@ -901,13 +1010,17 @@ def test_a_batch_without_any_score_teaches_nothing(which: tuple[str, dict[str, A
 
 
 def test_missing_outcomes_by_hand() -> None:
-    t = made_of([1] * 5, {"outcome": [1, NO, 0, NO, 5], "reward": [1, NO, 0, NO, 5]}, tree=[0, 0, 0, 1, 1])
+    t = made_of(
+        [1] * 5, {"outcome": [1, NO, 0, NO, 5], "reward": [1, NO, 0, NO, 5]}, tree=[0, 0, 0, 1, 1]
+    )
     half = 0.5**0.5
     np.testing.assert_allclose(grpo.advantages(t, "outcome"), [half, 0, -half, 0, 0], atol=1e-6)
     np.testing.assert_allclose(slate_full.advantages(t), [half, 0, -half, 0, 0], atol=1e-6)
     np.testing.assert_allclose(rloo.advantages(t, "outcome"), [1, 0, -1, 0, 0])
     # 1, 0, 5: mean 2, population variance (1 + 4 + 9) / 3
-    np.testing.assert_allclose(outcome.advantages(t), np.array([-1, 0, -2, 0, 3]) / (14 / 3) ** 0.5, atol=1e-7)
+    np.testing.assert_allclose(
+        outcome.advantages(t), np.array([-1, 0, -2, 0, 3]) / (14 / 3) ** 0.5, atol=1e-7
+    )
     # centred .5, -.5, 0: variance 1 / 6
     expected = np.array([0.5, 0, -0.5, 0, 0]) * 6**0.5
     np.testing.assert_allclose(reinforce_pp.advantages(t), expected, atol=1e-7)
@@ -947,7 +1060,9 @@ def test_sample_and_population_deviation_differ_by_the_root_of_n_over_n_minus_on
     which: tuple[str, dict[str, Any]], option: str
 ) -> None:
     t = random_table(11)
-    population, sample = (schemes.load(which[0], which[1] | {option: ddof})(t).advantages for ddof in (0, 1))
+    population, sample = (
+        schemes.load(which[0], which[1] | {option: ddof})(t).advantages for ddof in (0, 1)
+    )
     n = {"outcome": len(t.trajectories().tree), "whiten_ddof": t.mask().sum()}
     n = n["whiten_ddof"] if option == "whiten_ddof" else n.get(which[0], len(t))
     if which == ("oprl", {"base": "grpo", "variant": "process"}):  # within each question
@@ -961,7 +1076,9 @@ def test_a_scheme_reads_the_token_columns_it_needs_and_no_other_and_is_finite(
     which: tuple[str, dict[str, Any]],
 ) -> None:
     t, scheme = random_table(5), schemes.load(*which)
-    needed = {name: column for name, column in t.token_scores.items() if name in scheme.needs.models}
+    needed = {
+        name: column for name, column in t.token_scores.items() if name in scheme.needs.models
+    }
     made = scheme(msgspec.structs.replace(t, token_scores=needed))
     assert made.advantages.shape == (int(t.tokens.sum()),)
     assert np.isfinite(made.advantages).all()

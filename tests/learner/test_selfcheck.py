@@ -1,4 +1,5 @@
-"""The self-check refuses every planted fault of packing and no healthy forest, in either number type."""
+"""The self-check refuses every planted fault of packing and no healthy forest, in either number
+type."""
 
 from pathlib import Path
 
@@ -27,6 +28,11 @@ def test_each_planted_fault_is_refused_and_the_healthy_forest_is_not(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", TYPES)
-def test_two_hundred_healthy_forests_are_never_refused(tmp_path: Path, llama: Path, dtype: str) -> None:
+def test_two_hundred_healthy_forests_are_never_refused(
+    tmp_path: Path, llama: Path, dtype: str
+) -> None:
     made = trainer(llama, tmp_path, dtype=dtype)
-    assert all(check(made.policy, forest(seed, trees=1 + seed % 2, steps=1 + seed % 3)) for seed in range(200))
+    assert all(
+        check(made.policy, forest(seed, trees=1 + seed % 2, steps=1 + seed % 3))
+        for seed in range(200)
+    )

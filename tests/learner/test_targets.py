@@ -30,7 +30,8 @@ def number(low: float, high: float) -> st.SearchStrategy[float]:
 def trajectories(draw: st.DrawFn) -> Trajectory:
     n = draw(st.integers(1, 8))
     rewards, values, log_ratio = (
-        np.array(draw(st.lists(number(-b, b), min_size=n, max_size=n)), np.float64) for b in (2, 2, 1.5)
+        np.array(draw(st.lists(number(-b, b), min_size=n, max_size=n)), np.float64)
+        for b in (2, 2, 1.5)
     )
     return Trajectory(rewards, values, log_ratio, draw(number(0, 1)), draw(number(0, 1)))
 
@@ -53,7 +54,9 @@ def monte_carlo(t: Trajectory) -> list[float]:
 def test_gae_is_the_double_sum_of_discounted_temporal_differences(t: Trajectory) -> None:
     made, returns = gae(t.rewards, t.values, t.gamma, t.lam)
     n = len(made)
-    expected = [sum((t.gamma * t.lam) ** (k - i) * delta(t, k) for k in range(i, n)) for i in range(n)]
+    expected = [
+        sum((t.gamma * t.lam) ** (k - i) * delta(t, k) for k in range(i, n)) for i in range(n)
+    ]
     np.testing.assert_allclose(made, expected, atol=1e-9)
     np.testing.assert_allclose(returns, made + t.values, atol=1e-12)
 
@@ -93,8 +96,11 @@ def test_on_policy_retrace_is_gae_for_any_lambda(t: Trajectory) -> None:
 
 @settings(max_examples=50, deadline=None)
 @given(trajectories(), number(1, 3), number(0.5, 1))
-def test_vtrace_is_the_n_step_definition_of_its_paper(t: Trajectory, rho_max: float, c_max: float) -> None:
-    # Espeholt et al. 2018, eq. 1: v_s = V_s + sum_t gamma^(t-s) (c_s ... c_(t-1)) rho_t delta_t; remark 2: lambda in c
+def test_vtrace_is_the_n_step_definition_of_its_paper(
+    t: Trajectory, rho_max: float, c_max: float
+) -> None:
+    # Espeholt et al. 2018, eq. 1: v_s = V_s + sum_t gamma^(t-s) (c_s ... c_(t-1)) rho_t delta_t;
+    # remark 2: lambda in c
     advantages, targets = vtrace(t.rewards, t.values, t.log_ratio, t.gamma, t.lam, rho_max, c_max)
     n, ratio = len(targets), np.exp(t.log_ratio)
     expected = []
@@ -115,12 +121,15 @@ def test_vtrace_is_the_n_step_definition_of_its_paper(t: Trajectory, rho_max: fl
 @settings(max_examples=50, deadline=None)
 @given(trajectories())
 def test_retrace_is_the_sum_of_its_paper_over_traces_cut_at_one(t: Trajectory) -> None:
-    # Munos et al. 2016, eq. 3 with V for Q and its expectation: sum_k gamma^(k-s) (c_(s+1) ... c_k) delta_k
+    # Munos et al. 2016, eq. 3 with V for Q and its expectation: sum_k gamma^(k-s) (c_(s+1) ... c_k)
+    # delta_k
     advantages, targets = retrace(t.rewards, t.values, t.log_ratio, t.gamma, t.lam)
     n, cut = len(targets), [min(1.0, float(r)) for r in np.exp(t.log_ratio)]
     expected = [
         sum(
-            t.gamma ** (k - s) * float(np.prod([t.lam * c for c in cut[s + 1 : k + 1]])) * delta(t, k)
+            t.gamma ** (k - s)
+            * float(np.prod([t.lam * c for c in cut[s + 1 : k + 1]]))
+            * delta(t, k)
             for k in range(s, n)
         )
         for s in range(n)
@@ -129,19 +138,24 @@ def test_retrace_is_the_sum_of_its_paper_over_traces_cut_at_one(t: Trajectory) -
     np.testing.assert_allclose(targets, t.values + np.array(cut) * expected, atol=1e-9)
 
 
-def test_ratios_above_the_truncation_level_have_no_further_effect_and_ratios_below_shorten_the_trace() -> None:
+def test_ratios_above_the_truncation_level_have_no_further_effect_and_ratios_below_shorten_the_trace() -> (
+    None
+):
     rewards, values = np.array([0, 0, 1.0]), np.zeros(3)
 
     def targets(ratio: list[float], rho_max: float = 1.0, c_max: float = 1.0) -> list[float]:
         return vtrace(rewards, values, np.log(ratio), 1.0, 1.0, rho_max, c_max)[1].tolist()
 
     assert targets([1, 1, 1]) == targets([2, 7, 100]) == [1, 1, 1]
-    assert targets([1, 1, 0.25]) == [0.25, 0.25, 0.25]  # an unlikely last action: its reward counts a quarter
-    assert targets([1, 0.25, 1]) == [0.25, 0.25, 1]  # an unlikely middle action cuts what is before it, not after
+    # an unlikely last action: its reward counts a quarter
+    assert targets([1, 1, 0.25]) == [0.25, 0.25, 0.25]
+    # an unlikely middle action cuts what is before it, not after
+    assert targets([1, 0.25, 1]) == [0.25, 0.25, 1]
     assert targets([4, 4, 4], rho_max=2) == [2, 2, 2]  # rho alone scales the fixed point
     np.testing.assert_allclose(targets([4, 4, 4], rho_max=2, c_max=0.5), [0.5, 1, 2])
     made = retrace(rewards, values, np.log([0.25, 1, 7]), 1.0, 1.0)
-    assert made[0].tolist() == [1, 1, 1]  # an action value does not depend on how likely the action itself was
+    # an action value does not depend on how likely the action itself was
+    assert made[0].tolist() == [1, 1, 1]
     assert made[1].tolist() == [0.25, 1, 1]
     assert retrace(rewards, values, np.log([1, 0.25, 1]), 1.0, 1.0)[0].tolist() == [0.25, 1, 1]
 
@@ -149,7 +163,10 @@ def test_ratios_above_the_truncation_level_have_no_further_effect_and_ratios_bel
 def test_ratios_too_large_for_a_float_are_cut_like_any_other() -> None:
     rewards, values, far = np.ones(3), np.zeros(3), np.array([900.0, 900, 900])
     with np.errstate(over="ignore"):
-        for made in (vtrace(rewards, values, far, 1.0, 1.0), retrace(rewards, values, far, 1.0, 1.0)):
+        for made in (
+            vtrace(rewards, values, far, 1.0, 1.0),
+            retrace(rewards, values, far, 1.0, 1.0),
+        ):
             for column in made:
                 np.testing.assert_allclose(column, [3, 2, 1])
 
@@ -187,12 +204,16 @@ def test_an_estimate_follows_each_trajectory_in_the_order_it_was_generated() -> 
 
 
 def test_the_kl_reward_is_paid_on_sampled_tokens_only() -> None:
-    made = estimate(two_interleaved(), np.array([1.0, 0, 2, 0, 0]), 1.0, 1.0, False, "gae", kl_coef=0.25)
+    made = estimate(
+        two_interleaved(), np.array([1.0, 0, 2, 0, 0]), 1.0, 1.0, False, "gae", kl_coef=0.25
+    )
     assert made.returns is not None
     assert made.returns.tolist() == [0.75, 1.75, 2, 0.5, 0.5]
 
 
-def test_whitened_advantages_have_mean_zero_and_variance_one_over_sampled_tokens_and_leave_the_targets_alone() -> None:
+def test_whitened_advantages_have_mean_zero_and_variance_one_over_sampled_tokens_and_leave_the_targets_alone() -> (
+    None
+):
     t, rewards = two_interleaved(), np.array([1.0, 0, 2, 0, 0])
     made, plain = (estimate(t, rewards, 1.0, 1.0, whiten, "gae") for whiten in (True, False))
     inside = made.advantages[t.mask()]
@@ -206,12 +227,19 @@ def test_whitened_advantages_have_mean_zero_and_variance_one_over_sampled_tokens
 
 def test_vtrace_and_retrace_estimates_read_the_log_ratios_of_their_own_trajectory() -> None:
     t, rewards = two_interleaved(), np.array([1.0, 0, 2, 0, 0])
-    off_policy: dict[Kind, Callable[..., tuple[np.ndarray, np.ndarray]]] = {"vtrace": vtrace, "retrace": retrace}
+    off_policy: dict[Kind, Callable[..., tuple[np.ndarray, np.ndarray]]] = {
+        "vtrace": vtrace,
+        "retrace": retrace,
+    }
     for kind, function in off_policy.items():
         made = estimate(t, rewards, 0.9, 0.8, False, kind)
         assert made.returns is not None
         for span in ([3, 4, 0], [1, 2]):
-            columns = (rewards[span], t.token_column("value")[span], t.token_column("log_ratio")[span])
+            columns = (
+                rewards[span],
+                t.token_column("value")[span],
+                t.token_column("log_ratio")[span],
+            )
             advantages, returns = function(*columns, 0.9, 0.8)
             np.testing.assert_allclose(made.advantages[span], advantages)
             np.testing.assert_allclose(made.returns[span], returns)

@@ -30,11 +30,21 @@ def table(trajectories: int, **scores: list[float]) -> TurnTable:
     n = np.zeros(trajectories, np.int64)
     columns = {name: np.array(values, np.float64) for name, values in scores.items()}
     ones = n + 1
-    return TurnTable(n, n, np.arange(trajectories), ones, ones, columns, token_scores={"prm": np.zeros(trajectories)})
+    return TurnTable(
+        n,
+        n,
+        np.arange(trajectories),
+        ones,
+        ones,
+        columns,
+        token_scores={"prm": np.zeros(trajectories)},
+    )
 
 
 @pytest.mark.parametrize("base", ["grpo", "rloo", "reinforce_pp"])
-def test_an_invalid_step_among_equal_outcomes_costs_its_penalty_not_a_hundred_thousand(base: str) -> None:
+def test_an_invalid_step_among_equal_outcomes_costs_its_penalty_not_a_hundred_thousand(
+    base: str,
+) -> None:
     t = table(4, outcome=[0, 0, 0, 0], valid=[1, 0, 1, 1])
     made = schemes.load("oprl", {"base": base})(t).advantages
     assert np.abs(made).max() < 2
@@ -44,7 +54,12 @@ def test_an_invalid_step_among_equal_outcomes_costs_its_penalty_not_a_hundred_th
 @pytest.mark.parametrize("value", [2.05, 0.1, -1e9])
 def test_equal_scores_leave_exactly_no_advantage(value: float) -> None:
     same = np.full(6, value)
-    for made in (standardise(same), standardise(same, eps=1e-8), leave_one_out(same), whiten(same, same == same)):
+    for made in (
+        standardise(same),
+        standardise(same, eps=1e-8),
+        leave_one_out(same),
+        whiten(same, same == same),
+    ):
         assert not made.any()
 
 
@@ -58,11 +73,16 @@ def test_a_batch_without_judged_turns_still_trains_on_the_outcome() -> None:
     assert schemes.load("ppr", {"whiten": False})(t).advantages.tolist() == [1, 0]
 
 
-def test_an_infinite_score_is_named_with_the_scheme_that_read_it(tmp_path: Path, llama: Path) -> None:
+def test_an_infinite_score_is_named_with_the_scheme_that_read_it(
+    tmp_path: Path, llama: Path
+) -> None:
     some, nodes = groups(7)
     turns = [msgspec.structs.replace(t, scores={"reward": float("inf")}) for t in some[0].turns[:1]]
     bad = TrainGroup(some[0].id, some[0].tree, some[0].nodes, turns + some[0].turns[1:])
-    with pytest.raises(ValueError, match=r"scheme 'grpo'.*not finite"), np.errstate(invalid="ignore"):
+    with (
+        pytest.raises(ValueError, match=r"scheme 'grpo'.*not finite"),
+        np.errstate(invalid="ignore"),
+    ):
         trainer(llama, tmp_path, scheme="grpo").update(Batch(0, 3, [bad, *some[1:]], nodes))
 
 
@@ -73,7 +93,9 @@ def test_groups_without_turns_are_an_update_without_a_step(tmp_path: Path, llama
     assert made.version == 1
 
 
-def test_the_self_check_waits_for_a_batch_that_shares_something(tmp_path: Path, llama: Path) -> None:
+def test_the_self_check_waits_for_a_batch_that_shares_something(
+    tmp_path: Path, llama: Path
+) -> None:
     made = trainer(llama, tmp_path)
     assert not check(made.policy, [Tokens([1, 2, 3], 1), Tokens([4, 5, 6], 1)])
     assert check(made.policy, [Tokens([1, 2, 3, 4], 3), Tokens([1, 2, 3, 5], 3)])
@@ -81,12 +103,27 @@ def test_the_self_check_waits_for_a_batch_that_shares_something(tmp_path: Path, 
     assert made.checked
 
 
-def test_a_model_that_scales_its_logits_is_refused_by_the_key_that_says_so(tmp_path: Path, llama: Path) -> None:
-    shape: dict[str, Any] = {"vocab_size": 260, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
-    config = GraniteConfig(**shape, num_attention_heads=4, num_key_value_heads=2, logits_scaling=8.0)
+def test_a_model_that_scales_its_logits_is_refused_by_the_key_that_says_so(
+    tmp_path: Path, llama: Path
+) -> None:
+    shape: dict[str, Any] = {
+        "vocab_size": 260,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+    }
+    config = GraniteConfig(
+        **shape, num_attention_heads=4, num_key_value_heads=2, logits_scaling=8.0
+    )
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "granite")
     with pytest.raises(ValueError, match=r"logits_scaling = 8\.0"):
-        TreeModel(str(tmp_path / "granite"), process(llama, tmp_path).learner, LoraConfig(4), 1.0, Ranks(60))
+        TreeModel(
+            str(tmp_path / "granite"),
+            process(llama, tmp_path).learner,
+            LoraConfig(4),
+            1.0,
+            Ranks(60),
+        )
 
 
 def test_a_changed_adapter_rank_is_not_called_damage(tmp_path: Path, llama: Path) -> None:

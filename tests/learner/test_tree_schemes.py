@@ -22,9 +22,13 @@ SURE, UNSURE = -0.01, -1.0  # log-probabilities above and below log 0.9
 
 
 def leaves(
-    paths: list[list[list[int]]], outcomes: list[float], groups: list[int] | None = None, fresh: bool = False
+    paths: list[list[list[int]]],
+    outcomes: list[float],
+    groups: list[int] | None = None,
+    fresh: bool = False,
 ) -> TurnTable:
-    """One question's trajectories, each a list of turns of tokens. Observations are the token 99; a negative token was sampled surely.
+    """One question's trajectories, each a list of turns of tokens. Observations are the token 99; a
+    negative token was sampled surely.
 
     fresh: a turn has a prompt of its own, which is its number.
     """
@@ -54,36 +58,58 @@ def _tokens(path: list[list[int]], t: int, fresh: bool) -> TurnTokens:
     )
 
 
-# Four leaves: A and B share two tokens of their first turn, A and C the whole first turn but one token; D is alone.
-#   root -- 1 -- 2 -- 3, 99, 5 (A, 1)
-#    |      |     `-- 4        (B, 0)
-#    |      `-- 6              (C, 1)
-#    `-- 8                     (D, 0)
+# Four leaves: A and B share two tokens of their first turn, A and C the whole first turn but one
+# token; D is alone. root -- 1 -- 2 -- 3, 99, 5 (A, 1) |      |     `-- 4        (B, 0) |      `-- 6
+# (C, 1) `-- 8                     (D, 0)
 TREE = [[[1, 2, 3], [5]], [[1, 2, 4]], [[1, 6]], [[8]]]
 OUTCOMES = [1.0, 0.0, 1.0, 0.0]
 
 
 def test_segments_end_where_trajectories_part_also_inside_a_turn() -> None:
     tree = segments(leaves(TREE, OUTCOMES))
-    # The tokens in order: A 1, 2, 3, 5; B 1, 2, 4; C 1, 6; D 8. Tokens 1 and 2 are one segment for A and B only up to C's departure.
+    # The tokens in order: A 1, 2, 3, 5; B 1, 2, 4; C 1, 6; D 8. Tokens 1 and 2 are one segment for
+    # A and B only up to C's departure.
     one, two, three, five, *_ = tree.of
     assert three == five  # A alone, over the end of its turn
-    assert tree.of.tolist() == [one, two, three, three, one, two, tree.of[6], one, tree.of[8], tree.of[9]]
+    assert tree.of.tolist() == [
+        one,
+        two,
+        three,
+        three,
+        one,
+        two,
+        tree.of[6],
+        one,
+        tree.of[8],
+        tree.of[9],
+    ]
     assert len(set(tree.of.tolist())) == 6
-    assert tree.leaves[[one, two, three, tree.of[6], tree.of[8], tree.of[9]]].tolist() == [3, 2, 1, 1, 1, 1]
+    assert tree.leaves[[one, two, three, tree.of[6], tree.of[8], tree.of[9]]].tolist() == [
+        3,
+        2,
+        1,
+        1,
+        1,
+        1,
+    ]
     assert tree.parent[[two, three, tree.of[6], tree.of[8]]].tolist() == [one, two, two, one]
     root = tree.parent[one]
     assert tree.parent[root] == -1
     assert (root, tree.parent[tree.of[9]]) == (0, root)
     assert tree.leaves[root] == 4
-    assert tree.mean(np.array(OUTCOMES))[[root, one, two]].tolist() == [0.5, pytest.approx(2 / 3), 0.5]
+    assert tree.mean(np.array(OUTCOMES))[[root, one, two]].tolist() == [
+        0.5,
+        pytest.approx(2 / 3),
+        0.5,
+    ]
     weighted = tree.mean(np.array(OUTCOMES), np.array([1.0, 3.0, 1.0, 1.0]))
     assert weighted[[root, one, two]].tolist() == [pytest.approx(2 / 6), pytest.approx(2 / 5), 0.25]
 
 
 def test_a_turn_with_its_own_prompt_is_shared_only_if_all_turns_before_it_are() -> None:
     same, other = [[[1], [5]], [[1], [5]]], [[[1], [5]], [[2], [5]]]
-    assert segments(leaves(same, [0, 1], fresh=True)).of.tolist() == [0, 0, 0, 0]  # what all share is the root's
+    # what all share is the root's
+    assert segments(leaves(same, [0, 1], fresh=True)).of.tolist() == [0, 0, 0, 0]
     assert len(set(segments(leaves(other, [0, 1], fresh=True)).of.tolist())) == 2
 
 
@@ -93,8 +119,9 @@ def test_a_table_without_tokens_has_no_segments() -> None:
 
 
 def test_tree_grpo_adds_the_comparison_with_all_leaves_to_that_within_the_tree() -> None:
-    # Tree 1 has outcomes 1, 0, 1; tree 2 has 0. All: mean 1/2, sample std sqrt(1/3). Tree 1: mean 2/3, sample std sqrt(1/3).
-    # A = (1/2 + 1/3) sqrt 3 = 1.4434 (wins), (-1/2 - 2/3) sqrt 3 = -2.0207; D is alone in its tree: -sqrt 3 / 2 + 0.
+    # Tree 1 has outcomes 1, 0, 1; tree 2 has 0. All: mean 1/2, sample std sqrt(1/3). Tree 1: mean
+    # 2/3, sample std sqrt(1/3). A = (1/2 + 1/3) sqrt 3 = 1.4434 (wins), (-1/2 - 2/3) sqrt 3 =
+    # -2.0207; D is alone in its tree: -sqrt 3 / 2 + 0.
     table = leaves(TREE, OUTCOMES, groups=[1, 1, 1, 2])
     expected = [1.4434] * 4 + [-2.0207] * 3 + [1.4434] * 2 + [-0.8660]
     np.testing.assert_allclose(tree_grpo.advantages(table), expected, atol=1e-4)
@@ -104,12 +131,16 @@ def test_tree_grpo_gives_a_lone_leaf_nothing_to_compare() -> None:
     # All: mean 1/2, std sqrt(1/2), so +-0.7071; trees of one leaf add 0.
     table = leaves([[[1]], [[2]]], [1.0, 0.0], groups=[1, 2])
     np.testing.assert_allclose(tree_grpo.advantages(table), [0.7071, -0.7071], atol=1e-4)
-    assert tree_grpo.advantages(leaves([[[1]], [[2]]], [1.0, np.nan])).tolist() == [0, 0]  # one is left
+    # one is left
+    assert tree_grpo.advantages(leaves([[[1]], [[2]]], [1.0, np.nan])).tolist() == [0, 0]
 
 
-def test_treerl_by_its_equation_adds_what_a_step_gains_over_the_question_and_over_its_parent() -> None:
+def test_treerl_by_its_equation_adds_what_a_step_gains_over_the_question_and_over_its_parent() -> (
+    None
+):
     # Leave one out: wins 1 - 1/3 = 2/3, losses -2/3. V: (A, B) 0, (A, B, C) 2/9, C 2/3, D -2/3.
-    # A(1) = 2 (2/9) / sqrt 3 = 0.2566; A(2) = (0 - 2/9) / sqrt 2 = -0.1571; A(3, 5) = 4/3 - 0; B: -4/3; C: 4/3 - 2/9 = 10/9; D: -4/3.
+    # A(1) = 2 (2/9) / sqrt 3 = 0.2566; A(2) = (0 - 2/9) / sqrt 2 = -0.1571; A(3, 5) = 4/3 - 0; B:
+    # -4/3; C: 4/3 - 2/9 = 10/9; D: -4/3.
     a, b, c = [0.2566, -0.1571, 1.3333, 1.3333], [0.2566, -0.1571, -1.3333], [0.2566, 1.1111]
     np.testing.assert_allclose(
         treerl.advantages(leaves(TREE, OUTCOMES), form="paper"), [*a, *b, *c, -1.3333], atol=1e-4
@@ -117,50 +148,61 @@ def test_treerl_by_its_equation_adds_what_a_step_gains_over_the_question_and_ove
 
 
 def test_treerl_as_released_divides_each_value_by_the_root_of_its_own_leaves() -> None:
-    # U: (A, B, C) 2/9 / sqrt 3 = 0.1283, (A, B) 0, A 2/3, B -2/3, C 2/3, D -2/3. A = 2 U(s) - U(parent):
-    # ABC 0.2566, AB -0.1283, A 4/3, B -4/3, C 4/3 - 0.1283 = 1.2050, D -4/3.
+    # U: (A, B, C) 2/9 / sqrt 3 = 0.1283, (A, B) 0, A 2/3, B -2/3, C 2/3, D -2/3. A = 2 U(s) -
+    # U(parent): ABC 0.2566, AB -0.1283, A 4/3, B -4/3, C 4/3 - 0.1283 = 1.2050, D -4/3.
     a, b, c = [0.2566, -0.1283, 1.3333, 1.3333], [0.2566, -0.1283, -1.3333], [0.2566, 1.2050]
-    np.testing.assert_allclose(treerl.advantages(leaves(TREE, OUTCOMES)), [*a, *b, *c, -1.3333], atol=1e-4)
+    np.testing.assert_allclose(
+        treerl.advantages(leaves(TREE, OUTCOMES)), [*a, *b, *c, -1.3333], atol=1e-4
+    )
 
 
 def test_treerl_as_released_gives_a_step_without_a_gain_the_gain_of_the_step_before() -> None:
-    # Leave one out: A 1, B 0, C c, D -1 - c. U(AB) = 1 / 2 sqrt 2, and c is such that U(ABC) = (1 + c) / 3 sqrt 3 is the same: AB's gain is ABC's.
+    # Leave one out: A 1, B 0, C c, D -1 - c. U(AB) = 1 / 2 sqrt 2, and c is such that U(ABC) = (1 +
+    # c) / 3 sqrt 3 is the same: AB's gain is ABC's.
     step = 1 / 8**0.5
     c = step * 27**0.5 - 1
     result = treerl.advantages(leaves(TREE, [0.75, 0.0, 0.75 * c, -0.75 * (1 + c)]))
     shared, a = 2 * step, 2 - step
     np.testing.assert_allclose(
-        result, [shared, shared, a, a, shared, shared, -step, shared, 2 * c - step, -2 * (1 + c)], atol=1e-12
+        result,
+        [shared, shared, a, a, shared, shared, -step, shared, 2 * c - step, -2 * (1 + c)],
+        atol=1e-12,
     )
 
 
 def test_treepo_averages_the_differences_to_all_subtrees_by_size_and_whitens() -> None:
-    # Differences to the means of root (1/2, 4 leaves), ABC (2/3, 3 leaves), AB (1/2, 2 leaves), each weighted by its leaves:
-    # A: (4 (1/2) + 3 (1/3) + 2 (1/2)) / 9 = 4/9; B: (-2 - 2 - 1) / 9 = -5/9; C: (2 + 1) / 7 = 3/7; D: -1/2.
+    # Differences to the means of root (1/2, 4 leaves), ABC (2/3, 3 leaves), AB (1/2, 2 leaves),
+    # each weighted by its leaves: A: (4 (1/2) + 3 (1/3) + 2 (1/2)) / 9 = 4/9; B: (-2 - 2 - 1) / 9 =
+    # -5/9; C: (2 + 1) / 7 = 3/7; D: -1/2.
     raw = np.array([4 / 9] * 4 + [-5 / 9] * 3 + [3 / 7] * 2 + [-1 / 2])
     result = treepo.advantages(leaves(TREE, OUTCOMES), weighting="size")
     np.testing.assert_allclose(result, (raw - raw.mean()) / raw.std(ddof=1), atol=1e-6)
 
 
 def test_treepo_as_released_averages_them_equally() -> None:
-    # A: (1/2 + 1/3 + 1/2) / 3 = 4/9; B: (-1/2 - 2/3 - 1/2) / 3 = -5/9; C: (1/2 + 1/3) / 2 = 5/12; D: -1/2.
+    # A: (1/2 + 1/3 + 1/2) / 3 = 4/9; B: (-1/2 - 2/3 - 1/2) / 3 = -5/9; C: (1/2 + 1/3) / 2 = 5/12;
+    # D: -1/2.
     raw = np.array([4 / 9] * 4 + [-5 / 9] * 3 + [5 / 12] * 2 + [-1 / 2])
     result = treepo.advantages(leaves(TREE, OUTCOMES))
     np.testing.assert_allclose(result, (raw - raw.mean()) / raw.std(ddof=1), atol=1e-6)
 
 
 def test_spo_gives_a_segment_the_gain_of_its_end_over_its_start() -> None:
-    # V: root 1/2, ABC 2/3, AB 1/2. A(1) = 1/6, A(2) = -1/6, A(3, 5) = 1/2, B: -1/2, C: 1/3, D: -1/2.
+    # V: root 1/2, ABC 2/3, AB 1/2. A(1) = 1/6, A(2) = -1/6, A(3, 5) = 1/2, B: -1/2, C: 1/3, D:
+    # -1/2.
     result = spo.advantages(leaves(TREE, OUTCOMES), form="paper", whiten=False)
     expected = [1 / 6, -1 / 6, 1 / 2, 1 / 2, 1 / 6, -1 / 6, -1 / 2, 1 / 6, 1 / 3, -1 / 2]
     np.testing.assert_allclose(result.advantages, expected, atol=1e-12)
 
 
 def test_spo_as_released_trains_a_segment_once_and_none_without_a_gain() -> None:
-    # V: root 1/2, ABC (1 + 1 + 1) / 3 = 1, so the step to AB gains nothing. Tokens 1, 2 of B and 1 of C are those of A again.
+    # V: root 1/2, ABC (1 + 1 + 1) / 3 = 1, so the step to AB gains nothing. Tokens 1, 2 of B and 1
+    # of C are those of A again.
     result = spo.advantages(leaves(TREE, [1.0, 1.0, 1.0, 0.0]), whiten=False)
     assert result.trained is not None
-    np.testing.assert_allclose(result.advantages, [1 / 4, 0, 0, 0, 0, 0, 0, 0, 0, -3 / 4], atol=1e-12)
+    np.testing.assert_allclose(
+        result.advantages, [1 / 4, 0, 0, 0, 0, 0, 0, 0, 0, -3 / 4], atol=1e-12
+    )
     assert result.trained.tolist() == [True, *[False] * 8, True]
 
 
@@ -170,7 +212,10 @@ def test_spo_as_released_draws_at_most_so_many_segments_of_each_question(most: i
     batch = released.table(questions)
     result = schemes.load("spo", {"most": most, "certain": 1.1})(batch)
     assert result.trained is not None
-    drawn = [segments(batch).of[result.trained & batch.per_token(batch.tree == number)] for number in range(3)]
+    drawn = [
+        segments(batch).of[result.trained & batch.per_token(batch.tree == number)]
+        for number in range(3)
+    ]
     assert [len(set(of.tolist())) for of in drawn] == [most] * 3
 
 
@@ -192,16 +237,24 @@ def test_the_released_forms_are_those_of_a_recursion_over_the_sampled_tree(seed:
     ("name", "options"),
     [("spo", {}), ("treepo", {}), ("reinforce_pp", {"column": "outcome", "leave_out_equal": True})],
 )
-def test_a_question_whose_leaves_are_equal_is_left_out_of_the_whitening(name: str, options: dict[str, Any]) -> None:
+def test_a_question_whose_leaves_are_equal_is_left_out_of_the_whitening(
+    name: str, options: dict[str, Any]
+) -> None:
     equal = Node([], [Node([5, 7], outcome=1.0), Node([8], outcome=1.0)])
     other = Node([], [Node([1, 2, 4], outcome=1.0), Node([10], outcome=0.0)])
     both, alone = (ours(questions, name, **options) for questions in ([other, equal], [other]))
-    assert {key: value for key, value in both.items() if value} == {key: value for key, value in alone.items() if value}
+    assert {key: value for key, value in both.items() if value} == {
+        key: value for key, value in alone.items() if value
+    }
 
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [("spo", {"form": "paper"}), ("treepo", {"leave_out_equal": False}), ("reinforce_pp", {"column": "outcome"})],
+    [
+        ("spo", {"form": "paper"}),
+        ("treepo", {"leave_out_equal": False}),
+        ("reinforce_pp", {"column": "outcome"}),
+    ],
 )
 def test_a_scheme_that_pushes_equal_questions_says_so(name: str, options: dict[str, Any]) -> None:
     equal = Node([], [Node([5, 7], outcome=1.0), Node([8], outcome=1.0)])
@@ -212,20 +265,26 @@ def test_a_scheme_that_pushes_equal_questions_says_so(name: str, options: dict[s
 
 
 @pytest.mark.parametrize("base", ["grpo", "rloo", "reinforce_pp"])
-def test_oprl_says_that_it_pushes_equal_questions_exactly_on_the_base_that_whitens(base: str) -> None:
+def test_oprl_says_that_it_pushes_equal_questions_exactly_on_the_base_that_whitens(
+    base: str,
+) -> None:
     equal = Node([], [Node([5, 7], outcome=1.0), Node([8], outcome=1.0)])
     other = Node([], [Node([1, 2, 4], outcome=1.0), Node([10], outcome=0.0)])
     options = {"base": base, "variant": "environment", "step_reward": "outcome", "alpha": 0.0}
     push = ours([other, equal], "oprl", **options)
     pushed = any(value for (number, *_), value in push.items() if number == 1)
-    assert bool(schemes.load("oprl", options).needs.pushes_equal) == pushed == (base == "reinforce_pp")
+    assert (
+        bool(schemes.load("oprl", options).needs.pushes_equal) == pushed == (base == "reinforce_pp")
+    )
 
 
 def test_spo_with_the_strategys_weights_has_the_means_of_the_children() -> None:
-    # The root has two children (ABC, D), ABC has two (AB, C), AB has two: weights 1/8, 1/8, 1/4, 1/2.
-    # V(AB) = 1/2, V(ABC) = (1/2 + 1) / 2 = 3/4, V(root) = (3/4 + 0) / 2 = 3/8.
+    # The root has two children (ABC, D), ABC has two (AB, C), AB has two: weights 1/8, 1/8, 1/4,
+    # 1/2. V(AB) = 1/2, V(ABC) = (1/2 + 1) / 2 = 3/4, V(root) = (3/4 + 0) / 2 = 3/8.
     table = leaves(TREE, OUTCOMES)
-    table.scores["weight"] = np.where(np.isnan(table.scores["outcome"]), np.nan, [0, 1 / 8, 1 / 8, 1 / 4, 1 / 2])
+    table.scores["weight"] = np.where(
+        np.isnan(table.scores["outcome"]), np.nan, [0, 1 / 8, 1 / 8, 1 / 4, 1 / 2]
+    )
     result = spo.advantages(table, form="paper", whiten=False).advantages
     expected = [3 / 8, -1 / 4, 1 / 2, 1 / 2, 3 / 8, -1 / 4, -1 / 2, 3 / 8, 1 / 4, -3 / 8]
     np.testing.assert_allclose(result, expected, atol=1e-12)
@@ -233,12 +292,15 @@ def test_spo_with_the_strategys_weights_has_the_means_of_the_children() -> None:
 
 def test_spo_leaves_tokens_out_that_the_policy_was_sure_of_and_whitens_the_others() -> None:
     table = leaves([[[1, -2]], [[3, 4]]], [1.0, 0.0])
-    # V(root) = 1/2; both leaves earn +-1/2. Token 2 was sampled with probability .99. The rest: 1/2, -1/2, -1/2, mean -1/6, std .5774.
+    # V(root) = 1/2; both leaves earn +-1/2. Token 2 was sampled with probability .99. The rest:
+    # 1/2, -1/2, -1/2, mean -1/6, std .5774.
     result = spo.advantages(table)
     np.testing.assert_allclose(result.advantages, [1.1547, 0, -0.5774, -0.5774], atol=1e-4)
     assert result.trained is not None
     assert result.trained.tolist() == [True, False, True, True]
-    np.testing.assert_allclose(spo.advantages(table, certain=1.1, whiten=False).advantages, [0.5, 0.5, -0.5, -0.5])
+    np.testing.assert_allclose(
+        spo.advantages(table, certain=1.1, whiten=False).advantages, [0.5, 0.5, -0.5, -0.5]
+    )
 
 
 def test_arpo_is_grpo_over_the_leaves_or_its_mean_on_shared_tokens() -> None:
@@ -246,7 +308,9 @@ def test_arpo_is_grpo_over_the_leaves_or_its_mean_on_shared_tokens() -> None:
     np.testing.assert_array_equal(arpo.advantages(table), grpo.advantages(table, "outcome"))
     # GRPO: +-1/2 / sqrt(1/3) = +-0.8660. ABC: a third of it, 0.2887; AB: 0.
     a, b, c = [0.2887, 0, 0.8660, 0.8660], [0.2887, 0, -0.8660], [0.2887, 0.8660]
-    np.testing.assert_allclose(arpo.advantages(table, sharing="hard"), [*a, *b, *c, -0.8660], atol=1e-4)
+    np.testing.assert_allclose(
+        arpo.advantages(table, sharing="hard"), [*a, *b, *c, -0.8660], atol=1e-4
+    )
 
 
 def test_vineppo_takes_the_differences_of_monte_carlo_values() -> None:
@@ -254,7 +318,9 @@ def test_vineppo_takes_the_differences_of_monte_carlo_values() -> None:
     table.scores["mc_value"] = np.array([0.25, 0.75, 0.5])
     np.testing.assert_allclose(vineppo.advantages(table, whiten=False), [0.5, 0.5, 0.25, -0.5])
     # Whitened over the four tokens: mean 3/16, std of the sample 0.4732.
-    np.testing.assert_allclose(vineppo.advantages(table), [0.6604, 0.6604, 0.1321, -1.4529], atol=1e-3)
+    np.testing.assert_allclose(
+        vineppo.advantages(table), [0.6604, 0.6604, 0.1321, -1.4529], atol=1e-3
+    )
 
 
 def test_vineppo_gives_turns_next_to_a_missing_value_nothing() -> None:
@@ -264,24 +330,33 @@ def test_vineppo_gives_turns_next_to_a_missing_value_nothing() -> None:
     assert np.isfinite(vineppo.advantages(table)).all()
 
 
-def test_tokens_that_a_scheme_leaves_out_are_in_no_mean_of_the_update(tmp_path: Path, llama: Path) -> None:
+def test_tokens_that_a_scheme_leaves_out_are_in_no_mean_of_the_update(
+    tmp_path: Path, llama: Path
+) -> None:
     some = episodes(1, 0)
     table = build(some.groups, {(tree, node.id): node for tree, node in some.nodes})[0]
     options = {"most": 2, "certain": 1.1}
     trained = schemes.load("spo", options)(table).trained
     assert trained is not None
-    metrics = trainer(llama, tmp_path, scheme="spo", scheme_options=options, aggregation="token").update(some)
+    metrics = trainer(
+        llama, tmp_path, scheme="spo", scheme_options=options, aggregation="token"
+    ).update(some)
     assert metrics["learner/trained_tokens"] == trained.sum() < table.tokens.sum()
     assert metrics["learner/zero_advantage_share"] == 0
 
 
-def sao_estimate(paths: list[list[list[int]]], outcomes: list[float], values: list[float], **options: Any) -> Estimate:
-    table = msgspec.structs.replace(leaves(paths, outcomes), token_scores={"value": np.array(values)})
+def sao_estimate(
+    paths: list[list[list[int]]], outcomes: list[float], values: list[float], **options: Any
+) -> Estimate:
+    table = msgspec.structs.replace(
+        leaves(paths, outcomes), token_scores={"value": np.array(values)}
+    )
     return sao.advantages(table, whiten=False, **options)
 
 
 def test_saos_lambda_grows_with_the_length_and_its_critic_learns_the_return() -> None:
-    # alpha = 1, four sampled tokens: lambda = 3/4. Values .5 .5 .5 .5, outcome 1: deltas 0, 0, 0, 1/2. A = (3/4)^3 / 2 .. 1/2.
+    # alpha = 1, four sampled tokens: lambda = 3/4. Values .5 .5 .5 .5, outcome 1: deltas 0, 0, 0,
+    # 1/2. A = (3/4)^3 / 2 .. 1/2.
     estimate = sao_estimate([[[1, 2], [3, 4]]], [1.0], [0.5] * 4, alpha=1.0)
     np.testing.assert_allclose(estimate.advantages, [27 / 128, 9 / 32, 3 / 8, 1 / 2])
     assert estimate.returns is not None
@@ -289,23 +364,32 @@ def test_saos_lambda_grows_with_the_length_and_its_critic_learns_the_return() ->
 
 
 def test_saos_value_after_a_turn_is_that_before_the_next_turn() -> None:
-    # alpha = 1/4: lambda = max(0, 1 - 1) = 0, so A is the one-step difference: .4 - .1, .6 - .4 over the observation, 1 - .6.
+    # alpha = 1/4: lambda = max(0, 1 - 1) = 0, so A is the one-step difference: .4 - .1, .6 - .4
+    # over the observation, 1 - .6.
     estimate = sao_estimate([[[1, 2], [3]]], [1.0], [0.1, 0.4, 0.6], alpha=0.25)
     np.testing.assert_allclose(estimate.advantages, [0.3, 0.2, 0.4])
 
 
 def test_saos_lambda_counts_the_tokens_that_the_policy_sampled_alone() -> None:
-    # alpha = 1, three tokens of which the second was forced: lambda = 1 - 1/2. Values 0, outcome 1 at the end: A = 1/4, 1/2, 1.
+    # alpha = 1, three tokens of which the second was forced: lambda = 1 - 1/2. Values 0, outcome 1
+    # at the end: A = 1/4, 1/2, 1.
     table = leaves([[[1, 2, 3]]], [1.0])
-    table = msgspec.structs.replace(table, sampled=np.array([True, False, True]), token_scores={"value": np.zeros(3)})
-    np.testing.assert_allclose(sao.advantages(table, alpha=1.0, whiten=False).advantages, [1 / 4, 1 / 2, 1])
+    table = msgspec.structs.replace(
+        table, sampled=np.array([True, False, True]), token_scores={"value": np.zeros(3)}
+    )
+    np.testing.assert_allclose(
+        sao.advantages(table, alpha=1.0, whiten=False).advantages, [1 / 4, 1 / 2, 1]
+    )
 
 
 @pytest.mark.parametrize("name", ["tree_grpo", "treerl", "treepo", "spo", "arpo"])
 @given(seed=st.integers(0, 2**16), outcome=st.sampled_from([0.0, 1.0, -0.3]))
 def test_equal_outcomes_teach_nothing(name: str, seed: int, outcome: float) -> None:
     rng = np.random.default_rng(seed)
-    paths = [[[int(x) for x in rng.integers(1, 3, 2)] for _ in range(rng.integers(1, 3))] for _ in range(5)]
+    paths = [
+        [[int(x) for x in rng.integers(1, 3, 2)] for _ in range(rng.integers(1, 3))]
+        for _ in range(5)
+    ]
     table = leaves(paths, [outcome] * 5)
     np.testing.assert_allclose(schemes.load(name, {})(table).advantages, 0, atol=1e-9)
 
@@ -317,7 +401,9 @@ def test_a_leaf_without_its_outcome_changes_no_other_and_gets_nothing(name: str)
     values = np.random.default_rng(3).random(int(table.tokens.sum()))
     table = msgspec.structs.replace(table, token_scores={"value": values})
     gone = table.trajectory == 3
-    lacking, without = (schemes.load(name, {})(some).advantages for some in (table, table.only(~gone)))
+    lacking, without = (
+        schemes.load(name, {})(some).advantages for some in (table, table.only(~gone))
+    )
     tokens = table.per_token(gone)
     assert np.abs(without).max() > 0.1
     np.testing.assert_allclose(lacking[~tokens], without, atol=1e-12)
@@ -327,7 +413,10 @@ def test_a_leaf_without_its_outcome_changes_no_other_and_gets_nothing(name: str)
 @given(seed=st.integers(0, 2**16))
 def test_means_over_leaves_agree_with_a_count_by_prefixes(seed: int) -> None:
     rng = np.random.default_rng(seed)
-    paths = [[[int(x) for x in rng.integers(1, 3, 2)] for _ in range(rng.integers(1, 4))] for _ in range(6)]
+    paths = [
+        [[int(x) for x in rng.integers(1, 3, 2)] for _ in range(rng.integers(1, 4))]
+        for _ in range(6)
+    ]
     outcomes = rng.random(6)
     table = leaves(paths, outcomes.tolist())
     tree, at = segments(table), 0
@@ -339,7 +428,9 @@ def test_means_over_leaves_agree_with_a_count_by_prefixes(seed: int) -> None:
             for token in turn:
                 before.append(token)
                 below = [
-                    outcome for other, outcome in zip(flat, outcomes, strict=True) if other[: len(before)] == before
+                    outcome
+                    for other, outcome in zip(flat, outcomes, strict=True)
+                    if other[: len(before)] == before
                 ]
                 assert value[tree.of[at]] == pytest.approx(np.mean(below))
                 at += 1

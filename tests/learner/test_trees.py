@@ -11,7 +11,9 @@ from tests.learner.forests import forest, random_paths
 
 @given(st.lists(st.lists(st.integers(0, 2), min_size=2, max_size=8), min_size=1, max_size=8))
 @settings(deadline=None, max_examples=60)
-def test_a_forest_holds_each_distinct_prefix_once_and_ancestry_is_exact(paths: list[list[int]]) -> None:
+def test_a_forest_holds_each_distinct_prefix_once_and_ancestry_is_exact(
+    paths: list[list[int]],
+) -> None:
     made = pack([Path(p, 1) for p in paths])
     distinct = {tuple(p[:n]) for p in paths for n in range(1, len(p) + 1)}
     assert len(made.tokens) == len(distinct)
@@ -77,4 +79,6 @@ def test_a_part_taken_out_of_the_trie_is_the_forest_of_those_paths_alone(
             np.testing.assert_array_equal(getattr(part, field), getattr(expected, field))
         assert (part.path_tokens, part.nodes) == (expected.path_tokens, expected.nodes)
     own, among = trie.cuts(rows), cuts(alone)
-    assert sorted(zip(own.length, own.added, strict=True)) == sorted(zip(among.length, among.added, strict=True))
+    assert sorted(zip(own.length, own.added, strict=True)) == sorted(
+        zip(among.length, among.added, strict=True)
+    )

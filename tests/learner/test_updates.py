@@ -17,14 +17,26 @@ from learner.publish import publish
 from learner.ranks import Ranks
 from learner.selfcheck import PackingError
 from learner.trainer import Batch, Trainer
-from tests.updates import batch, episodes, everything, gradient, groups, process, state, steady, trainer
+from tests.updates import (
+    batch,
+    episodes,
+    everything,
+    gradient,
+    groups,
+    process,
+    state,
+    steady,
+    trainer,
+)
 from tools.inspecting.export import export
 from wire.faults import InfrastructureFault
 from wire.messages import TrainGroup, TreeClosed, Turn
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("rank", "dtype"), [(0, "float32"), (4, "float32"), (0, "bfloat16"), (4, "bfloat16")])
+@pytest.mark.parametrize(
+    ("rank", "dtype"), [(0, "float32"), (4, "float32"), (0, "bfloat16"), (4, "bfloat16")]
+)
 def test_four_updates_equal_two_a_checkpoint_a_resume_and_two(
     tmp_path: Path, llama: Path, rank: int, dtype: str
 ) -> None:
@@ -34,7 +46,8 @@ def test_four_updates_equal_two_a_checkpoint_a_resume_and_two(
     first = trainer(llama, tmp_path, rank, dtype=dtype)
     for version in range(2):
         first.update(batch(version, version))
-    first.watch.lengths.first["wrong"] = [2.0, 3.0]  # what lengths are compared with is part of the run
+    # what lengths are compared with is part of the run
+    first.watch.lengths.first["wrong"] = [2.0, 3.0]
     checkpoint.save(first, tmp_path, {1: 1, 2: 1}, 3)
     resumed = trainer(llama, tmp_path, rank, dtype=dtype)
     found = checkpoint.newest(tmp_path)
@@ -55,19 +68,28 @@ def test_an_updates_gradient_in_bfloat16_points_where_that_in_float32_does(
 ) -> None:
     exact, fast = (
         gradient(
-            trainer(llama, tmp_path, scheme=scheme, correction=correction, dtype=dtype), episodes(8, 0), monkeypatch
+            trainer(llama, tmp_path, scheme=scheme, correction=correction, dtype=dtype),
+            episodes(8, 0),
+            monkeypatch,
         )
         for dtype in ("float32", "bfloat16")
     )
     assert torch.cosine_similarity(exact, fast, dim=0) > 0.95
 
 
-def test_a_turn_of_zero_advantage_changes_nothing_and_an_update_of_them_is_skipped(tmp_path: Path, llama: Path) -> None:
+def test_a_turn_of_zero_advantage_changes_nothing_and_an_update_of_them_is_skipped(
+    tmp_path: Path, llama: Path
+) -> None:
     made = trainer(llama, tmp_path, kl_coef=0.0)
     before = state(made)
     some, nodes = groups(7)
     flat = [
-        TrainGroup(g.id, g.tree, g.nodes, [msgspec.structs.replace(t, scores={"reward": 1.0}) for t in g.turns])
+        TrainGroup(
+            g.id,
+            g.tree,
+            g.nodes,
+            [msgspec.structs.replace(t, scores={"reward": 1.0}) for t in g.turns],
+        )
         for g in some
     ]
     metrics = made.update(Batch(0, 3, flat, nodes))
@@ -77,10 +99,15 @@ def test_a_turn_of_zero_advantage_changes_nothing_and_an_update_of_them_is_skipp
 
 
 def scored(some: Batch, outcome: Callable[[int, Turn], float | None], out: bool = False) -> Batch:
-    """The batch with other outcomes (tree, last turn -> outcome); None: without an outcome, or, ``out``, without the trajectory's turns."""
+    """The batch with other outcomes (tree, last turn -> outcome); None: without an outcome, or,
+    ``out``, without the trajectory's turns."""
     changed = []
     for group in some.groups:
-        last = {turn.trajectory: outcome(group.tree, turn) for turn in group.turns if "outcome" in turn.scores}
+        last = {
+            turn.trajectory: outcome(group.tree, turn)
+            for turn in group.turns
+            if "outcome" in turn.scores
+        }
         turns = []
         for turn in group.turns:
             if out and last[turn.trajectory] is None:
@@ -108,15 +135,23 @@ def test_an_update_is_that_of_the_batch_without_the_trajectories_that_lack_their
         return None if turn.trajectory == 0 else float(turn.trajectory == 1)
 
     some = episodes(8, 0)
-    lacking, without = (steady(trainer(llama, tmp_path, scheme=scheme, **MODELS[scheme])) for _ in range(2))
+    lacking, without = (
+        steady(trainer(llama, tmp_path, scheme=scheme, **MODELS[scheme])) for _ in range(2)
+    )
     before = everything(lacking)
-    metrics, expected = lacking.update(scored(some, known)), without.update(scored(some, known, out=True))
-    assert (metrics["learner/left_out_trajectories"], expected["learner/left_out_trajectories"]) == (3, 0)
+    metrics, expected = (
+        lacking.update(scored(some, known)),
+        without.update(scored(some, known, out=True)),
+    )
+    assert (
+        metrics["learner/left_out_trajectories"],
+        expected["learner/left_out_trajectories"],
+    ) == (3, 0)
     assert metrics["learner/turns"] == expected["learner/turns"]
     after = everything(without)
-    assert {name.split("/")[0] for name, value in after.items() if not torch.equal(value, before[name])} == {
-        part.split("/")[0] for part in before
-    }
+    assert {
+        name.split("/")[0] for name, value in after.items() if not torch.equal(value, before[name])
+    } == {part.split("/")[0] for part in before}
     for name, value in everything(lacking).items():
         assert torch.equal(value, after[name]), name
 
@@ -133,7 +168,11 @@ def test_an_update_is_that_of_the_batch_without_a_question_that_lost_all_its_out
     grpo = {"scheme": "grpo", "scheme_options": {"column": "outcome"}, "aggregation": aggregation}
     lacking, without = (steady(trainer(llama, tmp_path, **grpo)) for _ in range(2))
     lacking.update(scored(some, known))
-    without.update(msgspec.structs.replace(scored(some, known), groups=scored(some, known).groups[1:], questions=2))
+    without.update(
+        msgspec.structs.replace(
+            scored(some, known), groups=scored(some, known).groups[1:], questions=2
+        )
+    )
     for name, value in everything(lacking).items():
         assert torch.equal(value, everything(without)[name]), name
 
@@ -153,7 +192,9 @@ def test_an_update_without_a_single_score_moves_nothing_and_ends_nothing(
     assert all(torch.equal(value, before[name]) for name, value in state(made).items())
 
 
-def test_primes_reward_model_trains_on_the_questions_that_its_filter_keeps(tmp_path: Path, llama: Path) -> None:
+def test_primes_reward_model_trains_on_the_questions_that_its_filter_keeps(
+    tmp_path: Path, llama: Path
+) -> None:
     some = episodes(8, 0)
     easy = some.groups[0].tree
 
@@ -163,15 +204,24 @@ def test_primes_reward_model_trains_on_the_questions_that_its_filter_keeps(tmp_p
     def kept(tree: int, turn: Turn) -> float | None:
         return None if tree == easy else outcome(tree, turn)
 
-    made, without = (steady(trainer(llama, tmp_path, scheme="prime", **MODELS["prime"])) for _ in range(2))
-    metrics, expected = made.update(scored(some, outcome)), without.update(scored(some, kept, out=True))
+    made, without = (
+        steady(trainer(llama, tmp_path, scheme="prime", **MODELS["prime"])) for _ in range(2)
+    )
+    metrics, expected = (
+        made.update(scored(some, outcome)),
+        without.update(scored(some, kept, out=True)),
+    )
     assert metrics["learner/left_out_trajectories"] == 3
     assert metrics["prm/comparisons"] == expected["prm/comparisons"] == 6
     after = everything(without)
     for name, value in everything(made).items():
         assert torch.equal(value, after[name]), name
     nothing = made.update(msgspec.structs.replace(scored(some, lambda tree, turn: 1.0), version=1))
-    assert (nothing["learner/skipped"], nothing["learner/left_out_trajectories"], made.version) == (1, 9, 2)
+    assert (nothing["learner/skipped"], nothing["learner/left_out_trajectories"], made.version) == (
+        1,
+        9,
+        2,
+    )
 
 
 def test_training_raises_the_probability_of_rewarded_actions(tmp_path: Path, llama: Path) -> None:
@@ -196,13 +246,17 @@ def test_the_first_batch_is_checked_against_the_plain_path(
 ) -> None:
     made = trainer(llama, tmp_path)
     plain = made.policy.plain_row
-    shifted = lambda path: msgspec.structs.replace(plain(path), positions=torch.arange(len(path.tokens)) * 2)  # noqa: E731
+    shifted = lambda path: msgspec.structs.replace(  # noqa: E731
+        plain(path), positions=torch.arange(len(path.tokens)) * 2
+    )
     monkeypatch.setattr(made.policy, "plain_row", shifted)
     with pytest.raises(PackingError, match="differ from"):
         made.update(batch(9, 0))
 
 
-def test_published_adapters_merged_by_the_actor_equal_the_learners_policy(tmp_path: Path, llama: Path) -> None:
+def test_published_adapters_merged_by_the_actor_equal_the_learners_policy(
+    tmp_path: Path, llama: Path
+) -> None:
     made = trainer(llama, tmp_path)
     made.update(batch(3, 0))
     published = publish(made.policy, 1, tmp_path, 2)
@@ -245,16 +299,27 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(
 def test_a_batch_survives_the_way_to_the_other_ranks() -> None:
     sent = batch(2, 7)
     got = unpack_batch(pack_batch(sent))
-    assert (got.version, got.questions, [g.id for g in got.groups]) == (7, 3, [g.id for g in sent.groups])
+    assert (got.version, got.questions, [g.id for g in got.groups]) == (
+        7,
+        3,
+        [g.id for g in sent.groups],
+    )
     np.testing.assert_array_equal(got.nodes[1][1].logprobs, sent.nodes[1][1].logprobs)
 
 
-def test_trees_are_counted_that_have_a_token_older_than_the_bound(llama: Path, tmp_path: Path) -> None:
+def test_trees_are_counted_that_have_a_token_older_than_the_bound(
+    llama: Path, tmp_path: Path
+) -> None:
     made = Trainer(msgspec.structs.replace(process(llama, tmp_path), max_staleness=1), Ranks(60))
     some = batch(0, 0)  # three trees, all tokens of version 0
     first = some.nodes[0][0]
     newer = [
-        (t, n if t != first or n.versions is None else msgspec.structs.replace(n, versions=n.versions + 1))
+        (
+            t,
+            n
+            if t != first or n.versions is None
+            else msgspec.structs.replace(n, versions=n.versions + 1),
+        )
         for t, n in some.nodes
     ]
     updates = [msgspec.structs.replace(some, version=version, nodes=newer) for version in range(3)]
@@ -268,7 +333,8 @@ def test_a_batch_is_the_oldest_closed_trees_whose_groups_are_all_here() -> None:
         assert inbox.add(group)
     for group in reversed(some):
         inbox.close(TreeClosed(group.tree, [group.id]))
-    assert inbox.ready() == [0, 2]  # tree 3 closed first, and of tree 1 the group is still on its way
+    # tree 3 closed first, and of tree 1 the group is still on its way
+    assert inbox.ready() == [0, 2]
     taken = inbox.take([0, 2], 5)
     assert (taken.version, taken.questions, [g.id for g in taken.groups]) == (5, 2, [0, 2])
     assert inbox.ready() is None
@@ -303,12 +369,15 @@ def test_a_group_enters_one_batch_only_however_often_it_is_sent() -> None:
     assert inbox.ready() is None
 
 
-def test_the_groups_of_a_replaced_tree_leave_with_the_next_batch_and_are_no_question_of_it() -> None:
+def test_the_groups_of_a_replaced_tree_leave_with_the_next_batch_and_are_no_question_of_it() -> (
+    None
+):
     some, _ = groups(0, trees=4)
     inbox = Inbox(1, {3: 0})
     inbox.close(TreeClosed(0, [0], replaced=True))
     inbox.close(TreeClosed(1, [1], replaced=True))
-    inbox.close(TreeClosed(3, [3], replaced=True))  # its group is in the frontier, its closing comes again
+    # its group is in the frontier, its closing comes again
+    inbox.close(TreeClosed(3, [3], replaced=True))
     assert inbox.add(some[0])
     assert inbox.ready() is None
     inbox.add(some[2])
@@ -331,9 +400,13 @@ def test_a_group_without_its_ancestors_is_asked_for_again() -> None:
         Inbox(1, {}).add(orphan)
 
 
-def test_a_critic_of_several_steps_is_nearer_to_the_returns_after_an_update(tmp_path: Path, llama: Path) -> None:
+def test_a_critic_of_several_steps_is_nearer_to_the_returns_after_an_update(
+    tmp_path: Path, llama: Path
+) -> None:
     losses = []
     for steps in (1, 4):
-        model = trainer(llama, tmp_path, scheme="sao", correction="icepop", critic={"lr": 1e-2, "steps": steps})
+        model = trainer(
+            llama, tmp_path, scheme="sao", correction="icepop", critic={"lr": 1e-2, "steps": steps}
+        )
         losses.append([model.update(episodes(8, version))["critic/loss"] for version in range(2)])
     assert losses[1][1] < losses[0][1]

@@ -1,4 +1,5 @@
-"""The numerics watch: what it measures, and that each warning speaks exactly when its threshold is passed."""
+"""The numerics watch: what it measures, and that each warning speaks exactly when its threshold is
+passed."""
 
 import itertools
 from pathlib import Path
@@ -11,11 +12,20 @@ from hypothesis import strategies as st
 
 from learner.config import WatchConfig
 from learner.table import TurnTable
-from learner.watch import Measured, Watch, effective_share, explained_variance, gradient_noise, metrics
+from learner.watch import (
+    Measured,
+    Watch,
+    effective_share,
+    explained_variance,
+    gradient_noise,
+    metrics,
+)
 from tests.updates import batch, trainer
 
 
-def measured(gap: list[float], staleness: list[int] | None = None, turn: list[int] | None = None) -> Measured:
+def measured(
+    gap: list[float], staleness: list[int] | None = None, turn: list[int] | None = None
+) -> Measured:
     n = len(gap)
     zeros, no = np.zeros(n), np.zeros(n, bool)
     behaviour = np.full(n, -1.0)
@@ -81,7 +91,11 @@ def test_clipped_and_masked_shares_entropy_kl_and_coefficient_are_means_over_tok
         coefficient=np.array([0, 0, 0, 1.0]),
     )
     made = metrics(m)
-    assert (made["learner/clip_share"], made["learner/mask_share"], made["learner/kl"]) == (0.25, 0.5, 0.5)
+    assert (made["learner/clip_share"], made["learner/mask_share"], made["learner/kl"]) == (
+        0.25,
+        0.5,
+        0.5,
+    )
     assert made["learner/entropy"] == pytest.approx(0.5)
     assert made["watch/coefficient_mean"] == 0.25
     assert (made["watch/turn_1/clip_share"], made["watch/turn_2/clip_share"]) == (0.5, 0)
@@ -93,7 +107,8 @@ def test_no_tokens_measure_nothing_and_log_ratios_too_large_for_a_float_stay_fin
     assert all(np.isfinite(v) for v in metrics(measured([800.0, -800.0, 0.0])).values())
 
 
-# threshold, its value, the metric, a value within, a value past it, what the sentence must tell to do
+# threshold, its value, the metric, a value within, a value past it, what the sentence must tell to
+# do
 LIMITS = [
     ("engine_gap", 0.05, "watch/engine_gap_p99", 0.05, 0.0501, "correction = 'tis'"),
     ("clip_share", 0.3, "learner/clip_share", 0.3, 0.301, "lower learner.lr"),
@@ -134,7 +149,9 @@ def test_several_thresholds_passed_at_once_give_a_sentence_each() -> None:
     assert len(Watch(WatchConfig()).warnings(values, None)) == len(LIMITS)
 
 
-def test_a_gradient_norm_is_held_against_the_median_of_those_before_it_once_there_are_five() -> None:
+def test_a_gradient_norm_is_held_against_the_median_of_those_before_it_once_there_are_five() -> (
+    None
+):
     watch = Watch(WatchConfig(grad_norm=10.0))
     assert watch.warnings({}, 500.0) == []  # nothing to compare with yet
     for norm in (1.0, 1.0, 1.0, 1.0):
@@ -154,7 +171,9 @@ def test_the_median_of_gradient_norms_forgets_what_is_more_than_twenty_updates_o
     assert len(watch.warnings({}, 100.0)) == 1
 
 
-def test_a_threshold_of_zero_switches_the_gradient_norm_warning_off_and_a_skipped_update_enters_no_median() -> None:
+def test_a_threshold_of_zero_switches_the_gradient_norm_warning_off_and_a_skipped_update_enters_no_median() -> (
+    None
+):
     off, on = Watch(WatchConfig(grad_norm=0.0)), Watch(WatchConfig(grad_norm=10.0))
     for _ in range(5):
         off.warnings({}, 1.0)
@@ -164,15 +183,19 @@ def test_a_threshold_of_zero_switches_the_gradient_norm_warning_off_and_a_skippe
 
 
 def test_signal_and_noise_of_a_gradient_are_those_of_two_batch_sizes() -> None:
-    # Two ranks with gradients 3 and 1: |G|^2 = 16 at size b, mean |2 g|^2 = 20 at size b / 2, so 2 x 16 - 20 = 12 is the signal.
+    # Two ranks with gradients 3 and 1: |G|^2 = 16 at size b, mean |2 g|^2 = 20 at size b / 2, so 2
+    # x 16 - 20 = 12 is the signal.
     made = gradient_noise(16.0, 10.0, 1.0, 0.5)
     assert (made["watch/gradient_signal"], made["watch/gradient_noise"]) == (12.0, 4.0)
     assert gradient_noise(16.0, 16.0, 1.0, 1.0) == {}  # one part is the whole
 
 
 @pytest.mark.parametrize("parts", [[[0], [1, 2]], [[0, 1]], [[0], [1], [2]]])
-def test_signal_and_noise_are_unbiased_for_unequal_parts_and_for_a_part_alone(parts: list[list[int]]) -> None:
-    # Three questions with gradients 2 +- 1, each a third of the loss: the mean is 2, the variance of their mean 1 / 3.
+def test_signal_and_noise_are_unbiased_for_unequal_parts_and_for_a_part_alone(
+    parts: list[list[int]],
+) -> None:
+    # Three questions with gradients 2 +- 1, each a third of the loss: the mean is 2, the variance
+    # of their mean 1 / 3.
     found = []
     for signs in itertools.product([-1, 1], repeat=3):
         each = (2 + np.array(signs)) / 3
@@ -193,8 +216,12 @@ def test_the_noise_scale_is_the_ratio_of_the_means_in_questions() -> None:
     assert watch.noise_scale({}, 8) == {}
 
 
-def test_one_rank_has_a_noise_scale_once_its_step_has_several_micro_batches(tmp_path: Path, llama: Path) -> None:
-    one, several = (trainer(llama, tmp_path, micro_tokens=tokens).update(batch(0, 0)) for tokens in (4096, 24))
+def test_one_rank_has_a_noise_scale_once_its_step_has_several_micro_batches(
+    tmp_path: Path, llama: Path
+) -> None:
+    one, several = (
+        trainer(llama, tmp_path, micro_tokens=tokens).update(batch(0, 0)) for tokens in (4096, 24)
+    )
     assert "watch/gradient_noise" not in one
     whole = several["watch/gradient_signal"] + several["watch/gradient_noise"]
     assert whole == pytest.approx(several["learner/grad_norm"] ** 2, rel=1e-6)
@@ -216,4 +243,9 @@ def test_a_column_explains_its_squared_correlation_with_the_outcome() -> None:
     )  # fmt: skip
     # Outcomes 0, 1, 0, 1 and scores 1, 3, 2, 4: covariance 2, sums of squares 1 and 5
     assert explained_variance(table) == {"watch/explained_process": pytest.approx(0.8)}
-    assert explained_variance(msgspec.structs.replace(table, scores={"process": table.scores["process"]})) == {}
+    assert (
+        explained_variance(
+            msgspec.structs.replace(table, scores={"process": table.scores["process"]})
+        )
+        == {}
+    )

@@ -1,4 +1,5 @@
-"""Agents written with the clients that people use, in real processes: their trees hold what was sent and sampled, whatever each makes of its history."""
+"""Agents written with the clients that people use, in real processes: their trees hold what was
+sent and sampled, whatever each makes of its history."""
 
 import asyncio
 import importlib.util
@@ -26,13 +27,23 @@ def needs(package: str) -> None:
 
 
 @pytest_asyncio.fixture
-async def stage(tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Callable[..., Stage]]:
+async def stage(
+    tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Callable[..., Stage]]:
     """Makes stages; ends what they have started."""
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(__file__).parents[2]}")
     stages: list[Stage] = []
 
     def make(reply: Callable[[str, int], str], name: str, **options: Any) -> Stage:
-        stages.append(Stage(tmp_path, llama, reply, name if ":" in name else f"tests.agent_clients:{name}", **options))
+        stages.append(
+            Stage(
+                tmp_path,
+                llama,
+                reply,
+                name if ":" in name else f"tests.agent_clients:{name}",
+                **options,
+            )
+        )
         return stages[-1]
 
     yield make
@@ -44,7 +55,9 @@ async def stage(tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch) ->
 def is_one_path(tree: Tree, trajectory: int = 0) -> bool:
     """Whether every action of a trajectory has those before it above it."""
     actions = tree.actions(trajectory)
-    return [node.id for node in tree.path(actions[-1]) if node.kind == "action"] == [node.id for node in actions]
+    return [node.id for node in tree.path(actions[-1]) if node.kind == "action"] == [
+        node.id for node in actions
+    ]
 
 
 FAITHFUL = {
@@ -77,7 +90,11 @@ async def test_the_conversation_of_a_client_is_one_path_of_what_was_read_and_sam
 def structured(prompt: str, i: int) -> str:
     """Answers with the tool of a structured result."""
     reply = adds(prompt, i)
-    return '<tool_call>{"name": "final_result", "arguments": {"total": 7}}</tool_call>' if reply == "7" else reply
+    return (
+        '<tool_call>{"name": "final_result", "arguments": {"total": 7}}</tool_call>'
+        if reply == "7"
+        else reply
+    )
 
 
 async def test_a_structured_result_is_a_required_call(stage: Callable[..., Stage]) -> None:
@@ -96,7 +113,9 @@ async def test_a_text_where_a_structured_result_is_required_is_invalid_and_the_c
 ) -> None:
     needs("pydantic_ai")
     s = stage(
-        lambda prompt, i: structured(prompt, i) if prompt.count("assistant\n") > 1 else "Let me see.",
+        lambda prompt, i: (
+            structured(prompt, i) if prompt.count("assistant\n") > 1 else "Let me see."
+        ),
         "pydantic_structured",
     )
     tree = await s.grow(chain)
@@ -117,7 +136,9 @@ def smol_writes(prompt: str, i: int) -> str:
     return f"Thoughts: on.\n<code>\n{'final_answer(add(a=3, b=4))' if 'Execution logs:' in prompt.split('New task:')[1] else 'print(add(a=1, b=2))'}\n</code>"
 
 
-@pytest.mark.parametrize(("name", "reply", "steps"), [("smol_tools", smol, 3), ("smol_code", smol_writes, 2)])
+@pytest.mark.parametrize(
+    ("name", "reply", "steps"), [("smol_tools", smol, 3), ("smol_code", smol_writes, 2)]
+)
 async def test_a_client_that_writes_its_calls_as_text_has_a_branch_for_every_step_and_each_is_trained_once(
     stage: Callable[..., Stage], name: str, reply: Callable[[str, int], str], steps: int
 ) -> None:
@@ -129,11 +150,15 @@ async def test_a_client_that_writes_its_calls_as_text_has_a_branch_for_every_ste
         actions = tree.actions(trajectory)
         assert [action.scores["valid"] for action in actions] == [1] * steps
         assert actions[-1].scores["outcome"] == 1.0
-        assert [tree.nodes[tree.nodes[action.parent].parent].id for action in actions] == [0] * steps
+        assert [tree.nodes[tree.nodes[action.parent].parent].id for action in actions] == [
+            0
+        ] * steps
         last = s.text.tokenizer.decode(tree.prefix(tree.nodes[actions[-1].parent]).tolist())
         assert "Observation:\n" in last and "Calling tools:" in last
     trained = [turn.node for turns in s.groups for turn in turns]
-    assert sorted(trained) == sorted(node.id for node in tree.nodes.values() if node.kind == "action")
+    assert sorted(trained) == sorted(
+        node.id for node in tree.nodes.values() if node.kind == "action"
+    )
 
 
 async def test_a_client_that_tries_again_gets_the_reply_that_was_sampled_for_its_first_try(

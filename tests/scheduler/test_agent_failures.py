@@ -2,18 +2,25 @@
 
 | reported elsewhere | here |
 |---|---|
-| a template leaves earlier thoughts out: 8 rollouts became 64 samples | one path per episode, in which every thought stands as sampled |
-| an empty thinking block, dropped by the client, forks the conversation | it goes on below the reply |
-| masks and log-probabilities inherited by position, without a look at the tokens | ``Stage.check`` compares them for every node of every test |
-| every second turn does not begin with the tokens of the turn before | ``Stage.check``, and one path |
+| a template leaves earlier thoughts out: 8 rollouts became 64 samples | one path per episode, in
+which every thought stands as sampled |
+| an empty thinking block, dropped by the client, forks the conversation | it goes on below the
+reply |
+| masks and log-probabilities inherited by position, without a look at the tokens | ``Stage.check``
+compares them for every node of every test |
+| every second turn does not begin with the tokens of the turn before | ``Stage.check``, and one
+path |
 | ids and arguments of calls written anew, null for "" | one path |
-| a match in spite of other tools; a system prompt that is rewritten in the run | a new branch, whose prompt has the new text |
+| a match in spite of other tools; a system prompt that is rewritten in the run | a new branch,
+whose prompt has the new text |
 | agents inside an agent that ask in turns and reset one another | a path for each |
 | a stream loses the tokens of calls | ``test_agent_clients.py``: streamed clients |
-| an agent that ignores its limit of calls | told that the budget is used up, in no tree, then ended |
+| an agent that ignores its limit of calls | told that the budget is used up, in no tree, then ended
+|
 | the failure of one episode takes its group along | the others have their outcomes |
 | a reward that failed counts as 0 | no outcome |
-| storage that grows with the square of the calls | a state has none of the text before it, and trajectories have one process each |
+| storage that grows with the square of the calls | a state has none of the text before it, and
+trajectories have one process each |
 """
 
 import asyncio
@@ -141,7 +148,9 @@ WRAPPERS = [
 
 
 @pytest_asyncio.fixture
-async def stage(tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Callable[..., Stage]]:
+async def stage(
+    tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Callable[..., Stage]]:
     """Makes stages of ``AGENTS`` with a template of a thinking model; ends what they have started."""
     (tmp_path / "agents_of_a_test.py").write_text(AGENTS)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(__file__).parents[2]}")
@@ -170,11 +179,17 @@ async def test_thoughts_that_a_client_and_the_template_leave_out_stay_where_they
     s = stage(counted(wrapper + "reply {}."), "thoughtless")
     tree = await s.grow(full, k=3)
     s.check(tree)
-    assert len([node for node in tree.nodes.values() if node.parent == 0]) == 3, "an episode has more than one path"
+    assert len([node for node in tree.nodes.values() if node.parent == 0]) == 3, (
+        "an episode has more than one path"
+    )
     for trajectory in range(3):
         actions = tree.actions(trajectory)
-        assert [node for node in tree.path(actions[-1]) if node.kind == "action"] == actions and len(actions) == 4
-        whole = s.text.tokenizer.decode(tree.prefix(actions[-1]).tolist(), skip_special_tokens=False)
+        assert [
+            node for node in tree.path(actions[-1]) if node.kind == "action"
+        ] == actions and len(actions) == 4
+        whole = s.text.tokenizer.decode(
+            tree.prefix(actions[-1]).tolist(), skip_special_tokens=False
+        )
         assert whole.count("</think>") == (4 if wrapper else 0)
 
 
@@ -185,7 +200,9 @@ async def test_parallel_calls_are_known_again_with_other_ids_other_writing_and_i
         f"<tool_call>\n{json.dumps({'name': 'look', 'arguments': {'at': i, 'how': [1, None]}})}\n</tool_call>"
         for i in range(3)
     )
-    s = stage(lambda prompt, i: "Seen." if "seen" in prompt else f"<think>All.</think>{calls}", "parallel")
+    s = stage(
+        lambda prompt, i: "Seen." if "seen" in prompt else f"<think>All.</think>{calls}", "parallel"
+    )
     tree = await s.grow(chain)
     s.check(tree)
     first, last = tree.actions()
@@ -215,7 +232,9 @@ async def test_agents_inside_an_agent_have_a_path_each(stage: Callable[..., Stag
     assert len(roots) == 3 and len(actions) == 9 and actions[-1].scores["outcome"] == 1.0
     for root in roots:
         own = [node for node in actions if root in tree.path(node)]
-        assert len(own) == 3 and {node.id for node in own} <= {node.id for node in tree.path(own[-1])}
+        assert len(own) == 3 and {node.id for node in own} <= {
+            node.id for node in tree.path(own[-1])
+        }
 
 
 async def test_an_agent_that_ignores_its_budget_is_ended_and_what_it_was_told_is_in_no_tree(
@@ -229,13 +248,19 @@ async def test_an_agent_that_ignores_its_budget_is_ended_and_what_it_was_told_is
     assert tree.actions()[-1].scores["crashed"] == 1.0
 
 
-async def test_an_episode_that_fails_leaves_the_others_of_its_group_their_outcomes(stage: Callable[..., Stage]) -> None:
+async def test_an_episode_that_fails_leaves_the_others_of_its_group_their_outcomes(
+    stage: Callable[..., Stage],
+) -> None:
     numbers = itertools.count()
     s = stage(lambda prompt, i: "bad" if next(numbers) == 1 else "good", "unlucky")
     tree = await s.grow(full, k=3)
     s.check(tree)
     last = [tree.actions(trajectory)[-1].scores for trajectory in range(3)]
-    assert sorted((scores["crashed"], scores["outcome"]) for scores in last) == [(0, 1), (0, 1), (1, 0)]
+    assert sorted((scores["crashed"], scores["outcome"]) for scores in last) == [
+        (0, 1),
+        (0, 1),
+        (1, 0),
+    ]
     assert s.counts["crashed_episodes"] == 1
 
 
@@ -250,12 +275,16 @@ async def test_the_last_action_says_in_the_journal_why_an_episode_crashed_and_wh
     assert "Its last output:\nlooking at it\nTraceback" in kept
 
 
-async def test_a_reward_that_is_no_number_is_a_fault_of_the_agent(stage: Callable[..., Stage]) -> None:
+async def test_a_reward_that_is_no_number_is_a_fault_of_the_agent(
+    stage: Callable[..., Stage],
+) -> None:
     tree = await stage(counted(), "not_a_number").grow(chain)
     assert tree.actions()[-1].scores["crashed"] == 1.0
 
 
-async def test_a_reward_of_a_reply_is_its_column_and_the_others_have_none(stage: Callable[..., Stage]) -> None:
+async def test_a_reward_of_a_reply_is_its_column_and_the_others_have_none(
+    stage: Callable[..., Stage],
+) -> None:
     s = stage(counted(), "graded", step_rewards=True)
     tree = await s.grow(chain)
     s.check(tree)
@@ -264,7 +293,9 @@ async def test_a_reward_of_a_reply_is_its_column_and_the_others_have_none(stage:
     assert "outcome" not in tree.actions()[-1].scores
 
 
-async def test_what_ends_a_reply_was_sampled_and_the_agent_does_not_get_it(stage: Callable[..., Stage]) -> None:
+async def test_what_ends_a_reply_was_sampled_and_the_agent_does_not_get_it(
+    stage: Callable[..., Stage],
+) -> None:
     s = stage(lambda prompt, i: "I look. Observation", "stopping")
     stops, call = list[Any](), s.policy.call
 
@@ -307,4 +338,7 @@ async def test_equal_trajectories_have_one_process_each(
     s.policy.before = together.wait
     await s.grow(full, k=3)
     assert len(started) == 3 and s.environment.replayed == 0
-    assert all(episode._process is not None and episode._process.returncode is not None for episode in started)
+    assert all(
+        episode._process is not None and episode._process.returncode is not None
+        for episode in started
+    )

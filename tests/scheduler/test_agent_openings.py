@@ -1,4 +1,5 @@
-"""Required calls that the run opens: the opening is in the tree, is no sample, and what follows it has the policy's own log-probabilities."""
+"""Required calls that the run opens: the opening is in the tree, is no sample, and what follows it
+has the policy's own log-probabilities."""
 
 import random
 from collections.abc import AsyncIterator, Callable
@@ -49,14 +50,24 @@ ANY = '<tool_call>\n{"name":'
 
 
 @pytest_asyncio.fixture
-async def stage(tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Callable[..., Stage]]:
+async def stage(
+    tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Callable[..., Stage]]:
     """Makes stages whose runs open calls; ends what they have started."""
     (tmp_path / "requiring_agent.py").write_text(AGENT)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(__file__).parents[2]}")
     stages: list[Stage] = []
 
     def make(reply: Callable[[str, int], str], **options: Any) -> Stage:
-        stages.append(Stage(tmp_path, llama, reply, "requiring_agent:requiring", **{"open_calls": True, **options}))
+        stages.append(
+            Stage(
+                tmp_path,
+                llama,
+                reply,
+                "requiring_agent:requiring",
+                **{"open_calls": True, **options},
+            )
+        )
         stages[-1].task = msgspec.structs.replace(stages[-1].task, golds=["{}"])
         return stages[-1]
 
@@ -74,20 +85,29 @@ def goes_on(prompt: str, i: int) -> str:
 
 
 def holds(s: Stage, action: Node, opening: str) -> None:
-    """An action is the opening and the sample after it, below exactly the tokens that the policy was given before both."""
+    """An action is the opening and the sample after it, below exactly the tokens that the policy
+    was given before both."""
     number = next(i for i, sample in enumerate(s.policy.samples) if action.tokens.tolist()[-len(sample.tokens) :] == sample.tokens.tolist())  # fmt: skip
     sample, given, above = s.policy.samples[number], s.text.encode(opening), s.tree.parent(action)
     assert above is not None and action.logprobs is not None and action.versions is not None
     assert action.sampled is not None
     assert action.text.startswith(opening)
     np.testing.assert_array_equal(action.tokens, [*given, *sample.tokens])
-    np.testing.assert_array_equal(np.concatenate([s.tree.prefix(above), given]), s.policy.asked[number])
-    np.testing.assert_array_equal(action.sampled, [False] * len(given) + [True] * len(sample.tokens))
-    np.testing.assert_array_equal(action.logprobs, np.float32([0] * len(given) + sample.logprobs.tolist()))
+    np.testing.assert_array_equal(
+        np.concatenate([s.tree.prefix(above), given]), s.policy.asked[number]
+    )
+    np.testing.assert_array_equal(
+        action.sampled, [False] * len(given) + [True] * len(sample.tokens)
+    )
+    np.testing.assert_array_equal(
+        action.logprobs, np.float32([0] * len(given) + sample.logprobs.tolist())
+    )
     np.testing.assert_array_equal(action.versions, np.zeros(len(action.tokens)))
 
 
-async def test_a_required_call_is_opened_and_the_agent_receives_it_whole(stage: Callable[..., Stage]) -> None:
+async def test_a_required_call_is_opened_and_the_agent_receives_it_whole(
+    stage: Callable[..., Stage],
+) -> None:
     s = stage(goes_on)
     tree = await s.grow(chain)
     actions = tree.actions()
@@ -119,20 +139,26 @@ async def test_an_opening_counts_towards_the_limit_of_a_reply_and_leaves_it_a_to
     s = stage(goes_on)
     s.task = msgspec.structs.replace(s.task, golds=['{"max_tokens": 3}'])
     tree = await s.grow(chain)
-    assert [int(action.sampled.sum()) for action in tree.actions() if action.sampled is not None] == [1, 1, 3]
+    assert [
+        int(action.sampled.sum()) for action in tree.actions() if action.sampled is not None
+    ] == [1, 1, 3]
 
 
 async def test_an_opening_is_not_trained_and_what_follows_is(stage: Callable[..., Stage]) -> None:
     s = stage(goes_on)
     tree = await s.grow(full, k=2)
     nodes = [node.travels({}) for node in tree.nodes.values()]
-    _, tokens = build([TrainGroup(0, 0, nodes, s.groups[0])], {(0, node.id): node for node in nodes})[:2]
+    _, tokens = build(
+        [TrainGroup(0, 0, nodes, s.groups[0])], {(0, node.id): node for node in nodes}
+    )[:2]
     opened = len(s.text.encode(NAMED)), len(s.text.encode(ANY)), 0
     assert [int((~turn.sampled).sum()) for turn in tokens] == [*opened, *opened]
     assert all(turn.sampled[-1] for turn in tokens)
 
 
-async def test_a_fork_keeps_the_opening_and_so_do_continuations_outside_the_tree(stage: Callable[..., Stage]) -> None:
+async def test_a_fork_keeps_the_opening_and_so_do_continuations_outside_the_tree(
+    stage: Callable[..., Stage],
+) -> None:
     s = stage(goes_on)
     tree = await s.grow(chain)
     context = Context(s.shop, s.task, tree, random.Random(2))
@@ -144,9 +170,14 @@ async def test_a_fork_keeps_the_opening_and_so_do_continuations_outside_the_tree
         assert fork.sampled is not None and fork.logprobs is not None
         assert len(fork.tokens) == len(fork.sampled) == len(fork.logprobs)
         assert int((~fork.sampled).sum()) == given and not fork.sampled[:given].any()
-        np.testing.assert_array_equal(fork.tokens[: max(kept, given)], first.tokens[: max(kept, given)])
+        np.testing.assert_array_equal(
+            fork.tokens[: max(kept, given)], first.tokens[: max(kept, given)]
+        )
     asked = len(s.policy.prompts)
-    assert await rollouts.outcomes(context, rollouts.position_before(context, first), 2) == [1.0, 1.0]
+    assert await rollouts.outcomes(context, rollouts.position_before(context, first), 2) == [
+        1.0,
+        1.0,
+    ]
     assert [prompt.endswith(NAMED) for prompt in s.policy.prompts[asked:]] == [True, False, False]
     assert s.policy.prompts[asked + 1].endswith(ANY)
 
@@ -154,12 +185,15 @@ async def test_a_fork_keeps_the_opening_and_so_do_continuations_outside_the_tree
 async def test_samples_after_an_opening_have_the_log_probabilities_of_the_whole_distribution(
     stage: Callable[..., Stage], llama: Path
 ) -> None:
-    """So the importance ratio is 1 while the weights are the same. Under a grammar that forces the same text it would not be."""
+    """So the importance ratio is 1 while the weights are the same. Under a grammar that forces the
+    same text it would not be."""
     engine = LocalEngine(str(llama), ActorsConfig(dtype="float32", max_context=2048))
     s, services = stage(goes_on), InProcess(engine, [])
     await services.start()
     try:
-        settings = msgspec.structs.replace(s.settings, judge="none", max_action_tokens=60, top_p=0.9)
+        settings = msgspec.structs.replace(
+            s.settings, judge="none", max_action_tokens=60, top_p=0.9
+        )
         s.shop = msgspec.structs.replace(s.shop, dispatcher=services, settings=settings)
         context = Context(s.shop, s.task, s.tree, random.Random(1))
         context.top = 3
@@ -167,7 +201,11 @@ async def test_samples_after_an_opening_have_the_log_probabilities_of_the_whole_
         place = await context.tip()
         (action,) = await context.generate(place, 1)
         given = len(s.text.encode(NAMED))
-        assert action.sampled is not None and action.logprobs is not None and action.entropies is not None
+        assert (
+            action.sampled is not None
+            and action.logprobs is not None
+            and action.entropies is not None
+        )
         assert len(action.entropies) == len(action.tokens) == 60
         left = decode(action.support, len(action.tokens))
         assert left is not None and not left.counts[:given].any() and left.counts[given:].all()
@@ -176,9 +214,17 @@ async def test_samples_after_an_opening_have_the_log_probabilities_of_the_whole_
         whole = await forward(llama, s.tree.prefix(place), action.tokens)
         for at in range(given, len(action.tokens)):
             among = whole[at, rows[at]].log_softmax(-1)
-            assert abs(float(among[list(rows[at]).index(action.tokens[at])]) - action.logprobs[at]) < 1e-3
-        forced = Sampling(60, constraint=Constraint("regex", r'<tool_call>\n\{"name": "add", "arguments": [a-z]{2}'))
-        (sample,) = (await engine.generate(GenerateRequest(s.tree.prefix(place), 1, forced))).samples
+            assert (
+                abs(float(among[list(rows[at]).index(action.tokens[at])]) - action.logprobs[at])
+                < 1e-3
+            )
+        forced = Sampling(
+            60,
+            constraint=Constraint("regex", r'<tool_call>\n\{"name": "add", "arguments": [a-z]{2}'),
+        )
+        (sample,) = (
+            await engine.generate(GenerateRequest(s.tree.prefix(place), 1, forced))
+        ).samples
         plain = (await forward(llama, s.tree.prefix(place), sample.tokens)).log_softmax(-1)
         gap = sample.logprobs - plain[range(len(sample.tokens)), sample.tokens.tolist()].numpy()
         assert gap.max() > 1, "a grammar's log-probabilities are those of the masked distribution"

@@ -1,4 +1,5 @@
-"""Agents that call the policy several times at the same time: all calls are sampled at once, and every one is below exactly what was read."""
+"""Agents that call the policy several times at the same time: all calls are sampled at once, and
+every one is below exactly what was read."""
 
 import asyncio
 import gc
@@ -56,7 +57,9 @@ def lasting(task):
 
 
 @pytest_asyncio.fixture
-async def stage(tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Callable[..., Stage]]:
+async def stage(
+    tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Callable[..., Stage]]:
     """Makes stages over ``AGENTS``; ends what they have started."""
     (tmp_path / "agents_of_a_test.py").write_text(AGENTS)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(__file__).parents[2]}")
@@ -119,7 +122,9 @@ async def test_calls_beyond_the_budget_are_not_sampled_ahead(stage: Callable[...
     assert len(s.policy.samples) == 4 and tree.actions()[-1].scores["outcome"] == 6.0
 
 
-async def test_parallel_calls_are_given_their_replies_again_in_a_replay(stage: Callable[..., Stage]) -> None:
+async def test_parallel_calls_are_given_their_replies_again_in_a_replay(
+    stage: Callable[..., Stage],
+) -> None:
     s = stage(parts, "fan")
     tree = await s.grow(mc_value, continuations=2)
     assert [action.scores["mc_value"] for action in tree.actions()] == [6.0] * 8
@@ -141,7 +146,9 @@ async def test_an_ended_episode_leaves_neither_its_tree_nor_its_contexts_in_memo
     alive = {kind: weakref.WeakSet[Any]() for kind in (Context, Session, Episode, Tree)}
     for kind, ones in alive.items():
 
-        def noted(self: Any, *args: Any, ones: weakref.WeakSet[Any] = ones, start: Any = kind.__init__) -> None:
+        def noted(
+            self: Any, *args: Any, ones: weakref.WeakSet[Any] = ones, start: Any = kind.__init__
+        ) -> None:
             ones.add(self)
             start(self, *args)
 
@@ -157,4 +164,9 @@ async def test_an_ended_episode_leaves_neither_its_tree_nor_its_contexts_in_memo
         await play(number)
     await asyncio.gather(*s.environment._closing)
     gc.collect()
-    assert {kind: list(ones) for kind, ones in alive.items()} == {Context: [], Session: [], Episode: [], Tree: [s.tree]}
+    assert {kind: list(ones) for kind, ones in alive.items()} == {
+        Context: [],
+        Session: [],
+        Episode: [],
+        Tree: [s.tree],
+    }

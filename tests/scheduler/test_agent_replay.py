@@ -1,5 +1,6 @@
-"""Agents that are brought back to an earlier turn, and what they may ask beside the policy: continuations, dropped branches, lost processes, the
-retriever, and what a judge sees of their replies."""
+"""Agents that are brought back to an earlier turn, and what they may ask beside the policy:
+continuations, dropped branches, lost processes, the retriever, and what a judge sees of their
+replies."""
 
 import asyncio
 import os
@@ -89,7 +90,9 @@ def searching(task):
 
 
 @pytest_asyncio.fixture
-async def stage(tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Callable[..., Stage]]:
+async def stage(
+    tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Callable[..., Stage]]:
     """Makes stages over ``AGENTS``; ends what they have started."""
     (tmp_path / "agents_of_a_test.py").write_text(AGENTS)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(__file__).parents[2]}")
@@ -186,7 +189,9 @@ async def test_values_without_a_single_continuation_are_a_fault_of_the_task(
     assert s.counts["dropped_branches"] >= 3
 
 
-async def test_a_lost_nursery_is_a_fault_of_the_machine_and_another_one_is_opened(stage: Callable[..., Stage]) -> None:
+async def test_a_lost_nursery_is_a_fault_of_the_machine_and_another_one_is_opened(
+    stage: Callable[..., Stage],
+) -> None:
     s = stage(adds, "counting")
     ctx = context(s)
     await ctx.plant()
@@ -211,7 +216,9 @@ class Library:
 
     async def call(self, service: str, request: Any, **more: Any) -> Any:
         if isinstance(request, RetrieveRequest):
-            return RetrieveResult([[Passage("p", "Peru", f"Capital: {query}?", 1.0)] for query in request.queries])
+            return RetrieveResult(
+                [[Passage("p", "Peru", f"Capital: {query}?", 1.0)] for query in request.queries]
+            )
         self.turns += request.turns if isinstance(request, JudgeRequest) else []
         return await self.policy(service, request, **more)
 

@@ -1,4 +1,5 @@
-"""Agents in processes of their own, whose turns grow in trees: every strategy, exact tokens, replay after a crash, limits and budgets."""
+"""Agents in processes of their own, whose turns grow in trees: every strategy, exact tokens, replay
+after a crash, limits and budgets."""
 
 import asyncio
 import random
@@ -84,7 +85,9 @@ def unscored(task):
 
 
 @pytest_asyncio.fixture
-async def stage(tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Callable[..., Stage]]:
+async def stage(
+    tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Callable[..., Stage]]:
     """Makes stages; ends what they have started."""
     (tmp_path / "agents_of_a_test.py").write_text(AGENTS)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(__file__).parents[2]}")
@@ -111,14 +114,22 @@ async def test_a_conversation_is_one_path_of_exactly_the_tokens_that_were_read_a
     for action, prompt in zip(actions, s.policy.prompts, strict=True):
         above = tree.parent(action)
         assert above is not None
-        assert s.text.tokenizer.decode(tree.prefix(above).tolist(), skip_special_tokens=False) == prompt
+        assert (
+            s.text.tokenizer.decode(tree.prefix(above).tolist(), skip_special_tokens=False)
+            == prompt
+        )
     observation = tree.children(actions[0])[0]
-    assert observation.text == "\n<|im_start|>user\n<tool_response>\n3\n</tool_response></s>\n<|im_start|>assistant\n"
+    assert (
+        observation.text
+        == "\n<|im_start|>user\n<tool_response>\n3\n</tool_response></s>\n<|im_start|>assistant\n"
+    )
     whole = s.text.tokenizer.decode(tree.prefix(actions[-1]).tolist(), skip_special_tokens=False)
     assert whole.count("</s>") == 2 + 3 + 2, "a reply's end was sampled and written again"
 
 
-async def test_slate_samples_candidates_for_an_agent_that_knows_nothing_of_it(stage: Callable[..., Stage]) -> None:
+async def test_slate_samples_candidates_for_an_agent_that_knows_nothing_of_it(
+    stage: Callable[..., Stage],
+) -> None:
     s = stage(adds, "counting")
     tree = await s.grow(slate, k=3, selection="best-of-k")
     chosen = tree.actions()
@@ -127,7 +138,9 @@ async def test_slate_samples_candidates_for_an_agent_that_knows_nothing_of_it(st
     assert s.environment.replayed == 0
 
 
-async def test_trajectories_of_one_task_are_episodes_of_their_own(stage: Callable[..., Stage]) -> None:
+async def test_trajectories_of_one_task_are_episodes_of_their_own(
+    stage: Callable[..., Stage],
+) -> None:
     s = stage(adds, "counting")
     tree = await s.grow(full, k=3)
     assert [[a.step for a in tree.actions(t)] for t in range(3)] == [[1, 2, 3]] * 3
@@ -196,7 +209,11 @@ async def test_an_agent_that_does_not_repeat_itself_is_told_in_a_replay(
     ],
 )
 async def test_how_an_episode_ends(
-    stage: Callable[..., Stage], name: str, options: dict[str, Any], outcome: float | None, crashed: float
+    stage: Callable[..., Stage],
+    name: str,
+    options: dict[str, Any],
+    outcome: float | None,
+    crashed: float,
 ) -> None:
     s = stage(lambda prompt, i: "r", name, **options)
     tree = await s.grow(chain)
@@ -205,13 +222,17 @@ async def test_how_an_episode_ends(
     assert len(tree.actions()) == (3 if name == "endless" else 1)
 
 
-async def test_an_agent_that_asks_nothing_is_a_fault_of_the_task(stage: Callable[..., Stage]) -> None:
+async def test_an_agent_that_asks_nothing_is_a_fault_of_the_task(
+    stage: Callable[..., Stage],
+) -> None:
     with pytest.raises(DataFault, match=r"ended before it asked the policy .*nothing to ask"):
         await stage(lambda prompt, i: "r", "silent").grow(chain)
 
 
 async def test_a_call_that_cannot_be_read_is_data(stage: Callable[..., Stage]) -> None:
-    s = stage(lambda prompt, i: '<tool_call>{"name": "divide", "arguments": {}}</tool_call>', "counting")
+    s = stage(
+        lambda prompt, i: '<tool_call>{"name": "divide", "arguments": {}}</tool_call>', "counting"
+    )
     tree = await s.grow(chain)
     (action,) = tree.actions()
     assert (action.scores["valid"], action.scores["outcome"]) == (0.0, 0.0)
@@ -219,7 +240,9 @@ async def test_a_call_that_cannot_be_read_is_data(stage: Callable[..., Stage]) -
 
 async def test_no_process_is_left(stage: Callable[..., Stage]) -> None:
     s = stage(adds, "counting")
-    await s.environment.open(s.environment.initial(s.task), Context(s.shop, s.task, s.tree, random.Random(1)))
+    await s.environment.open(
+        s.environment.initial(s.task), Context(s.shop, s.task, s.tree, random.Random(1))
+    )
     ((_, episode, _),) = s.environment._waiting
     await s.environment.close()
     assert episode._process is not None and episode._process.returncode == -9

@@ -1,6 +1,8 @@
-"""The first evaluation beside the first update: its result is of version 0 alone, whatever the learner did meanwhile, also after a crash.
+"""The first evaluation beside the first update: its result is of version 0 alone, whatever the
+learner did meanwhile, also after a crash.
 
-The run and its dispatcher are real; the engine and the learner are stand-ins that hold back what a test wants to see held back.
+The run and its dispatcher are real; the engine and the learner are stand-ins that hold back what a
+test wants to see held back.
 """
 
 import asyncio
@@ -38,10 +40,17 @@ QUESTIONS, UPDATES, HELD_OUT = 2, 2, 3
 
 
 class House:
-    """A run with an actor and a learner. held: evaluations of version 0 wait until it says so. loads: evaluations known at each load. more: other
-    fields of the process."""
+    """A run with an actor and a learner. held: evaluations of version 0 wait until it says so.
+    loads: evaluations known at each load. more: other fields of the process."""
 
-    def __init__(self, folder: Path, model: Path, held: Callable[["House"], bool], version: int = 0, **more: Any):
+    def __init__(
+        self,
+        folder: Path,
+        model: Path,
+        held: Callable[["House"], bool],
+        version: int = 0,
+        **more: Any,
+    ):
         settings = SchedulerConfig(
             strategy="chain",
             judge="none",
@@ -53,7 +62,18 @@ class House:
         )
         options = {"prompt": "tictactoe_compact", "opponents": {"random": 1.0}}
         process = SchedulerProcess(
-            "scheduler", str(folder), 0, str(model), "tictactoe", options, "", "", 1, [], 16, settings
+            "scheduler",
+            str(folder),
+            0,
+            str(model),
+            "tictactoe",
+            options,
+            "",
+            "",
+            1,
+            [],
+            16,
+            settings,
         )
         process = msgspec.structs.replace(process, **more)
         self.folder, self.run, self.held, self.trained = folder, Run(process), held, version
@@ -69,7 +89,9 @@ class House:
         return GenerateResult([sample] * request.n, len(request.tokens), 0)
 
     async def load(self, request: LoadRequest, call: Call) -> LoadResult:
-        self.loads.append((request.version, [name for _, name, _ in self.run.journal.evaluations()]))
+        self.loads.append(
+            (request.version, [name for _, name, _ in self.run.journal.evaluations()])
+        )
         self.in_force = request.version
         return LoadResult(request.version, request.digest, 0.0)
 
@@ -90,13 +112,18 @@ class House:
     async def live(self, until: Callable[["House"], bool]) -> None:
         """The whole run, or its beginning: it is dropped as soon as ``until`` is true."""
         keys, endpoint = (
-            RunKeys.load(self.folder / "keys").mint("tests", ("generate", "load", "train", "close")),
+            RunKeys.load(self.folder / "keys").mint(
+                "tests", ("generate", "load", "train", "close")
+            ),
             self.run.dispatcher.endpoint,
         )
         actor = Service("actor-0", {"generate": self.generate, "load": self.load}, 16)
         learner = Service("learner", {"train": self.train, "close": self.close}, 64)
         main = asyncio.create_task(self.run.main())
-        workers = [asyncio.create_task(each.run(endpoint, keys, signals=False)) for each in (actor, learner)]
+        workers = [
+            asyncio.create_task(each.run(endpoint, keys, signals=False))
+            for each in (actor, learner)
+        ]
         try:
             async with asyncio.timeout(60):
                 while not main.done() and not until(self):
@@ -123,17 +150,29 @@ def publish(folder: Path, version: int) -> Weights:
 def check(folder: Path) -> None:
     """All is evaluated by the version that the result names, and every tree was trained once."""
     journal = Journal(folder / "journal.sqlite", readonly=True)
-    assert [(version, name) for version, name, _ in journal.evaluations()] == [(0, "start"), (UPDATES, "end")]
+    assert [(version, name) for version, name, _ in journal.evaluations()] == [
+        (0, "start"),
+        (UPDATES, "end"),
+    ]
     examined = [journal.tree(row) for row in journal.trees("split='heldout' AND status='closed'")]
-    for tree, row in zip(examined, journal.trees("split='heldout' AND status='closed'"), strict=True):
-        sampled = [set(node.versions.tolist()) for node in tree.nodes.values() if node.versions is not None]
+    for tree, row in zip(
+        examined, journal.trees("split='heldout' AND status='closed'"), strict=True
+    ):
+        sampled = [
+            set(node.versions.tolist()) for node in tree.nodes.values() if node.versions is not None
+        ]
         assert sampled == [{row.version}] * len(sampled) != []
     assert sorted(row.version for row in journal.trees("split='heldout' AND status='closed'")) == (
         [0] * HELD_OUT + [UPDATES] * HELD_OUT
     )
     rows = journal.trees("split='train'")
     assert [row.position for row in rows] == list(range(QUESTIONS * UPDATES))
-    assert [[version for _, version in journal.groups(row.id)] for row in rows] == [[1], [1], [2], [2]]
+    assert [[version for _, version in journal.groups(row.id)] for row in rows] == [
+        [1],
+        [1],
+        [2],
+        [2],
+    ]
 
 
 async def test_the_first_update_is_made_beside_the_first_evaluation_which_still_is_of_version_0(
@@ -168,7 +207,10 @@ async def test_a_run_that_died_between_its_first_update_and_its_first_evaluation
     journal = Journal(tmp_path / "journal.sqlite", readonly=True)
     assert journal.evaluations() == []
     (tmp_path / "checkpoints" / "v000001").mkdir(parents=True)
-    state = {"version": 1, "trained": [group for row in journal.trees() for group, _ in journal.groups(row.id)]}
+    state = {
+        "version": 1,
+        "trained": [group for row in journal.trees() for group, _ in journal.groups(row.id)],
+    }
     (tmp_path / "checkpoints" / "v000001" / "state.json").write_bytes(msgspec.json.encode(state))
     resumed = House(tmp_path, llama, held=lambda house: False, version=1)
     await resumed.live(until=lambda house: False)
@@ -180,7 +222,9 @@ async def test_weights_without_a_journal_are_refused_before_anything_is_written_
     tmp_path: Path, llama: Path
 ) -> None:
     (tmp_path / "checkpoints" / "v000004").mkdir(parents=True)
-    (tmp_path / "checkpoints" / "v000004" / "state.json").write_bytes(b'{"version": 4, "trained": []}')
+    (tmp_path / "checkpoints" / "v000004" / "state.json").write_bytes(
+        b'{"version": 4, "trained": []}'
+    )
     house = House(tmp_path, llama, held=lambda house: False)
     with pytest.raises(DataFault, match="weights of version 4 and an empty journal"):
         await house.live(until=lambda house: False)
@@ -197,10 +241,13 @@ async def test_a_journal_that_is_older_than_the_checkpoint_is_refused_before_any
     lost = 1 + max(group for groups in before.values() for group, _ in groups)
     folder = tmp_path / "checkpoints" / "v000001"
     folder.mkdir(parents=True)
-    (folder / "state.json").write_bytes(msgspec.json.encode({"version": 1, "trained": [0, 1, lost, lost + 1]}))
+    (folder / "state.json").write_bytes(
+        msgspec.json.encode({"version": 1, "trained": [0, 1, lost, lost + 1]})
+    )
     resumed = House(tmp_path, llama, held=lambda house: False, version=1)
     with pytest.raises(
-        DataFault, match=rf"lacks 2 groups \(first group {lost}\) .* version 1 .* restore its newest copy"
+        DataFault,
+        match=rf"lacks 2 groups \(first group {lost}\) .* version 1 .* restore its newest copy",
     ):
         await resumed.live(until=lambda house: False)
     assert resumed.waiting == []

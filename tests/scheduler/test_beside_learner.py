@@ -1,4 +1,5 @@
-"""A scheduler that is started again beside a living learner: what the learner trained since its checkpoint is told and recorded, once."""
+"""A scheduler that is started again beside a living learner: what the learner trained since its
+checkpoint is told and recorded, once."""
 
 import asyncio
 from pathlib import Path
@@ -44,15 +45,20 @@ async def test_an_update_whose_record_was_lost_is_recorded_and_its_trees_take_no
     journal = Journal(tmp_path / "journal.sqlite", readonly=True)
     rows = journal.trees("split='train'")[:QUESTIONS]
     trained = {group: 1 for row in rows for group, _ in journal.groups(row.id)}
-    assert 1 in {version for row in rows for _, version in journal.groups(row.id)}  # a mark, and no record of it
+    # a mark, and no record of it
+    assert 1 in {version for row in rows for _, version in journal.groups(row.id)}
     (tmp_path / "metrics.jsonl").write_bytes(b"")
-    announced = msgspec.json.decode((tmp_path / "learner.json").read_bytes()) | {"trained": frontier.runs(trained)}
+    announced = msgspec.json.decode((tmp_path / "learner.json").read_bytes()) | {
+        "trained": frontier.runs(trained)
+    }
     (tmp_path / "learner.json").write_bytes(msgspec.json.encode(announced))
     resumed = Outlived(tmp_path, llama, held=lambda house: False, version=1)
     resumed.known, resumed.again, resumed.in_force = trained, [], 1
     await resumed.live(until=lambda house: False)
     check(tmp_path)
     assert sorted(resumed.again) == sorted(trained)
-    lines = [msgspec.json.decode(line) for line in (tmp_path / "metrics.jsonl").read_bytes().splitlines()]
+    lines = [
+        msgspec.json.decode(line) for line in (tmp_path / "metrics.jsonl").read_bytes().splitlines()
+    ]
     told = [line for line in lines if not any(name.startswith("heldout/") for name in line)]
     assert [int(line["version"]) for line in told] == list(range(1, UPDATES + 1))

@@ -42,7 +42,8 @@ def test_the_best_of_all_evaluated_versions_is_there_at_the_end(tmp_path: Path) 
     assert versions.chosen(tmp_path, 2) == (2, found[1])
     assert versions.chosen(tmp_path, None)[0] == 6
     with pytest.raises(
-        ValueError, match=r"--version 3: .* holds \[2, 4, 5, 6\] \(the newest learner.keep, best 2\), and 0"
+        ValueError,
+        match=r"--version 3: .* holds \[2, 4, 5, 6\] \(the newest learner.keep, best 2\), and 0",
     ):
         versions.chosen(tmp_path, 3)
 
@@ -89,7 +90,9 @@ def test_a_disk_that_takes_nothing_costs_the_copy_and_not_the_run(
     assert sorted(path.name for path in (tmp_path / "best").iterdir()) == ["v000001"]
 
 
-def test_without_hard_links_the_files_are_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_hard_links_the_files_are_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def none(*_: object) -> None:
         raise OSError(95, "not supported")
 
@@ -106,7 +109,9 @@ def test_weights_that_were_never_a_file_cannot_be_kept_and_that_is_said(
     assert best.read(tmp_path) is None
 
 
-def test_a_version_made_anew_after_a_crash_is_not_taken_for_the_best_of_that_number(tmp_path: Path) -> None:
+def test_a_version_made_anew_after_a_crash_is_not_taken_for_the_best_of_that_number(
+    tmp_path: Path,
+) -> None:
     after(tmp_path, [0.1, 0.5])
     weights = tmp_path / "weights" / "v000001"
     (weights / "model.safetensors").unlink()

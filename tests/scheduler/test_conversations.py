@@ -1,4 +1,5 @@
-"""Conversations grow in one tree: both sides stand in it, the trained side's tokens alone are trained, and a half-grown tree goes on."""
+"""Conversations grow in one tree: both sides stand in it, the trained side's tokens alone are
+trained, and a half-grown tree goes on."""
 
 import asyncio
 import json
@@ -39,7 +40,8 @@ LIMIT = 5
 
 
 class Services:
-    """The real rule judge; whoever speaks names a price, which depends on who speaks. The policy samples at most ``left`` replies."""
+    """The real rule judge; whoever speaks names a price, which depends on who speaks. The policy
+    samples at most ``left`` replies."""
 
     def __init__(self, text: Text):
         self.text, self.left, self.judged, self.invalid = text, 10**6, 0, False
@@ -61,8 +63,12 @@ class Services:
         self.left -= 1
         prompt = self.text.decode(request.tokens)
         self.asked.append((service, prompt))
-        tokens = self.text.encode(self._reply("42 euros" if "your turn, Tobin" in prompt else "43 euros"))
-        sample = Sample(tokens, np.full(len(tokens), -1, np.float32), np.zeros(len(tokens), np.int32), "stop")
+        tokens = self.text.encode(
+            self._reply("42 euros" if "your turn, Tobin" in prompt else "43 euros")
+        )
+        sample = Sample(
+            tokens, np.full(len(tokens), -1, np.float32), np.zeros(len(tokens), np.int32), "stop"
+        )
         return GenerateResult([sample] * request.n, len(request.tokens), 0)
 
     def _reply(self, words: str) -> str:
@@ -81,7 +87,14 @@ class Stage:
         self.settings = SchedulerConfig(judge="none")
         self.journal = Journal(folder / "journal")
         self.shop = Shop(
-            self.services, self.journal, text, self.environment, self.settings, self.counts, self._emit, most=8
+            self.services,
+            self.journal,
+            text,
+            self.environment,
+            self.settings,
+            self.counts,
+            self._emit,
+            most=8,
         )
         self.task = self.environment.task(seed)
         self.tree = Tree(0, self.task.id)
@@ -110,7 +123,9 @@ def told(tree: Tree, trajectory: int) -> list[str]:
     return [json.loads(n.text)["argument"] if n.kind == "action" else n.text for n in nodes]
 
 
-async def test_both_speakers_are_in_the_tree_and_the_trained_side_alone_is_trained(tmp_path: Path, llama: Path) -> None:
+async def test_both_speakers_are_in_the_tree_and_the_trained_side_alone_is_trained(
+    tmp_path: Path, llama: Path
+) -> None:
     stage = Stage(tmp_path, llama)
     await stage.grow()
     partner = 'Tobin Hask said: "42 euros"'
@@ -125,22 +140,28 @@ async def test_both_speakers_are_in_the_tree_and_the_trained_side_alone_is_train
     last = [turn.scores for turn in group if turn.turn == 3]
     assert [(s["goal"], s["outcome"]) for s in last] == [(0, 0)] * 2 and "secret" not in last[0]
     assert not any("goal" in turn.scores for turn in group if turn.turn < 3)
-    assert "turns" not in last[0] and "searches" not in last[0]  # what is counted of search trajectories
+    # what is counted of search trajectories
+    assert "turns" not in last[0] and "searches" not in last[0]
     assert stage.counts["spoken_replies"] == 4
 
 
-async def test_a_served_partner_is_asked_by_its_name_and_begins_if_it_is_the_first(tmp_path: Path, llama: Path) -> None:
+async def test_a_served_partner_is_asked_by_its_name_and_begins_if_it_is_the_first(
+    tmp_path: Path, llama: Path
+) -> None:
     stage = Stage(tmp_path, llama, partner="ann", side="second")
     await stage.grow(k=1)
     speakers = [service for service, _ in stage.services.asked]
     assert speakers == ["speaker.ann", "generate"] * 2 + ["speaker.ann"]
     first = next(n for n in stage.tree.nodes.values() if n.kind == "prompt" and n.parent == 0)
     assert 'the other person said: "42 euros"' in first.text
-    assert stage.groups[0][-1].scores["goal"] == 10  # both said 42 euros: the buyer pays no more than 45
+    # both said 42 euros: the buyer pays no more than 45
+    assert stage.groups[0][-1].scores["goal"] == 10
 
 
 @pytest.mark.parametrize("left", range(1, 10))
-async def test_a_half_grown_tree_goes_on_where_the_journal_ends(tmp_path: Path, llama: Path, left: int) -> None:
+async def test_a_half_grown_tree_goes_on_where_the_journal_ends(
+    tmp_path: Path, llama: Path, left: int
+) -> None:
     stage = Stage(tmp_path, llama)
     stage.services.left = left
     with pytest.raises(InfrastructureFault):
@@ -151,11 +172,20 @@ async def test_a_half_grown_tree_goes_on_where_the_journal_ends(tmp_path: Path, 
     await stage.grow(half)
     whole = stage.reread()
     for trajectory in (0, 1):
-        assert [len(re.findall("euros", text)) for text in told(whole, trajectory)] == [1, 1, 1, 1, 1, 0]
+        assert [len(re.findall("euros", text)) for text in told(whole, trajectory)] == [
+            1,
+            1,
+            1,
+            1,
+            1,
+            0,
+        ]
     assert set(kept) <= {turn.node for turn in stage.groups[0]}
 
 
-async def test_after_a_crash_before_the_judgement_the_partner_is_not_asked_again(tmp_path: Path, llama: Path) -> None:
+async def test_after_a_crash_before_the_judgement_the_partner_is_not_asked_again(
+    tmp_path: Path, llama: Path
+) -> None:
     stage = Stage(tmp_path, llama, partner="ann")
     stage.environment.turns = 2
     reached = asyncio.Event()
@@ -183,7 +213,9 @@ async def test_after_a_crash_before_the_judgement_the_partner_is_not_asked_again
     assert "goal" in stage.groups[0][0].scores
 
 
-async def test_a_conversation_without_a_valid_outcome_is_counted_and_not_trained(tmp_path: Path, llama: Path) -> None:
+async def test_a_conversation_without_a_valid_outcome_is_counted_and_not_trained(
+    tmp_path: Path, llama: Path
+) -> None:
     stage = Stage(tmp_path, llama)
     stage.services.invalid = True
     await stage.grow()
@@ -194,7 +226,9 @@ async def test_a_conversation_without_a_valid_outcome_is_counted_and_not_trained
     assert "outcome" not in last.scores
 
 
-async def test_a_continuation_is_judged_by_the_whole_conversation(tmp_path: Path, llama: Path) -> None:
+async def test_a_continuation_is_judged_by_the_whole_conversation(
+    tmp_path: Path, llama: Path
+) -> None:
     stage = Stage(tmp_path, llama, side="second", partner="ann")
     await stage.grow(k=1)
     context = stage.context()

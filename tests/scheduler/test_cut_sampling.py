@@ -1,4 +1,5 @@
-"""Sampling with top-p: what the tree holds for the learner, by a real engine, and what happens with an engine that does not report it."""
+"""Sampling with top-p: what the tree holds for the learner, by a real engine, and what happens with
+an engine that does not report it."""
 
 import random
 from collections import Counter
@@ -27,21 +28,30 @@ from wire.support import decode
 class Silent(LocalEngine):
     """An engine that does not report what it left."""
 
-    async def generate(self, request: GenerateRequest, on_tokens: OnTokens | None = None) -> GenerateResult:  # pyright: ignore
+    async def generate(
+        self, request: GenerateRequest, on_tokens: OnTokens | None = None
+    ) -> GenerateResult:  # pyright: ignore
         result = await super().generate(request, on_tokens)
         return msgspec.structs.replace(
-            result, samples=[msgspec.structs.replace(sample, support=None) for sample in result.samples]
+            result,
+            samples=[msgspec.structs.replace(sample, support=None) for sample in result.samples],
         )
 
 
 async def actions(
-    folder: Path, llama: Path, split: str = "train", kind: type[LocalEngine] = LocalEngine, **sampling: float
+    folder: Path,
+    llama: Path,
+    split: str = "train",
+    kind: type[LocalEngine] = LocalEngine,
+    **sampling: float,
 ) -> list[Node]:
     """Two candidates of one step, as they come back from the journal."""
     services = InProcess(kind(str(llama), ActorsConfig(dtype="float32", max_context=512)), [])
     settings = SchedulerConfig(max_action_tokens=12, **sampling)  # pyright: ignore[reportArgumentType]
     journal = Journal(folder / "journal.sqlite")
-    shop = Shop(services, journal, Text(str(llama)), SearchQA("short"), settings, Counter(), lambda *_: None)  # pyright: ignore[reportArgumentType]
+    shop = Shop(
+        services, journal, Text(str(llama)), SearchQA("short"), settings, Counter(), lambda *_: None
+    )  # pyright: ignore[reportArgumentType]
     tree = Tree(0, "t", split)
     context = Context(shop, Task("t", "Who?", ["me"]), tree, random.Random(0))
     await services.start()
@@ -55,7 +65,9 @@ async def actions(
     return [node for node in journal.tree(row).nodes.values() if node.kind == "action"]
 
 
-async def test_trained_actions_keep_what_top_p_left_in_the_tree_and_the_journal(tmp_path: Path, llama: Path) -> None:
+async def test_trained_actions_keep_what_top_p_left_in_the_tree_and_the_journal(
+    tmp_path: Path, llama: Path
+) -> None:
     for node in await actions(tmp_path, llama, top_p=0.8, top_k=9):
         support = decode(node.travels({}).support, len(node.tokens))
         assert support is not None
@@ -67,10 +79,15 @@ async def test_trained_actions_keep_what_top_p_left_in_the_tree_and_the_journal(
 async def test_nothing_is_kept_of_held_out_actions_and_where_nothing_was_cut(
     tmp_path: Path, llama: Path, split: str, top_p: float
 ) -> None:
-    assert [node.support for node in await actions(tmp_path, llama, split, top_p=top_p)] == [b"", b""]
+    assert [node.support for node in await actions(tmp_path, llama, split, top_p=top_p)] == [
+        b"",
+        b"",
+    ]
 
 
-async def test_an_engine_that_does_not_report_what_it_left_cannot_be_trained_from(tmp_path: Path, llama: Path) -> None:
+async def test_an_engine_that_does_not_report_what_it_left_cannot_be_trained_from(
+    tmp_path: Path, llama: Path
+) -> None:
     with pytest.raises(DataFault, match=r"top_p = 0.8 and top_k = 0 .* expected Sample.support"):
         await actions(tmp_path, llama, kind=Silent, top_p=0.8)
     (tmp_path / "held-out").mkdir()

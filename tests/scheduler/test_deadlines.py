@@ -46,7 +46,9 @@ def _pendings(count: int) -> list[Pending]:
     return asyncio.run(made())
 
 
-def test_a_call_expires_never_before_its_time_and_at_most_one_part_of_it_later(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_expires_never_before_its_time_and_at_most_one_part_of_it_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     rng, pendings, ended = random.Random(0), _pendings(500), dict[Pending, float]()
     clock = Clock()
     monkeypatch.setattr("scheduler.deadlines.asyncio.get_running_loop", lambda: clock)
@@ -70,10 +72,13 @@ def test_a_call_expires_never_before_its_time_and_at_most_one_part_of_it_later(m
     assert set(ended) == set(asked)
     for pending, (begun, seconds) in asked.items():
         assert ended[pending] >= begun + seconds - 1e-9
-        assert ended[pending] <= begun + seconds * (1 + 1 / PARTS) + 1.0  # the clock moves by up to a second here
+        # the clock moves by up to a second here
+        assert ended[pending] <= begun + seconds * (1 + 1 / PARTS) + 1.0
 
 
-def test_ten_thousand_calls_of_one_length_need_few_timers_and_none_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ten_thousand_calls_of_one_length_need_few_timers_and_none_is_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     pendings, clock = _pendings(10_000), Clock()
     monkeypatch.setattr("scheduler.deadlines.asyncio.get_running_loop", lambda: clock)
     deadlines = Deadlines(lambda pending, _: None)

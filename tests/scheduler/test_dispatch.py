@@ -104,7 +104,9 @@ async def test_a_call_nobody_can_serve_ends_at_its_deadline_and_says_so(tmp_path
             await b.dispatcher.call("echo", ask(), deadline=0.2)
 
 
-async def test_a_deadline_names_the_workers_that_are_full_or_rest_and_those_that_hang(tmp_path: Path) -> None:
+async def test_a_deadline_names_the_workers_that_are_full_or_rest_and_those_that_hang(
+    tmp_path: Path,
+) -> None:
     async with bench(tmp_path) as b:
         await b.work("hanger", {"echo": hang}, capacity=1)
         for state in ["hanger"] * 5 + ["hanger rests after 5 failed calls"]:
@@ -115,8 +117,12 @@ async def test_a_deadline_names_the_workers_that_are_full_or_rest_and_those_that
 async def test_a_call_that_waited_for_a_full_worker_says_how_full(tmp_path: Path) -> None:
     async with bench(tmp_path) as b:
         await b.work("full", {"echo": hang}, capacity=1)
-        held, waits = (asyncio.create_task(b.dispatcher.call("echo", ask(), deadline=d)) for d in (60, 0.2))
-        with pytest.raises(InfrastructureFault, match="no free worker: full has 1 requests in flight of at most 1"):
+        held, waits = (
+            asyncio.create_task(b.dispatcher.call("echo", ask(), deadline=d)) for d in (60, 0.2)
+        )
+        with pytest.raises(
+            InfrastructureFault, match="no free worker: full has 1 requests in flight of at most 1"
+        ):
             await waits
         held.cancel()
         await asyncio.gather(held, return_exceptions=True)
@@ -161,7 +167,9 @@ async def test_the_calls_of_a_worker_that_dies_move_to_another(tmp_path: Path) -
         assert b.dispatcher.counters["dead_workers"] == 1
 
 
-async def test_a_call_runs_where_its_place_says_and_the_place_learns_of_every_attempt(tmp_path: Path) -> None:
+async def test_a_call_runs_where_its_place_says_and_the_place_learns_of_every_attempt(
+    tmp_path: Path,
+) -> None:
     async def broken(request: EchoRequest, call: Call) -> EchoResult:
         raise InfrastructureFault("no luck")
 
@@ -201,7 +209,10 @@ async def test_waiting_calls_start_in_the_order_of_their_ranks(tmp_path: Path) -
     async with bench(tmp_path) as b:
         await b.work("w", {"echo": echo}, capacity=1)
         places = [Ranked(rank, started, free) for rank in (3, 1, 2, 0)]
-        calls = [asyncio.create_task(b.dispatcher.call("echo", ask(), deadline=10, place=p)) for p in places]
+        calls = [
+            asyncio.create_task(b.dispatcher.call("echo", ask(), deadline=10, place=p))
+            for p in places
+        ]
         await asyncio.sleep(0)
         free.set()
         b.dispatcher.look_again("echo")
@@ -209,13 +220,17 @@ async def test_waiting_calls_start_in_the_order_of_their_ranks(tmp_path: Path) -
     assert started == [0, 1, 2, 3]
 
 
-async def test_a_call_that_is_held_back_stops_no_other_and_is_tried_again_by_itself(tmp_path: Path) -> None:
+async def test_a_call_that_is_held_back_stops_no_other_and_is_tried_again_by_itself(
+    tmp_path: Path,
+) -> None:
     started: list[int] = []
     held, free = asyncio.Event(), asyncio.Event()
     free.set()
     async with bench(tmp_path) as b:
         await b.work("w", {"echo": echo})
-        waits = asyncio.create_task(b.dispatcher.call("echo", ask(), deadline=10, place=Ranked(0, started, held)))
+        waits = asyncio.create_task(
+            b.dispatcher.call("echo", ask(), deadline=10, place=Ranked(0, started, held))
+        )
         await asyncio.sleep(0)
         await b.dispatcher.call("echo", ask(), deadline=10, place=Ranked(1, started, free))
         await b.dispatcher.call("echo", ask(), deadline=10)
@@ -225,16 +240,21 @@ async def test_a_call_that_is_held_back_stops_no_other_and_is_tried_again_by_its
     assert started == [1, 0]
 
 
-async def test_a_held_call_still_ends_at_its_deadline_and_leaves_nothing_behind(tmp_path: Path) -> None:
+async def test_a_held_call_still_ends_at_its_deadline_and_leaves_nothing_behind(
+    tmp_path: Path,
+) -> None:
     async with bench(tmp_path) as b:
         await b.work("w", {"echo": echo})
         with pytest.raises(InfrastructureFault, match="took over"):
-            await b.dispatcher.call("echo", ask(), deadline=0.2, place=Ranked(0, [], asyncio.Event()))
+            await b.dispatcher.call(
+                "echo", ask(), deadline=0.2, place=Ranked(0, [], asyncio.Event())
+            )
         assert b.dispatcher.waiting() == {}
 
 
 class Kin(Ranked):
-    """One of many calls that wait together. asked: how often any of them was asked; begun: the families of which one has started."""
+    """One of many calls that wait together. asked: how often any of them was asked; begun: the
+    families of which one has started."""
 
     def __init__(self, number: int, family: int, asked: list[int], begun: set[int], *ranked: Any):
         super().__init__(number, *ranked)
@@ -255,12 +275,17 @@ class Kin(Ranked):
         self.begun.add(self.family)
 
 
-async def test_of_calls_that_wait_together_one_is_asked_and_all_start_by_family(tmp_path: Path) -> None:
+async def test_of_calls_that_wait_together_one_is_asked_and_all_start_by_family(
+    tmp_path: Path,
+) -> None:
     asked, begun, started, free = list[int](), set[int](), list[int](), asyncio.Event()
     async with bench(tmp_path) as b:
         await b.work("w", {"echo": echo}, capacity=1)
         places = [Kin(number, number % 20, asked, begun, started, free) for number in range(60)]
-        calls = [asyncio.create_task(b.dispatcher.call("echo", ask(), deadline=30, place=place)) for place in places]
+        calls = [
+            asyncio.create_task(b.dispatcher.call("echo", ask(), deadline=30, place=place))
+            for place in places
+        ]
         await asyncio.sleep(0)
         assert set(asked) == {0} and len(asked) <= 60
         free.set()
@@ -272,9 +297,13 @@ async def test_of_calls_that_wait_together_one_is_asked_and_all_start_by_family(
     assert started == [number + 20 * sibling for number in range(20) for sibling in range(3)]
 
 
-async def test_calls_that_wait_and_are_cancelled_leave_the_queue_in_any_order(tmp_path: Path) -> None:
+async def test_calls_that_wait_and_are_cancelled_leave_the_queue_in_any_order(
+    tmp_path: Path,
+) -> None:
     async with bench(tmp_path) as b:
-        calls = [asyncio.create_task(b.dispatcher.call("echo", ask(), deadline=30)) for _ in range(100)]
+        calls = [
+            asyncio.create_task(b.dispatcher.call("echo", ask(), deadline=30)) for _ in range(100)
+        ]
         await asyncio.sleep(0)
         for call in calls[1::2] + calls[98::-2]:
             call.cancel()
@@ -290,7 +319,9 @@ async def test_a_worker_that_joins_a_run_at_its_end_is_asked_to_leave(tmp_path: 
 
 
 @pytest.mark.slow
-async def test_a_learner_that_holds_thousands_of_groups_still_hears_that_a_tree_has_closed(tmp_path: Path) -> None:
+async def test_a_learner_that_holds_thousands_of_groups_still_hears_that_a_tree_has_closed(
+    tmp_path: Path,
+) -> None:
     async def train(group: TrainGroup, call: Call) -> Trained:
         await asyncio.Event().wait()
         raise AssertionError
@@ -301,7 +332,9 @@ async def test_a_learner_that_holds_thousands_of_groups_still_hears_that_a_tree_
     async with bench(tmp_path) as b:
         await b.work("learner", {"train": train, "close": close}, UNBOUNDED)
         groups = [TrainGroup(number, 0, [], []) for number in range(4200)]  # the capacity was 4096
-        open_calls = [asyncio.create_task(b.dispatcher.call("train", group, deadline=600)) for group in groups]
+        open_calls = [
+            asyncio.create_task(b.dispatcher.call("train", group, deadline=600)) for group in groups
+        ]
         await asyncio.sleep(0)
         await b.dispatcher.call("close", TreeClosed(0, []), deadline=60)
         for call in open_calls:
@@ -355,7 +388,9 @@ async def test_a_draining_worker_finishes_its_calls_and_leaves(tmp_path: Path) -
         await asyncio.wait_for(b.tasks["w"], 5)
 
 
-async def test_every_call_has_exactly_one_outcome_among_workers_that_fail_hang_and_die(tmp_path: Path) -> None:
+async def test_every_call_has_exactly_one_outcome_among_workers_that_fail_hang_and_die(
+    tmp_path: Path,
+) -> None:
     rng = random.Random(0)
 
     async def moody(request: EchoRequest, call: Call) -> EchoResult:

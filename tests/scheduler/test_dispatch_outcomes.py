@@ -1,4 +1,5 @@
-"""Every dispatched call reaches exactly one outcome: a result, a classified fault, or its caller's cancellation."""
+"""Every dispatched call reaches exactly one outcome: a result, a classified fault, or its caller's
+cancellation."""
 
 import asyncio
 import gc
@@ -37,11 +38,14 @@ async def forever(request: Any, call: Call) -> Any:
     await asyncio.Event().wait()
 
 
-# ---------------------------------------------------------------------------------------------- the invariant
+# ---------------------------------------------------------------------------------------------- the
+# invariant
 
 PLANS = st.lists(
     st.tuples(
-        st.sampled_from(["ok", "ok", "slow", "infrastructure", "data", "crash", "malformed", "hang"]),
+        st.sampled_from(
+            ["ok", "ok", "slow", "infrastructure", "data", "crash", "malformed", "hang"]
+        ),
         st.sampled_from(["stays", "stays", "stays", "cancels"]),
     ),
     min_size=1,
@@ -75,7 +79,8 @@ async def act(request: EchoRequest, call: Call, plan: list[tuple[str, str]]) -> 
 
 async def outcomes(plan: list[tuple[str, str]], fates: list[str], folder: Path) -> Counter[str]:
     """Issue every call of the plan while workers meet their fates; count how the calls ended."""
-    # Every worker but one may die or drain, and none of them costs a harmless call more than one attempt.
+    # Every worker but one may die or drain, and none of them costs a harmless call more than one
+    # attempt.
     attempts, deadline = (len(fates) + 1, 30.0) if harmless(plan) else (2, DEADLINE_S)
     config = DispatchConfig(heartbeat_s=0.05, dead_after_s=0.2, max_attempts=attempts)
     dispatcher = Dispatcher(f"ipc://{folder}/scheduler", None, config)
@@ -117,8 +122,11 @@ async def outcomes(plan: list[tuple[str, str]], fates: list[str], folder: Path) 
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
     await dispatcher.close()
-    counted = Counter("cancelled" if isinstance(end, asyncio.CancelledError) else str(end) for end in ended)
-    # A caller may be cancelled at the moment its answer comes; no other answer is ever lost or given twice.
+    counted = Counter(
+        "cancelled" if isinstance(end, asyncio.CancelledError) else str(end) for end in ended
+    )
+    # A caller may be cancelled at the moment its answer comes; no other answer is ever lost or
+    # given twice.
     answers = sum(event.outcome == "ok" for event in events)
     assert counted["ok"] <= answers <= counted["ok"] + counted["cancelled"]
     return counted
@@ -126,7 +134,9 @@ async def outcomes(plan: list[tuple[str, str]], fates: list[str], folder: Path) 
 
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(PLANS, FATES)
-def test_every_dispatched_call_reaches_exactly_one_outcome(plan: list[tuple[str, str]], fates: list[str]) -> None:
+def test_every_dispatched_call_reaches_exactly_one_outcome(
+    plan: list[tuple[str, str]], fates: list[str]
+) -> None:
     with tempfile.TemporaryDirectory() as folder:
         found = loop.run(outcomes(plan, fates, Path(folder)))
     assert found.total() == len(plan)
@@ -134,10 +144,12 @@ def test_every_dispatched_call_reaches_exactly_one_outcome(plan: list[tuple[str,
     assert found["cancelled"] <= sum(patience == "cancels" for _, patience in plan)
     assert found["data"] <= sum(kind == "data" for kind, _ in plan)
     if harmless(plan):
-        assert not found["infrastructure"]  # dead and draining workers alone lose no call: one worker always stays
+        # dead and draining workers alone lose no call: one worker always stays
+        assert not found["infrastructure"]
 
 
-# ---------------------------------------------------------------------------------------------- its corners
+# ---------------------------------------------------------------------------------------------- its
+# corners
 
 
 async def test_closing_ends_calls_that_run_that_wait_and_that_back_off(tmp_path: Path) -> None:
@@ -154,7 +166,10 @@ async def test_closing_ends_calls_that_run_that_wait_and_that_back_off(tmp_path:
     async with bench(tmp_path) as b:
         b.dispatcher.on_event = lambda event: failed.set()
         await b.work("w", {"echo": first_fails}, capacity=1)
-        calls = [asyncio.create_task(b.dispatcher.call("echo", ask(value), deadline=60)) for value in (0, 1, 2)]
+        calls = [
+            asyncio.create_task(b.dispatcher.call("echo", ask(value), deadline=60))
+            for value in (0, 1, 2)
+        ]
         await asyncio.wait_for(failed.wait(), 5)
         await asyncio.wait_for(entered.wait(), 5)
         await b.dispatcher.close()
@@ -196,11 +211,15 @@ async def test_a_call_whose_answer_cannot_be_right_moves_to_another_worker_and_s
         with pytest.raises(InfrastructureFault, match="liar answered a token below 0"):
             await b.dispatcher.call("echo", ask(), deadline=10, check=check)
         await b.work("honest", {"echo": echo})
-        answers = [await b.dispatcher.call("echo", ask(), deadline=10, check=check) for _ in range(4)]
+        answers = [
+            await b.dispatcher.call("echo", ask(), deadline=10, check=check) for _ in range(4)
+        ]
         assert [float(answer.tokens[0]) for answer in answers] == [1.0] * 4
 
 
-async def test_a_connection_that_loses_all_open_calls_at_once_gives_the_worker_no_rest(tmp_path: Path) -> None:
+async def test_a_connection_that_loses_all_open_calls_at_once_gives_the_worker_no_rest(
+    tmp_path: Path,
+) -> None:
     async with bench(tmp_path, QUICK) as b:
         service = await b.work("w", {"echo": echo}, capacity=16)
         send, lost = service.send, []
@@ -212,7 +231,9 @@ async def test_a_connection_that_loses_all_open_calls_at_once_gives_the_worker_n
                 send(header, body)
 
         service.send = loses
-        answers = await asyncio.gather(*(b.dispatcher.call("echo", ask(), deadline=60) for _ in range(8)))
+        answers = await asyncio.gather(
+            *(b.dispatcher.call("echo", ask(), deadline=60) for _ in range(8))
+        )
         assert [float(answer.tokens[0]) for answer in answers] == [1.0] * 8
         assert b.dispatcher.counters["lost_calls"] == len(lost) == 8
         (worker,) = b.dispatcher.workers()
@@ -230,7 +251,9 @@ async def test_attempts_are_bounded_and_the_last_fault_is_the_outcome(tmp_path: 
         assert b.dispatcher.counters["retries"] == 1
 
 
-async def test_a_failed_call_leaves_nothing_that_waits_for_the_garbage_collector(tmp_path: Path) -> None:
+async def test_a_failed_call_leaves_nothing_that_waits_for_the_garbage_collector(
+    tmp_path: Path,
+) -> None:
     """A storm of failed calls would fill the memory with their requests before the collector looks."""
 
     async def never(request: EchoRequest, call: Call) -> EchoResult:
@@ -257,7 +280,9 @@ async def test_a_failed_call_leaves_nothing_that_waits_for_the_garbage_collector
             gc.enable()
 
 
-async def test_a_retried_call_that_waits_for_a_busy_worker_does_not_hold_up_the_others(tmp_path: Path) -> None:
+async def test_a_retried_call_that_waits_for_a_busy_worker_does_not_hold_up_the_others(
+    tmp_path: Path,
+) -> None:
     entered = asyncio.Event()
 
     async def first_fails(request: EchoRequest, call: Call) -> EchoResult:
@@ -276,7 +301,9 @@ async def test_a_retried_call_that_waits_for_a_busy_worker_does_not_hold_up_the_
         await b.work("picky", {"echo": first_fails}, capacity=1)
         retried = asyncio.create_task(b.dispatcher.call("echo", ask(0), deadline=60))
         for value in range(1, 30):
-            assert (await b.dispatcher.call("echo", ask(value), deadline=5)).tokens.tolist() == [value]
+            assert (await b.dispatcher.call("echo", ask(value), deadline=5)).tokens.tolist() == [
+                value
+            ]
         assert not retried.done()
         held.cancel()
         retried.cancel()
@@ -310,7 +337,9 @@ async def test_a_pinned_call_goes_through_to_a_full_worker(tmp_path: Path) -> No
         await asyncio.gather(held, return_exceptions=True)
 
 
-async def test_a_request_that_cannot_be_sent_is_the_callers_error_and_harms_no_worker(tmp_path: Path) -> None:
+async def test_a_request_that_cannot_be_sent_is_the_callers_error_and_harms_no_worker(
+    tmp_path: Path,
+) -> None:
     async with bench(tmp_path) as b:
         await b.work("w", {"echo": echo})
         with pytest.raises(WireError, match="dtype"):
@@ -321,7 +350,9 @@ async def test_a_request_that_cannot_be_sent_is_the_callers_error_and_harms_no_w
         assert b.dispatcher.waiting() == {}
 
 
-async def test_an_answer_that_comes_after_its_call_ended_is_counted_and_ignored(tmp_path: Path) -> None:
+async def test_an_answer_that_comes_after_its_call_ended_is_counted_and_ignored(
+    tmp_path: Path,
+) -> None:
     entered = asyncio.Event()
 
     async def deaf(request: EchoRequest, call: Call) -> EchoResult:
@@ -365,7 +396,9 @@ async def test_an_error_that_comes_after_the_deadline_still_tells_its_reason(
         assert b.dispatcher.counters["timeouts"] == isinstance(fault, InfrastructureFault)
 
 
-async def test_a_rested_worker_is_used_when_its_rest_ends_and_not_only_at_its_next_heartbeat(tmp_path: Path) -> None:
+async def test_a_rested_worker_is_used_when_its_rest_ends_and_not_only_at_its_next_heartbeat(
+    tmp_path: Path,
+) -> None:
     left = [InfrastructureFault("not yet")] * 5
 
     async def late(request: EchoRequest, call: Call) -> EchoResult:
@@ -373,7 +406,9 @@ async def test_a_rested_worker_is_used_when_its_rest_ends_and_not_only_at_its_ne
             raise left.pop()
         return EchoResult(request.tokens, 0)
 
-    async with bench(tmp_path, DispatchConfig(heartbeat_s=3600.0, dead_after_s=7200.0, max_attempts=10)) as b:
+    async with bench(
+        tmp_path, DispatchConfig(heartbeat_s=3600.0, dead_after_s=7200.0, max_attempts=10)
+    ) as b:
         await b.work("w", {"echo": late})
         (worker,) = b.dispatcher.workers()
         worker.breaker.rest_s = 0.2
@@ -396,7 +431,9 @@ async def test_a_worker_that_keeps_failing_is_rested(tmp_path: Path) -> None:
     assert len(served) == 5
 
 
-async def test_a_second_process_of_the_same_name_replaces_the_first_for_good(tmp_path: Path) -> None:
+async def test_a_second_process_of_the_same_name_replaces_the_first_for_good(
+    tmp_path: Path,
+) -> None:
     left: list[str] = []
     async with bench(tmp_path) as b:
         b.dispatcher.on_leave = lambda worker, reason: left.append(reason)
@@ -411,7 +448,9 @@ async def test_a_second_process_of_the_same_name_replaces_the_first_for_good(tmp
     assert left == ["replaced by a new process of the same name w"]
 
 
-async def test_waiting_for_workers_that_do_not_come_says_how_many_are_missing(tmp_path: Path) -> None:
+async def test_waiting_for_workers_that_do_not_come_says_how_many_are_missing(
+    tmp_path: Path,
+) -> None:
     async with bench(tmp_path) as b:
         await b.work("w", {"echo": echo})
         with pytest.raises(TimeoutError, match="1 of 2 workers for service 'echo'"):

@@ -1,6 +1,8 @@
-"""Dynamic sampling: a question without spread is replaced, its groups are trained exactly once, and an update has the questions that it names.
+"""Dynamic sampling: a question without spread is replaced, its groups are trained exactly once, and
+an update has the questions that it names.
 
-The run, its dispatcher, its journal and the learner's inbox are real. The engine answers by rule, and the learner trains nothing.
+The run, its dispatcher, its journal and the learner's inbox are real. The engine answers by rule,
+and the learner trains nothing.
 """
 
 import asyncio
@@ -47,7 +49,8 @@ class Place(msgspec.Struct, frozen=True):
 
 
 class Coin(Environment):
-    """One action ends the episode, and the letter B earns 1. Two of three tasks are flat: there the engine always says A."""
+    """One action ends the episode, and the letter B earns 1. Two of three tasks are flat: there the
+    engine always says A."""
 
     name = "coin"
 
@@ -68,10 +71,16 @@ class Coin(Environment):
 
 
 class House:
-    """A run with an actor and a learner whose updates take two questions. most: it makes no more updates than these."""
+    """A run with an actor and a learner whose updates take two questions. most: it makes no more
+    updates than these."""
 
     def __init__(
-        self, folder: Path, model: Path, trained: dict[int, int] | None = None, version: int = 0, budget: int = BUDGET
+        self,
+        folder: Path,
+        model: Path,
+        trained: dict[int, int] | None = None,
+        version: int = 0,
+        budget: int = BUDGET,
     ):
         settings = SchedulerConfig(
             strategy="full",
@@ -82,7 +91,8 @@ class House:
             dynamic_sampling_budget=budget,
             max_action_tokens=4,
             evaluation=EvaluationConfig(questions=0),
-            dispatch=DispatchConfig(dead_after_s=300.0),  # all share one thread, which a busy machine may hold up
+            # all share one thread, which a busy machine may hold up
+            dispatch=DispatchConfig(dead_after_s=300.0),
         )
         process = SchedulerProcess(
             "scheduler",
@@ -107,7 +117,8 @@ class House:
         self.asked: defaultdict[str, int] = defaultdict(int)
 
     async def generate(self, request: GenerateRequest, call: Call) -> GenerateResult:
-        """The trajectories of a mixed task alternate between A and B; those of a flat task all say A."""
+        """The trajectories of a mixed task alternate between A and B; those of a flat task all say
+        A."""
         text, samples = self.run.shop.text, []
         for _ in range(request.n):
             prompt = text.decode(request.tokens)
@@ -153,13 +164,18 @@ class House:
     async def live(self, until: Callable[["House"], bool] = lambda house: False) -> None:
         """The whole run, or its beginning: it is dropped as soon as ``until`` is true."""
         keys, endpoint = (
-            RunKeys.load(self.folder / "keys").mint("tests", ("generate", "load", "train", "close")),
+            RunKeys.load(self.folder / "keys").mint(
+                "tests", ("generate", "load", "train", "close")
+            ),
             self.run.dispatcher.endpoint,
         )
         actor = Service("actor-0", {"generate": self.generate, "load": self.load}, 16)
         learner = Service("learner", {"train": self.train, "close": self.close}, 64)
         main = asyncio.create_task(self.run.main())
-        workers = [asyncio.create_task(each.run(endpoint, keys, signals=False)) for each in (actor, learner)]
+        workers = [
+            asyncio.create_task(each.run(endpoint, keys, signals=False))
+            for each in (actor, learner)
+        ]
         try:
             async with asyncio.timeout(300):
                 while not main.done() and not until(self):
@@ -173,27 +189,38 @@ class House:
             await self.run.close()
             await asyncio.sleep(
                 1
-            )  # the closed sockets leave the event loop; the next run of a real one is another process
+                # the closed sockets leave the event loop; the next run of a real one is another
+                # process
+            )
 
 
 def check(folder: Path, batches: list[Batch], budget: int = BUDGET) -> None:
-    """Every draw is made once, every group is in one update, and every update has its questions and at most its budget of replaced ones."""
+    """Every draw is made once, every group is in one update, and every update has its questions and
+    at most its budget of replaced ones."""
     journal = Journal(folder / "journal.sqlite", readonly=True)
     rows = journal.trees("split='train'")
     assert [row.position for row in rows] == list(range(len(rows)))
-    taken = [group for batch in batches for group in [*(g.id for g in batch.groups), *batch.replaced]]
+    taken = [
+        group for batch in batches for group in [*(g.id for g in batch.groups), *batch.replaced]
+    ]
     assert sorted(taken) == [group for row in rows for group, _ in journal.groups(row.id)]
     assert [batch.questions for batch in batches] == [QUESTIONS] * UPDATES
-    assert all(len(batch.groups) == QUESTIONS and len(batch.replaced) <= budget for batch in batches)
+    assert all(
+        len(batch.groups) == QUESTIONS and len(batch.replaced) <= budget for batch in batches
+    )
     status = {group: row.status for row in rows for group, _ in journal.groups(row.id)}
-    flat = {group: row.task.startswith("flat") for row in rows for group, _ in journal.groups(row.id)}
+    flat = {
+        group: row.task.startswith("flat") for row in rows for group, _ in journal.groups(row.id)
+    }
     for batch in batches:
         assert {status[group] for group in batch.replaced} <= {"replaced"}
         assert all(flat[group] for group in batch.replaced)
         assert {status[group.id] for group in batch.groups} == {"closed"}
     versions = {group: version for row in rows for group, version in journal.groups(row.id)}
     assert versions == {
-        group: batch.version + 1 for batch in batches for group in [*(g.id for g in batch.groups), *batch.replaced]
+        group: batch.version + 1
+        for batch in batches
+        for group in [*(g.id for g in batch.groups), *batch.replaced]
     }
 
 
@@ -242,12 +269,17 @@ async def test_without_a_budget_nothing_is_replaced(tmp_path: Path, llama: Path)
     check(tmp_path, house.batches, budget=0)
 
 
-async def test_a_budget_that_suffices_leaves_only_questions_with_spread(tmp_path: Path, llama: Path) -> None:
+async def test_a_budget_that_suffices_leaves_only_questions_with_spread(
+    tmp_path: Path, llama: Path
+) -> None:
     house = House(tmp_path, llama, budget=1000)
     await house.live()
     check(tmp_path, house.batches, budget=1000)
     rows = Journal(tmp_path / "journal.sqlite", readonly=True).trees("split='train'")
-    assert {(row.task.split("-")[0], row.status) for row in rows} == {("mixed", "closed"), ("flat", "replaced")}
+    assert {(row.task.split("-")[0], row.status) for row in rows} == {
+        ("mixed", "closed"),
+        ("flat", "replaced"),
+    }
 
 
 @pytest.mark.parametrize("updates_before", [0, 1, 2])
@@ -256,7 +288,11 @@ async def test_a_run_that_dies_with_a_replaced_tree_waiting_loses_and_repeats_no
 ) -> None:
     dead = House(tmp_path, llama)
     dead.most = updates_before  # the learner then waits, so that the moment is not missed
-    await dead.live(until=lambda house: len(house.batches) == updates_before and len(house.run.stream.replaced) > 0)
+    await dead.live(
+        until=lambda house: (
+            len(house.batches) == updates_before and len(house.run.stream.replaced) > 0
+        )
+    )
     journal = Journal(tmp_path / "journal.sqlite", readonly=True)
     assert any(row.status == "replaced" for row in journal.untrained_trees())
     resumed = House(tmp_path, llama, dead.inbox.trained, dead.version)

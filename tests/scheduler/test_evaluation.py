@@ -1,4 +1,5 @@
-"""What a held-out evaluation rests on: generated tasks, summaries of finished trees, players without a model."""
+"""What a held-out evaluation rests on: generated tasks, summaries of finished trees, players
+without a model."""
 
 import random
 from collections import Counter
@@ -32,7 +33,9 @@ def test_one_seed_gives_the_same_tasks_in_any_order_and_another_gives_others() -
     again = GeneratedTasks(GAME.task, 3)
     assert [again.at(position) for position in reversed(range(50))] == made[::-1]
     assert len({task.id for task in made}) == 50
-    assert not {task.id for task in made} & {GeneratedTasks(GAME.task, 4).at(position).id for position in range(50)}
+    assert not {task.id for task in made} & {
+        GeneratedTasks(GAME.task, 4).at(position).id for position in range(50)
+    }
 
 
 def test_training_seeds_lie_below_the_held_out_ones_which_are_those_of_every_run() -> None:
@@ -43,17 +46,27 @@ def test_training_seeds_lie_below_the_held_out_ones_which_are_those_of_every_run
     assert [task.seed for task in first.held_out(3)] == [2**30, 2**30 + 1, 2**30 + 2]
 
 
-# ------------------------------------------------------------------------------------------ summaries
+# ------------------------------------------------------------------------------------------
+# summaries
 
 
 def tree(*turns: dict[str, float], forced: bool = False) -> Tree:
-    """A tree with one chosen action a turn, beside a sibling that was not chosen; the last may be forced."""
+    """A tree with one chosen action a turn, beside a sibling that was not chosen; the last may be
+    forced."""
     made = Tree(0, "t", "heldout")
     node = made.add(None, "prompt", np.zeros(1, np.int32), "")
     for place, scores in enumerate(turns, 1):
-        made.add(node, "action", np.zeros(1, np.int32), "", scores={"outcome": 9.0, "reward": 9.0, "valid": 9.0})
+        made.add(
+            node,
+            "action",
+            np.zeros(1, np.int32),
+            "",
+            scores={"outcome": 9.0, "reward": 9.0, "valid": 9.0},
+        )
         last = forced and place == len(turns)
-        node = made.add(node, "action", np.zeros(1, np.int32), "", scores=dict(scores), chosen=True, forced=last)
+        node = made.add(
+            node, "action", np.zeros(1, np.int32), "", scores=dict(scores), chosen=True, forced=last
+        )
     return made
 
 
@@ -66,7 +79,8 @@ def means(environment: Any, pairs: list[tuple[Task, Tree]]) -> dict[str, float]:
 def test_search_episodes_are_summed_up_by_question_and_by_action() -> None:
     one, two = Task("a", "?", ["x"], hops=1), Task("b", "?", ["y"], hops=2)
     answered = tree(
-        {"reward": 1.0, "valid": 1.0, "query": 1.0}, {"reward": 0.5, "valid": 1.0, "outcome": 1.0, "f1": 1.0}
+        {"reward": 1.0, "valid": 1.0, "query": 1.0},
+        {"reward": 0.5, "valid": 1.0, "outcome": 1.0, "f1": 1.0},
     )
     used_up = tree(
         {"reward": -2.0, "valid": 0.0},
@@ -88,8 +102,13 @@ def test_search_episodes_are_summed_up_by_question_and_by_action() -> None:
 
 
 def test_games_are_summed_up_by_episode_by_turn_by_side_and_by_opponent() -> None:
-    game = TicTacToe(prompt="tictactoe_compact", opponents={"random": 0.5, "tictactoe_minimax": 0.5})
-    starts = {(game.initial(task).me, game.initial(task).opponent): task for task in map(game.task, range(40))}
+    game = TicTacToe(
+        prompt="tictactoe_compact", opponents={"random": 0.5, "tictactoe_minimax": 0.5}
+    )
+    starts = {
+        (game.initial(task).me, game.initial(task).opponent): task
+        for task in map(game.task, range(40))
+    }
     first, second = starts["X", "random"], starts["O", "tictactoe_minimax"]
     won = tree(
         {"valid": 1.0, "reward": 1.0},
@@ -122,12 +141,16 @@ def test_an_estimate_is_the_mean_with_its_95_percent_interval() -> None:
 
 
 def test_the_best_constant_answer_is_found_on_the_held_out_tasks() -> None:
-    heldout = [Task(str(i), golds=golds) for i, golds in enumerate([["Rome"], ["rome", "Roma"], ["Sofia"], ["Oslo"]])]
+    heldout = [
+        Task(str(i), golds=golds)
+        for i, golds in enumerate([["Rome"], ["rome", "Roma"], ["Sofia"], ["Oslo"]])
+    ]
     found = trivial_baselines(heldout, [Task("t", golds=["SOFIA"])])
     assert found == {"random_answer": 0.25, "best_constant_answer": 0.5}
 
 
-# ------------------------------------------------------------------------------------------ players without a model
+# ------------------------------------------------------------------------------------------ players
+# without a model
 
 
 class Stage:
@@ -137,13 +160,23 @@ class Stage:
         services: Any = None
         self.counts: Counter[str] = Counter()
         journal, text = Journal(tmp_path / "journal"), Text(str(llama))
-        self.shop = Shop(services, journal, text, environment, SchedulerConfig(), self.counts, lambda tree, turns: None)
+        self.shop = Shop(
+            services,
+            journal,
+            text,
+            environment,
+            SchedulerConfig(),
+            self.counts,
+            lambda tree, turns: None,
+        )
 
     def context(self, task: Task, place: int) -> Context:
         return Context(self.shop, task, Tree(-1, task.id, "baseline"), random.Random(f"b/{place}"))
 
 
-async def test_players_without_a_model_are_known_by_their_returns(tmp_path: Path, llama: Path) -> None:
+async def test_players_without_a_model_are_known_by_their_returns(
+    tmp_path: Path, llama: Path
+) -> None:
     stage = Stage(tmp_path, llama, GAME)
     tasks = GeneratedTasks(GAME.task, 0).held_out(1500)
     found = await baselines.play(GAME, tasks, stage.context)
@@ -158,7 +191,8 @@ async def test_players_without_a_model_are_known_by_their_returns(tmp_path: Path
 async def test_a_player_that_knows_the_game_never_loses(
     tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every episode is played to its end, with both sides' moves in the state that the player is shown."""
+    """Every episode is played to its end, with both sides' moves in the state that the player is
+    shown."""
     game = TicTacToe(prompt="tictactoe_compact", opponents={"random": 1.0}, second=1.0)
     boards: list[str] = []
     moves = game.moves
@@ -172,10 +206,13 @@ async def test_a_player_that_knows_the_game_never_loses(
     tasks = GeneratedTasks(game.task, 0).held_out(60)
     found = await baselines.play(game, tasks, Stage(tmp_path, llama, game).context)
     assert min(found.values()) > 0.5
-    assert {board.count("X") - board.count("O") for board in boards} == {1}  # the opponent began and X has moved
+    # the opponent began and X has moved
+    assert {board.count("X") - board.count("O") for board in boards} == {1}
     assert {board.count("X") for board in boards} >= {1, 2, 3}
 
 
-async def test_an_environment_without_a_list_of_moves_has_no_such_players(tmp_path: Path, llama: Path) -> None:
+async def test_an_environment_without_a_list_of_moves_has_no_such_players(
+    tmp_path: Path, llama: Path
+) -> None:
     stage = Stage(tmp_path, llama, SearchQA("short"))
     assert await baselines.play(SearchQA("short"), [Task("t", "?", ["x"])], stage.context) == {}

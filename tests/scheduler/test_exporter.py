@@ -1,4 +1,5 @@
-"""Prometheus reads the newest values and the queues from the scheduler, and a scrape waits for nothing."""
+"""Prometheus reads the newest values and the queues from the scheduler, and a scrape waits for
+nothing."""
 
 import socket
 import time
@@ -28,7 +29,11 @@ def scraped(run: Path) -> dict[tuple[str, str], float]:
     text = urllib.request.urlopen((run / "prometheus").read_text(), timeout=30).read().decode()
     families = list(text_string_to_metric_families(text))
     assert all(family.documentation.endswith("]") for family in families)
-    return {(s.name, s.labels.get("service", "")): s.value for family in families for s in family.samples}
+    return {
+        (s.name, s.labels.get("service", "")): s.value
+        for family in families
+        for s in family.samples
+    }
 
 
 def test_a_scrape_has_the_newest_value_of_every_metric_and_the_queues(tmp_path: Path) -> None:
@@ -44,8 +49,13 @@ def test_a_scrape_has_the_newest_value_of_every_metric_and_the_queues(tmp_path: 
     assert values["coppice_score_reward", ""] == 0.2
     assert values["coppice_watch_turn_1_entropy", ""] == 2.0
     assert values["coppice_of_my_plugin", ""] == 9.0
-    assert [values[f"coppice_health_{name}", "generate"] for name in ("running", "waiting", "workers")] == [4, 2, 1]
-    assert [values[f"coppice_health_{name}", ""] for name in ("growing", "loop_lag", "version", "updates")] == [
+    assert [
+        values[f"coppice_health_{name}", "generate"] for name in ("running", "waiting", "workers")
+    ] == [4, 2, 1]
+    assert [
+        values[f"coppice_health_{name}", ""]
+        for name in ("growing", "loop_lag", "version", "updates")
+    ] == [
         5,
         0.25,
         7,
@@ -56,7 +66,9 @@ def test_a_scrape_has_the_newest_value_of_every_metric_and_the_queues(tmp_path: 
     metrics.close()
 
 
-def test_a_port_in_use_is_told_and_the_run_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_port_in_use_is_told_and_the_run_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         exporter = Exporter(tmp_path, dict, lambda: None)
         exporter.start(f"127.0.0.1:{taken.getsockname()[1]}")

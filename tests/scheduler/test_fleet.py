@@ -1,4 +1,5 @@
-"""Placement and order of generate calls: pure decisions about loads, prefixes and time that the tests give."""
+"""Placement and order of generate calls: pure decisions about loads, prefixes and time that the
+tests give."""
 
 import random
 
@@ -16,7 +17,9 @@ HEAD = list(range(100, 120))
 class World:
     """Actors with a clock, and the calls that run on them."""
 
-    def __init__(self, capacity: float | None = None, workers: str = "ab", batch: int = 4, room: int = 8):
+    def __init__(
+        self, capacity: float | None = None, workers: str = "ab", batch: int = 4, room: int = 8
+    ):
         self.now = 0.0
         self.fleet = Fleet(steps=2, batch=batch, clock=lambda: self.now)
         self.room = room
@@ -24,9 +27,13 @@ class World:
         self.running: dict[str, list[Place]] = {name: [] for name in workers}
 
     def loads(self) -> list[Load]:
-        return [Load(name, len(calls), self.room, self.stats) for name, calls in self.running.items()]
+        return [
+            Load(name, len(calls), self.room, self.stats) for name, calls in self.running.items()
+        ]
 
-    def call(self, tree: int, prompt: list[int], n: int = 1, longest: int = 10, beside: bool = False) -> Place:
+    def call(
+        self, tree: int, prompt: list[int], n: int = 1, longest: int = 10, beside: bool = False
+    ) -> Place:
         request = GenerateRequest(np.array(prompt, np.int32), n, Sampling(longest))
         return self.fleet.call(tree, request, beside)
 
@@ -37,11 +44,22 @@ class World:
             self.running[worker].append(place)
         return worker
 
-    def end(self, place: Place, samples: list[list[int]] | None = None, cached: int = 0, version: int = 0) -> None:
+    def end(
+        self,
+        place: Place,
+        samples: list[list[int]] | None = None,
+        cached: int = 0,
+        version: int = 0,
+    ) -> None:
         worker = next(name for name, calls in self.running.items() if place in calls)
         self.running[worker].remove(place)
         made = [
-            Sample(np.array(s, np.int32), np.zeros(len(s), np.float32), np.full(len(s), version, np.int32), "stop")
+            Sample(
+                np.array(s, np.int32),
+                np.zeros(len(s), np.float32),
+                np.full(len(s), version, np.int32),
+                "stop",
+            )
             for s in samples or []
         ]
         place.ended(worker, GenerateResult(made, 1, cached) if samples is not None else None)
@@ -54,7 +72,12 @@ def own(tree: int, count: int) -> list[int]:
 
 def test_new_trees_spread_over_the_actors_though_one_holds_their_common_head() -> None:
     world = World()
-    assert [world.start(world.call(tree, HEAD + own(tree, 5))) for tree in range(4)] == ["a", "b", "a", "b"]
+    assert [world.start(world.call(tree, HEAD + own(tree, 5))) for tree in range(4)] == [
+        "a",
+        "b",
+        "a",
+        "b",
+    ]
 
 
 def test_a_new_tree_goes_where_fewer_trees_live_when_nobody_works() -> None:
@@ -71,7 +94,9 @@ def test_a_tree_goes_on_where_its_prefix_is_until_that_actor_is_overloaded() -> 
     first = world.call(0, HEAD + own(0, 5))
     assert world.start(first) == "a"
     world.end(first, [[7, 8]])
-    assert [world.start(world.call(0, HEAD + own(0, 5) + [7, 8, tree])) for tree in range(7)] == ["a"] * 5 + ["b"] * 2
+    assert [world.start(world.call(0, HEAD + own(0, 5) + [7, 8, tree])) for tree in range(7)] == [
+        "a"
+    ] * 5 + ["b"] * 2
 
 
 def test_siblings_that_are_too_many_for_one_actor_fill_the_next_together() -> None:
@@ -110,9 +135,15 @@ def test_what_ended_trees_needed_is_the_measure_for_the_next() -> None:
     assert [world.start(world.call(tree, own(tree, 25))) for tree in (1, 2, 3)] == ["a", "a", None]
 
 
-def test_a_tree_waits_for_the_actor_that_holds_its_prefix_and_moves_only_to_one_with_too_little_to_do() -> None:
+def test_a_tree_waits_for_the_actor_that_holds_its_prefix_and_moves_only_to_one_with_too_little_to_do() -> (
+    None
+):
     world = World(capacity=125, workers="ab", batch=1)
-    old, other, young = world.call(0, own(0, 30)), world.call(3, own(3, 30)), world.call(2, own(2, 10))
+    old, other, young = (
+        world.call(0, own(0, 30)),
+        world.call(3, own(3, 30)),
+        world.call(2, own(2, 10)),
+    )
     assert [world.start(place) for place in (old, other, young)] == ["a", "b", "a"]
     world.end(young, [[1] * 9])
     again = world.call(2, own(2, 10) + [1] * 9 + own(9, 30))
@@ -123,7 +154,9 @@ def test_a_tree_waits_for_the_actor_that_holds_its_prefix_and_moves_only_to_one_
     assert world.start(again) == "b"
 
 
-def test_an_actor_that_has_decoded_less_than_a_batch_for_a_while_takes_what_its_cache_has_no_room_for() -> None:
+def test_an_actor_that_has_decoded_less_than_a_batch_for_a_while_takes_what_its_cache_has_no_room_for() -> (
+    None
+):
     world = World(capacity=50, workers="a", batch=2)
     places = [world.call(tree, own(tree, 30)) for tree in range(4)]
     assert world.start(places[0]) == "a"
@@ -143,7 +176,9 @@ def test_without_a_known_capacity_nobody_waits() -> None:
     assert all(world.start(world.call(tree, own(tree, 500))) for tree in range(40))
 
 
-def test_the_order_is_trained_turns_then_trees_that_have_begun_by_age_and_depth_with_siblings_side_by_side() -> None:
+def test_the_order_is_trained_turns_then_trees_that_have_begun_by_age_and_depth_with_siblings_side_by_side() -> (
+    None
+):
     world = World()
     for tree in (3, 5):
         world.start(world.call(tree, own(tree, 3)))
@@ -186,10 +221,13 @@ def test_predicted_and_reported_cached_tokens_are_compared_for_served_calls_only
     world.start(failed)
     world.end(failed)
     forecast = world.fleet.residency.take()
-    assert (forecast.predicted, forecast.reported) == (21, 21)  # the head and the 7; the 8 was never computed
+    # the head and the 7; the 8 was never computed
+    assert (forecast.predicted, forecast.reported) == (21, 21)
 
 
-SHAPES = st.lists(st.tuples(st.integers(1, 60), st.integers(1, 4), st.integers(1, 6)), min_size=1, max_size=12)
+SHAPES = st.lists(
+    st.tuples(st.integers(1, 60), st.integers(1, 4), st.integers(1, 6)), min_size=1, max_size=12
+)
 
 
 @settings(deadline=None)
@@ -197,7 +235,8 @@ SHAPES = st.lists(st.tuples(st.integers(1, 60), st.integers(1, 4), st.integers(1
 def test_every_call_is_served_in_the_end_whatever_the_caches_hold(
     shapes: list[tuple[int, int, int]], capacity: int, batch: int, workers: int, rng: random.Random
 ) -> None:
-    """Trees of (tokens a step, steps, samples); between two steps nothing happens to a tree but time."""
+    """Trees of (tokens a step, steps, samples); between two steps nothing happens to a tree but
+    time."""
     world = World(capacity, "abc"[:workers], batch, room=3)
     paths = {tree: own(tree, tokens) for tree, (tokens, _, _) in enumerate(shapes)}
     left = {tree: steps for tree, (_, steps, _) in enumerate(shapes)}
@@ -222,12 +261,15 @@ def test_every_call_is_served_in_the_end_whatever_the_caches_hold(
     assert not any(world.running.values())
 
 
-def test_a_thousand_waiting_trees_cost_one_look_at_the_caches_and_a_begun_tree_passes_them() -> None:
+def test_a_thousand_waiting_trees_cost_one_look_at_the_caches_and_a_begun_tree_passes_them() -> (
+    None
+):
     world = World(capacity=100.0, workers="a")
     first = world.call(0, own(0, 60))
     assert world.start(first) == "a"
     waiting = [world.call(tree, own(tree, 60)) for tree in range(1, 1000)]
     assert waiting[0].choose(world.loads(), frozenset()) is None
-    assert {place.waits_with() for place in waiting} == {"new"}  # so the dispatcher asks for the first of them alone
+    # so the dispatcher asks for the first of them alone
+    assert {place.waits_with() for place in waiting} == {"new"}
     world.end(first, [own(0, 5)])
     assert world.call(0, own(0, 70)).waits_with() is None

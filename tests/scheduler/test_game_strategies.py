@@ -1,4 +1,5 @@
-"""Chains and Monte Carlo values on the real games, with an engine that plays scripted or random legal moves."""
+"""Chains and Monte Carlo values on the real games, with an engine that plays scripted or random
+legal moves."""
 
 import asyncio
 import inspect
@@ -46,7 +47,9 @@ class Services:
 
     def __init__(self, text: Text, game: Game, script: list[str]):
         self.text, self.game, self.script = text, game, script
-        self.oracle = SudokuOracle() if isinstance(game, Sudoku) else TicTacToeOracle(kind="minimax")
+        self.oracle = (
+            SudokuOracle() if isinstance(game, Sudoku) else TicTacToeOracle(kind="minimax")
+        )
         self.rng = random.Random(5)
         self.generated: list[GenerateRequest] = []
         self.hold: asyncio.Event | None = None
@@ -56,7 +59,9 @@ class Services:
         if isinstance(request, GenerateRequest):
             self.generated.append(request)
             prompt = self.text.decode(request.tokens)
-            return GenerateResult([self._sample(self._move(prompt)) for _ in range(request.n)], len(request.tokens), 0)
+            return GenerateResult(
+                [self._sample(self._move(prompt)) for _ in range(request.n)], len(request.tokens), 0
+            )
         if isinstance(request, PlayRequest):
             assert service == "player.tictactoe_minimax"
             return PlayResult(list(await MinimaxPlayer().play(request.state, request.seed)))
@@ -78,7 +83,9 @@ class Services:
 
     def _sample(self, text: str) -> Sample:
         tokens = self.text.encode(text)
-        return Sample(tokens, np.full(len(tokens), -1, np.float32), np.zeros(len(tokens), np.int32), "stop")
+        return Sample(
+            tokens, np.full(len(tokens), -1, np.float32), np.zeros(len(tokens), np.int32), "stop"
+        )
 
 
 class Stage:
@@ -89,11 +96,15 @@ class Stage:
         self.services = Services(text, game, script or [])
         self.groups: list[list[Turn]] = []
         self.options = {key: settings.pop(key) for key in ("k", "continuations") if key in settings}
-        self.settings = msgspec.structs.replace(SchedulerConfig(judge="oracle", max_action_tokens=40), **settings)
+        self.settings = msgspec.structs.replace(
+            SchedulerConfig(judge="oracle", max_action_tokens=40), **settings
+        )
         self.journal = Journal(tmp_path / "journal")
         self.counts: Counter[str] = Counter()
         services: Any = self.services
-        self.shop = Shop(services, self.journal, text, game, self.settings, self.counts, self._emit, most=8)
+        self.shop = Shop(
+            services, self.journal, text, game, self.settings, self.counts, self._emit, most=8
+        )
         self.task = game.task(seed)
         self.tree = Tree(0, self.task.id)
         self.journal.start_tree(self.tree, 0, 0)
@@ -128,7 +139,9 @@ def sudoku(**options: Any) -> Sudoku:
     return Sudoku(prompt="sudoku_compact", size=4, blanks=4, **options)
 
 
-async def test_a_chain_is_one_group_of_scored_turns_that_end_with_the_outcome(tmp_path: Path, llama: Path) -> None:
+async def test_a_chain_is_one_group_of_scored_turns_that_end_with_the_outcome(
+    tmp_path: Path, llama: Path
+) -> None:
     stage = Stage(tmp_path, llama, tictactoe())
     await stage.grow(chain)
     (turns,) = stage.groups
@@ -140,11 +153,15 @@ async def test_a_chain_is_one_group_of_scored_turns_that_end_with_the_outcome(tm
     assert stage.counts["environment_steps"] == len(turns)
 
 
-async def test_each_turn_is_a_fresh_prompt_below_what_all_turns_share(tmp_path: Path, llama: Path) -> None:
+async def test_each_turn_is_a_fresh_prompt_below_what_all_turns_share(
+    tmp_path: Path, llama: Path
+) -> None:
     stage = Stage(tmp_path, llama, tictactoe())
     await stage.grow(chain)
     root = stage.tree.nodes[0]
-    prompts = [node for node in stage.tree.nodes.values() if node.kind == "prompt" and node is not root]
+    prompts = [
+        node for node in stage.tree.nodes.values() if node.kind == "prompt" and node is not root
+    ]
     assert all(node.parent == root.id for node in prompts)
     assert len(prompts) == len(stage.groups[0])
     for request, node in zip(stage.services.generated, prompts, strict=True):
@@ -153,7 +170,9 @@ async def test_each_turn_is_a_fresh_prompt_below_what_all_turns_share(tmp_path: 
         assert state["board"][:3] in stage.shop.text.decode(request.tokens)
 
 
-async def test_the_first_prompt_shows_the_move_of_an_opponent_that_begins(tmp_path: Path, llama: Path) -> None:
+async def test_the_first_prompt_shows_the_move_of_an_opponent_that_begins(
+    tmp_path: Path, llama: Path
+) -> None:
     stage = Stage(tmp_path, llama, tictactoe(second=1.0, opponents={"tictactoe_minimax": 1.0}))
     await stage.grow(chain)
     assert stage.tree.nodes[1].state["board"].count("X") == 1
@@ -161,8 +180,12 @@ async def test_the_first_prompt_shows_the_move_of_an_opponent_that_begins(tmp_pa
     assert stage.groups[0][-1].scores["outcome"] <= 0  # nobody beats minimax
 
 
-@pytest.mark.parametrize("bad", ["hello", "<action>99</action>", "<action>1</action> <action>x</action>"])
-async def test_an_unusable_action_is_data_and_ends_the_episode_as_a_loss(tmp_path: Path, llama: Path, bad: str) -> None:
+@pytest.mark.parametrize(
+    "bad", ["hello", "<action>99</action>", "<action>1</action> <action>x</action>"]
+)
+async def test_an_unusable_action_is_data_and_ends_the_episode_as_a_loss(
+    tmp_path: Path, llama: Path, bad: str
+) -> None:
     stage = Stage(tmp_path, llama, tictactoe(), script=[bad])
     await stage.grow(chain)
     ((turn,),) = stage.groups
@@ -170,7 +193,9 @@ async def test_an_unusable_action_is_data_and_ends_the_episode_as_a_loss(tmp_pat
     assert stage.counts["invalid_actions"] == 1
 
 
-async def test_the_next_turn_is_generated_while_an_oracle_thinks(tmp_path: Path, llama: Path) -> None:
+async def test_the_next_turn_is_generated_while_an_oracle_thinks(
+    tmp_path: Path, llama: Path
+) -> None:
     stage = Stage(tmp_path, llama, tictactoe())
     stage.services.hold = asyncio.Event()
     growing = asyncio.create_task(stage.grow(chain))
@@ -184,7 +209,9 @@ async def test_the_next_turn_is_generated_while_an_oracle_thinks(tmp_path: Path,
     assert stage.services.judged == len(stage.groups[0])
 
 
-async def test_a_chain_grown_halfway_goes_on_and_judges_what_was_not_judged(tmp_path: Path, llama: Path) -> None:
+async def test_a_chain_grown_halfway_goes_on_and_judges_what_was_not_judged(
+    tmp_path: Path, llama: Path
+) -> None:
     stage = Stage(tmp_path, llama, sudoku())
     stage.services.hold = asyncio.Event()
     growing = asyncio.create_task(stage.grow(chain))
@@ -217,7 +244,9 @@ async def test_a_group_is_emitted_once_whatever_comes_between_it_and_the_end_of_
     assert len(stage.groups) == 1
 
 
-async def test_a_finished_game_is_not_played_again_after_a_crash(tmp_path: Path, llama: Path) -> None:
+async def test_a_finished_game_is_not_played_again_after_a_crash(
+    tmp_path: Path, llama: Path
+) -> None:
     stage = Stage(tmp_path, llama, tictactoe(opponents={"tictactoe_minimax": 1.0}))
     await stage.grow(chain)
     (turns,) = stage.groups
@@ -238,7 +267,9 @@ async def test_continuations_do_not_change_the_episode(tmp_path: Path, llama: Pa
         stage = Stage(folder, llama, tictactoe(), continuations=continuations)
         stage.services._move = _first_legal  # pyright: ignore[reportAttributeAccessIssue]
         await stage.grow(strategy)
-        boards.append([node.state["board"] for node in stage.tree.nodes.values() if node.kind == "prompt"])
+        boards.append(
+            [node.state["board"] for node in stage.tree.nodes.values() if node.kind == "prompt"]
+        )
     assert boards[0] == boards[1]
 
 
@@ -252,7 +283,9 @@ async def test_full_grows_several_episodes_of_one_task(tmp_path: Path, llama: Pa
         assert "outcome" in own[-1].scores
 
 
-async def test_monte_carlo_values_of_every_state_with_their_errors(tmp_path: Path, llama: Path) -> None:
+async def test_monte_carlo_values_of_every_state_with_their_errors(
+    tmp_path: Path, llama: Path
+) -> None:
     stage = Stage(tmp_path, llama, sudoku(terminate_on_wrong=True), continuations=20)
     await stage.grow(mc_value)
     (turns,) = stage.groups
@@ -268,19 +301,23 @@ async def test_monte_carlo_values_of_every_state_with_their_errors(tmp_path: Pat
 
 
 async def test_a_value_is_the_mean_outcome_of_the_policy(tmp_path: Path, llama: Path) -> None:
-    """A policy that always writes nonsense loses from every state: V = -1 exactly, and the error is 0."""
+    """A policy that always writes nonsense loses from every state: V = -1 exactly, and the error is
+    0."""
     stage = Stage(tmp_path, llama, tictactoe(), continuations=12, script=["nonsense"] * 13)
     await stage.grow(mc_value)
     ((turn,),) = stage.groups
     assert (turn.scores["mc_value"], turn.scores["mc_error"]) == (-1, 0)
 
 
-async def test_all_continuations_of_a_state_are_asked_for_together(tmp_path: Path, llama: Path) -> None:
+async def test_all_continuations_of_a_state_are_asked_for_together(
+    tmp_path: Path, llama: Path
+) -> None:
     stage = Stage(tmp_path, llama, tictactoe(), continuations=20)
     await stage.grow(mc_value)
     first = stage.services.generated[0].tokens.tolist()
     from_first = [r for r in stage.services.generated if r.tokens.tolist() == first]
-    assert [r.n for r in from_first] == [1, 8, 8, 4]  # the chain's own turn, then 20 continuations, at most 8 a request
+    # the chain's own turn, then 20 continuations, at most 8 a request
+    assert [r.n for r in from_first] == [1, 8, 8, 4]
     total = sum(r.n for r in stage.services.generated)
     assert total == stage.counts["environment_steps"] + stage.counts["continuation_steps"]
 
@@ -308,18 +345,22 @@ async def test_continuations_are_asked_without_thinking(tmp_path: Path, llama: P
     seen: list[bool] = []
     plain = stage.shop.text.prompt
 
-    def prompt(messages: list[dict[str, str]], thinking: bool = True, tools: Sequence[Any] = ()) -> str:
+    def prompt(
+        messages: list[dict[str, str]], thinking: bool = True, tools: Sequence[Any] = ()
+    ) -> str:
         seen.append(thinking)
         return plain(messages, thinking, tools)
 
     stage.shop.text.prompt = prompt  # pyright: ignore[reportAttributeAccessIssue]
     await stage.grow(mc_value)
     assert seen.count(False) > 0
-    assert seen.count(True) == 1 + stage.counts["environment_steps"]  # the root and each turn of the chain
+    # the root and each turn of the chain
+    assert seen.count(True) == 1 + stage.counts["environment_steps"]
 
 
 async def test_monte_carlo_values_of_a_conversation(tmp_path: Path, llama: Path) -> None:
-    """Search appends its observations: continuations start from the growing text, and a judge gives their outcomes."""
+    """Search appends its observations: continuations start from the growing text, and a judge gives
+    their outcomes."""
     texts = {0: [GOOD, RIGHT, WRONG, GOOD], 1: [RIGHT, RIGHT, WRONG]}
     stage = SearchStage(tmp_path, llama, [], continuations=4, k=1)
     scripted = stage.services.call
@@ -334,7 +375,8 @@ async def test_monte_carlo_values_of_a_conversation(tmp_path: Path, llama: Path)
     await stage.grow(mc_value)
     (turns,) = stage.groups
     assert [turn.turn for turn in turns] == [1, 2]
-    # From the question: GOOD, RIGHT, WRONG, GOOD; the two that searched meet and answer RIGHT, RIGHT. After the search: 3 of 4.
+    # From the question: GOOD, RIGHT, WRONG, GOOD; the two that searched meet and answer RIGHT,
+    # RIGHT. After the search: 3 of 4.
     assert turns[0].scores["mc_value"] == 3 / 4
     assert turns[1].scores["mc_value"] == 3 / 4
 
@@ -369,7 +411,9 @@ def test_a_task_names_its_game() -> None:
     assert tictactoe().task(7) == Task("tictactoe-7", seed=7)
 
 
-async def test_a_game_whose_next_prompt_has_no_room_in_the_context_is_lost(tmp_path: Path, llama: Path) -> None:
+async def test_a_game_whose_next_prompt_has_no_room_in_the_context_is_lost(
+    tmp_path: Path, llama: Path
+) -> None:
     stage = Stage(tmp_path, llama, sudoku())
     stage.shop = msgspec.structs.replace(stage.shop, longest=1)
     await stage.grow(chain)

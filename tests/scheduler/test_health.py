@@ -1,4 +1,5 @@
-"""scheduler/health.py: what the scheduler reports of workers, queues and progress, from a real dispatcher and real workers."""
+"""scheduler/health.py: what the scheduler reports of workers, queues and progress, from a real
+dispatcher and real workers."""
 
 import asyncio
 import contextlib
@@ -27,11 +28,14 @@ def standing(marks: int = 0) -> Standing:
     return Standing("updates", 2, 9, 1, 4, 1, marks)
 
 
-async def test_a_report_names_who_waits_for_whom_and_a_call_that_is_never_answered(tmp_path: Path) -> None:
+async def test_a_report_names_who_waits_for_whom_and_a_call_that_is_never_answered(
+    tmp_path: Path,
+) -> None:
     over = asyncio.Event()
 
     async def never(request: EchoRequest, call: Call) -> EchoResult:
-        while not over.is_set():  # deaf to its deadline too, of which the worker would tell just in time now and then
+        # deaf to its deadline too, of which the worker would tell just in time now and then
+        while not over.is_set():
             with contextlib.suppress(asyncio.CancelledError):
                 await over.wait()
         return EchoResult(request.tokens, 0)
@@ -39,7 +43,10 @@ async def test_a_report_names_who_waits_for_whom_and_a_call_that_is_never_answer
     async with bench(tmp_path, CONFIG) as b:
         await b.work("mute", {"echo": never}, capacity=2)
         calls = [
-            asyncio.create_task(b.dispatcher.call("echo", REQUEST, deadline=30.0, caller=f"tree {i}")) for i in range(3)
+            asyncio.create_task(
+                b.dispatcher.call("echo", REQUEST, deadline=30.0, caller=f"tree {i}")
+            )
+            for i in range(3)
         ]
         lone = asyncio.create_task(b.dispatcher.call("judge.x", REQUEST, deadline=30.0))
         await asyncio.sleep(0)
@@ -58,7 +65,12 @@ async def test_a_report_names_who_waits_for_whom_and_a_call_that_is_never_answer
             with pytest.raises(InfrastructureFault, match="did not answer"):
                 await b.dispatcher.call("echo", REQUEST, deadline=0.05, caller="tree 7")
         (worker,) = writer.report(101.0).workers
-        assert (worker.name, worker.state, worker.answered, worker.unanswered) == ("mute", "here", 0, UNANSWERED)
+        assert (worker.name, worker.state, worker.answered, worker.unanswered) == (
+            "mute",
+            "here",
+            0,
+            UNANSWERED,
+        )
         assert worker.calls[-1].startswith("echo for tree 7: deadline after 0.")
         over.set()
 
@@ -88,7 +100,9 @@ async def test_an_answer_starts_the_count_of_unanswered_calls_anew_and_a_worker_
         assert not writer.report(0.0).workers
 
 
-async def test_of_judges_that_come_and_go_under_new_names_only_the_last_are_remembered(tmp_path: Path) -> None:
+async def test_of_judges_that_come_and_go_under_new_names_only_the_last_are_remembered(
+    tmp_path: Path,
+) -> None:
     async with bench(tmp_path, CONFIG) as b:
         writer = reporter(tmp_path, b.dispatcher, standing())
         for number in range(REMEMBERED + 10):
@@ -104,7 +118,7 @@ async def test_a_report_tells_how_long_the_event_loop_was_held_up(tmp_path: Path
         working = asyncio.create_task(writer.work())
         async with asyncio.timeout(30):
             while writer.report(0.0).lag_s < 0.2:
-                time.sleep(0.4)  # noqa: ASYNC251 holding up the loop is the point
+                time.sleep(0.4)  # noqa: ASYNC251
                 await asyncio.sleep(0.01)
         working.cancel()
 
@@ -120,7 +134,9 @@ async def test_a_slow_worker_that_answers_something_while_other_calls_pass_their
     async with bench(tmp_path, CONFIG) as b:
         await b.work("slow", {"echo": one_in_five}, capacity=8)
         late = [
-            asyncio.create_task(b.dispatcher.call("echo", EchoRequest(np.ones(1, np.float32)), deadline=1.0))
+            asyncio.create_task(
+                b.dispatcher.call("echo", EchoRequest(np.ones(1, np.float32)), deadline=1.0)
+            )
             for _ in range(4)
         ]
         await asyncio.sleep(0)
@@ -155,13 +171,18 @@ async def test_a_paused_run_stands_still_on_purpose_once_only_the_learner_has_ca
         writer._obey(True)
         writer._obey(True)
         calls = [
-            asyncio.create_task(b.dispatcher.call(service, REQUEST, deadline=30.0)) for service in ("train", "echo")
+            asyncio.create_task(b.dispatcher.call(service, REQUEST, deadline=30.0))
+            for service in ("train", "echo")
         ]
         await asyncio.sleep(0)
-        assert [writer.report(at).progress_at for at in (10.0, 20.0)] == [10.0, 10.0]  # a tree in flight may hang
+        # a tree in flight may hang
+        assert [writer.report(at).progress_at for at in (10.0, 20.0)] == [10.0, 10.0]
         calls[1].cancel()
         await asyncio.gather(calls[1], return_exceptions=True)
-        assert [(r.progress_at, r.paused) for r in map(writer.report, (30.0, 40.0))] == [(30.0, True), (40.0, True)]
+        assert [(r.progress_at, r.paused) for r in map(writer.report, (30.0, 40.0))] == [
+            (30.0, True),
+            (40.0, True),
+        ]
         writer._obey(False)
         assert [writer.report(at).progress_at for at in (50.0, 60.0)] == [40.0, 40.0]
         calls[0].cancel()
@@ -172,7 +193,9 @@ async def test_a_paused_run_stands_still_on_purpose_once_only_the_learner_has_ca
     ]
 
 
-async def test_the_file_pauses_the_run_from_the_next_heartbeat_on_and_its_absence_resumes_it(tmp_path: Path) -> None:
+async def test_the_file_pauses_the_run_from_the_next_heartbeat_on_and_its_absence_resumes_it(
+    tmp_path: Path,
+) -> None:
     async with bench(tmp_path, CONFIG) as b:
         writer = reporter(tmp_path, b.dispatcher, standing())
         work = asyncio.create_task(writer.work())

@@ -24,7 +24,11 @@ ROOT = Path(__file__).parent.parent.parent
 def small(number: int) -> Tree:
     tree = Tree(number, f"task-{number}")
     root = tree.add(
-        None, "prompt", np.arange(4, dtype=np.int32), "prompt", state={"question": "q", "steps": [], "done": False}
+        None,
+        "prompt",
+        np.arange(4, dtype=np.int32),
+        "prompt",
+        state={"question": "q", "steps": [], "done": False},
     )
     tree.add(
         root,
@@ -50,8 +54,11 @@ def test_a_node_comes_back_as_it_was() -> None:
         assert getattr(back, field).dtype == getattr(node, field).dtype
 
 
-def test_a_state_is_stored_as_what_it_has_beside_the_one_above_and_comes_back_whole(tmp_path: Path) -> None:
-    """Also after a restart, where sequences that were tuples are lists, and below a node whose state is stored whole, as an earlier release did."""
+def test_a_state_is_stored_as_what_it_has_beside_the_one_above_and_comes_back_whole(
+    tmp_path: Path,
+) -> None:
+    """Also after a restart, where sequences that were tuples are lists, and below a node whose
+    state is stored whole, as an earlier release did."""
     states: list[Any] = [
         {"q": "x" * 500, "steps": (), "turn": 0, "board": None},
         {"q": "x" * 500, "steps": ({"said": "a" * 500},), "turn": 1, "board": [1, 2]},
@@ -74,7 +81,9 @@ def test_a_state_is_stored_as_what_it_has_beside_the_one_above_and_comes_back_wh
             body = encode_node(tree.nodes[1])
             journal._write(("UPDATE nodes SET body=? WHERE id=1", [(body,)]))
         back = journal.tree(*journal.trees())
-        assert [msgspec.json.encode(n.state) for n in back.nodes.values()] == [*map(msgspec.json.encode, states)]
+        assert [msgspec.json.encode(n.state) for n in back.nodes.values()] == [
+            *map(msgspec.json.encode, states)
+        ]
         journal.close()
 
 
@@ -114,7 +123,9 @@ def test_a_tree_is_read_back_with_its_groups_and_spine(tmp_path: Path) -> None:
     assert journal.turns(11)[0].scores == {"reward": 1.0}
 
 
-def test_untrained_trees_are_those_that_grow_or_have_a_group_no_version_holds(tmp_path: Path) -> None:
+def test_untrained_trees_are_those_that_grow_or_have_a_group_no_version_holds(
+    tmp_path: Path,
+) -> None:
     journal = Journal(tmp_path / "j")
     for number in range(3):
         tree = small(number)
@@ -186,7 +197,9 @@ def test_reading_a_folder_without_a_journal_says_so(tmp_path: Path) -> None:
         Journal(tmp_path / "none", readonly=True)
 
 
-def test_a_group_the_checkpoint_holds_is_trained_although_its_answer_was_lost(tmp_path: Path) -> None:
+def test_a_group_the_checkpoint_holds_is_trained_although_its_answer_was_lost(
+    tmp_path: Path,
+) -> None:
     journal = Journal(tmp_path / "j")
     for number in range(2):
         tree = small(number)
@@ -202,7 +215,8 @@ def test_a_full_disk_is_a_clear_error_and_what_was_committed_stays(tmp_path: Pat
     journal = Journal(tmp_path / "j")
     journal.start_tree(small(0), 0, 0)
     (pages,) = journal._db.execute("PRAGMA page_count").fetchone()
-    journal._db.execute(f"PRAGMA max_page_count={pages + 1}")  # SQLite then reports a full disk, as a real one does
+    # SQLite then reports a full disk, as a real one does
+    journal._db.execute(f"PRAGMA max_page_count={pages + 1}")
 
     def fill() -> None:
         for number in range(1, 1000):
@@ -215,7 +229,9 @@ def test_a_full_disk_is_a_clear_error_and_what_was_committed_stays(tmp_path: Pat
     assert [row.id for row in rows] == list(range(len(rows)))
 
 
-def test_a_lost_version_takes_its_evaluations_along_and_a_tree_can_be_grown_anew(tmp_path: Path) -> None:
+def test_a_lost_version_takes_its_evaluations_along_and_a_tree_can_be_grown_anew(
+    tmp_path: Path,
+) -> None:
     journal = Journal(tmp_path / "j")
     for number in range(2):
         tree = small(number)
@@ -231,11 +247,15 @@ def test_a_lost_version_takes_its_evaluations_along_and_a_tree_can_be_grown_anew
     ]
 
 
-def test_a_sync_waits_for_the_file_that_holds_the_last_commits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sync_waits_for_the_file_that_holds_the_last_commits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     journal = Journal(tmp_path / "j")
     journal.start_tree(small(0), 0, 0)
     synced: list[str] = []
-    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.readlink(f"/proc/self/fd/{descriptor}")))
+    monkeypatch.setattr(
+        os, "fsync", lambda descriptor: synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+    )
     journal.sync()
     assert synced == [str(tmp_path / "j-wal")]
     journal.close()
@@ -251,7 +271,8 @@ def test_a_file_that_was_cut_short_is_refused_with_the_remedy(tmp_path: Path) ->
     journal.close()
     os.truncate(path, path.stat().st_size - 5000)
     with pytest.raises(
-        JournalError, match=r"journal\.sqlite cannot be used \(.*\): .* if it is damaged, restore it from"
+        JournalError,
+        match=r"journal\.sqlite cannot be used \(.*\): .* if it is damaged, restore it from",
     ):
         Journal(path)
 
@@ -272,6 +293,8 @@ async def test_a_row_that_sqlite_cannot_hold_is_told_to_whoever_waits_and_is_not
 ) -> None:
     journal = Journal(tmp_path / "journal.sqlite")
     journal.start_tree(Tree(0, "a task with half a letter \ud800"), 0, 0)
-    with pytest.raises(JournalError, match="mend the task or the plug-in that gave what SQLite cannot hold"):
+    with pytest.raises(
+        JournalError, match="mend the task or the plug-in that gave what SQLite cannot hold"
+    ):
         await journal.written()
     journal.close()

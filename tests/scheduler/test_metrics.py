@@ -1,4 +1,5 @@
-"""Counts of work survive the process that counted them; shares are right however heartbeats and updates fall."""
+"""Counts of work survive the process that counted them; shares are right however heartbeats and
+updates fall."""
 
 from pathlib import Path
 
@@ -36,7 +37,8 @@ def test_counts_go_on_from_the_newest_record_of_the_run_before(tmp_path: Path) -
 def test_after_a_crash_each_update_that_is_not_lost_has_exactly_one_record(tmp_path: Path) -> None:
     first = Metrics(tmp_path)
     first.record(0, {"heldout/em": 0.1})
-    for version in (1, 2, 2, 4, 5):  # an earlier release recorded version 2 twice, and version 3 was never recorded
+    # an earlier release recorded version 2 twice, and version 3 was never recorded
+    for version in (1, 2, 2, 4, 5):
         first.record(version, {"learner/groups": 3.0, "learner/loss": float(version)})
     first.record(4, {"heldout/em": 0.4})
     first.record(5, {"heldout/em": 0.5})
@@ -48,10 +50,13 @@ def test_after_a_crash_each_update_that_is_not_lost_has_exactly_one_record(tmp_p
     assert again.resume(Frontier(4, [], records), 4) == {1, 2, 3, 4}
     again.record(5, {"learner/groups": 3.0, "learner/loss": 50.0})
     again.close()
-    lines = [msgspec.json.decode(line) for line in (tmp_path / "metrics.jsonl").read_bytes().splitlines()]
+    lines = [
+        msgspec.json.decode(line) for line in (tmp_path / "metrics.jsonl").read_bytes().splitlines()
+    ]
     assert [line["version"] for line in lines] == [0, 1, 2, 3, 4, 4, 5]
     assert [line.get("learner/loss") for line in lines] == [None, 1.0, 2.0, -1.0, 4.0, None, 50.0]
-    assert lines[3]["time/run"] == lines[2]["time/run"]  # the restored record has the time of the one before
+    # the restored record has the time of the one before
+    assert lines[3]["time/run"] == lines[2]["time/run"]
     assert all(line["learner/groups"] == 3.0 for line in lines if "heldout/em" not in line)
 
 
@@ -85,7 +90,11 @@ def test_the_first_of_two_schedulers_shows_an_update_when_both_have_recorded_it(
     assert first.newest["version"] == 0
     second.record(1, {"learner/groups": 4.0, "count/calls": 5.0})
     assert first.look()
-    assert (first.newest["count/calls"], first.newest["learner/groups"], first.newest["heldout/em"]) == (15, 4, 0.5)
+    assert (
+        first.newest["count/calls"],
+        first.newest["learner/groups"],
+        first.newest["heldout/em"],
+    ) == (15, 4, 0.5)
     second.record(2, {"learner/groups": 4.0, "count/calls": 7.0})
     first.record(2, {"learner/groups": 4.0, "count/calls": 20.0})
     for metrics in (first, second):
@@ -93,7 +102,8 @@ def test_the_first_of_two_schedulers_shows_an_update_when_both_have_recorded_it(
     assert drawn(tmp_path, "count/calls") == [(1, 15.0), (2, 27.0)]
     assert drawn(tmp_path, "heldout/em") == [(0, 0.5)]
     assert drawn(home, "count/calls") == [(1, 5.0), (2, 7.0)]
-    again = Metrics(tmp_path, whole=True)  # a crash took back an update 3 that only the second one had recorded
+    # a crash took back an update 3 that only the second one had recorded
+    again = Metrics(tmp_path, whole=True)
     again.resume(Frontier(2), 2)
     second = Metrics(home)
     second.record(3, {"learner/groups": 4.0, "count/calls": 1000.0})
@@ -107,7 +117,8 @@ def test_the_first_of_two_schedulers_shows_an_update_when_both_have_recorded_it(
     assert drawn(tmp_path, "count/calls") == [(1, 15.0), (2, 27.0), (3, 39.0)]
 
 
-# ------------------------------------------------------------------------------------------ busy shares
+# ------------------------------------------------------------------------------------------ busy
+# shares
 
 
 def worker(name: str, *services: str) -> Worker:
@@ -118,20 +129,35 @@ def beat(worker: Worker, at: float, **counters: float) -> None:
     worker.beat_at, worker.stats = at, counters
 
 
-def test_busy_shares_are_of_the_time_between_heartbeats_however_short_the_updates(tmp_path: Path) -> None:
-    metrics, actor, learner = Metrics(tmp_path), worker("actor-0", "generate"), worker("learner-0", "train")
+def test_busy_shares_are_of_the_time_between_heartbeats_however_short_the_updates(
+    tmp_path: Path,
+) -> None:
+    metrics, actor, learner = (
+        Metrics(tmp_path),
+        worker("actor-0", "generate"),
+        worker("learner-0", "train"),
+    )
     workers = [actor, learner]
     assert "busy/engine" not in metrics.counters(workers)  # no heartbeat yet
     beat(actor, 1.0, busy_s=10.0, decoded_tokens=0.0, cached_tokens=100.0)
     beat(learner, 1.0, busy_s=0.0)
-    assert "busy/engine" not in metrics.counters(workers)  # what it did before is not of this run's time
+    # what it did before is not of this run's time
+    assert "busy/engine" not in metrics.counters(workers)
     beat(actor, 3.0, busy_s=11.5, decoded_tokens=200.0, cached_tokens=160.0)
     found = metrics.counters(workers)
-    assert (found["busy/engine"], found["rate/decoded_tokens"], found["cache/tokens_saved"]) == (0.75, 100, 60)
+    assert (found["busy/engine"], found["rate/decoded_tokens"], found["cache/tokens_saved"]) == (
+        0.75,
+        100,
+        60,
+    )
     assert "busy/learner" not in found
     for _ in range(3):  # updates that are shorter than a heartbeat
         again = metrics.counters(workers)
-        assert (again["busy/engine"], again["rate/decoded_tokens"], again["cache/tokens_saved"]) == (0.75, 100, 0)
+        assert (
+            again["busy/engine"],
+            again["rate/decoded_tokens"],
+            again["cache/tokens_saved"],
+        ) == (0.75, 100, 0)
     beat(actor, 7.0, busy_s=12.5, decoded_tokens=600.0, cached_tokens=160.0)
     beat(learner, 5.0, busy_s=1.0)
     found = metrics.counters(workers)
@@ -139,7 +165,9 @@ def test_busy_shares_are_of_the_time_between_heartbeats_however_short_the_update
     metrics.close()
 
 
-def test_a_busy_share_is_a_mean_over_engines_none_of_which_counts_more_than_all_its_time(tmp_path: Path) -> None:
+def test_a_busy_share_is_a_mean_over_engines_none_of_which_counts_more_than_all_its_time(
+    tmp_path: Path,
+) -> None:
     metrics, actors = Metrics(tmp_path), [worker(f"actor-{i}", "generate") for i in range(2)]
     for actor in actors:
         beat(actor, 0.0, busy_s=5.0)

@@ -16,20 +16,26 @@ DASHBOARD = json.loads((ROOT / "configs" / "grafana.json").read_text())
 
 
 def written_names() -> set[str]:
-    """The texts in the code of the rooms that look like a metric, with a star for what is filled in."""
+    """The texts in the code of the rooms that look like a metric, with a star for what is filled
+    in."""
     names: set[str] = set()
     for path in [*(ROOT / "scheduler").rglob("*.py"), *(ROOT / "learner").rglob("*.py")]:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.JoinedStr):
-                parts = [part.value if isinstance(part, ast.Constant) else "*" for part in node.values]
+                parts = [
+                    part.value if isinstance(part, ast.Constant) else "*" for part in node.values
+                ]
                 names.add("".join(map(str, parts)))
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                 names.add(node.value)
-    return {name for name in names if re.fullmatch(rf"({'|'.join(sorted(ROOMS))})/[a-z0-9_*/]+", name)}
+    return {
+        name for name in names if re.fullmatch(rf"({'|'.join(sorted(ROOMS))})/[a-z0-9_*/]+", name)
+    }
 
 
 def test_every_metric_that_the_code_writes_is_in_the_table() -> None:
-    names = written_names() - {"count/*", "watch/*_*", "watch/*_*/*"}  # the parts of these are listed below
+    # the parts of these are listed below
+    names = written_names() - {"count/*", "watch/*_*", "watch/*_*/*"}
     assert len(names) > 80, "the names were not found"
     assert sorted(name for name in names if declaration(name) is None) == []
 
@@ -68,6 +74,8 @@ def test_every_expression_of_the_dashboard_names_a_declared_metric(panel: dict) 
     names = {exported(name) for name in METRICS} | {exported(f"{room}/{name}") for room, name in (
         ("score", "reward"), ("heldout", "em"), ("heldout", "success"), ("heldout", "return"),
     )}  # fmt: skip
-    used = [name for target in panel["targets"] for name in re.findall(r"coppice_\w+", target["expr"])]
+    used = [
+        name for target in panel["targets"] for name in re.findall(r"coppice_\w+", target["expr"])
+    ]
     assert used
     assert set(used) <= names

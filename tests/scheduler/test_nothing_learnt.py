@@ -19,7 +19,9 @@ from wire.messages import Turn
 def scored(some: Batch, **scores: float) -> Batch:
     """The batch with these scores on every turn."""
     groups = [
-        msgspec.structs.replace(g, turns=[msgspec.structs.replace(turn, scores=scores) for turn in g.turns])
+        msgspec.structs.replace(
+            g, turns=[msgspec.structs.replace(turn, scores=scores) for turn in g.turns]
+        )
         for g in some.groups
     ]
     return msgspec.structs.replace(some, groups=groups)
@@ -39,7 +41,9 @@ def test_equal_rewards_are_told_after_some_updates(tmp_path: Path, llama: Path) 
     ]
 
 
-def test_a_column_that_the_last_turns_lack_is_told_at_the_first_update(tmp_path: Path, llama: Path) -> None:
+def test_a_column_that_the_last_turns_lack_is_told_at_the_first_update(
+    tmp_path: Path, llama: Path
+) -> None:
     made = trainer(llama, tmp_path, scheme="grpo", scheme_options={"column": "process"})
     first = Fruitless("process").note(made.update(episodes(4, 0)))
     assert len(first) == 1
@@ -55,13 +59,22 @@ def test_a_policy_without_a_valid_action_is_told_first(tmp_path: Path, llama: Pa
 
 
 @pytest.mark.parametrize("evidence", [[], [{"title": "Peru", "field": "Capital", "value": "Lima"}]])
-def test_questions_without_evidence_are_told_at_the_first_update(tmp_path: Path, evidence: list[object]) -> None:
-    row = {"id": "1", "question": "What is the capital of Peru?", "golden_answers": ["Lima"], "evidence": evidence}
+def test_questions_without_evidence_are_told_at_the_first_update(
+    tmp_path: Path, evidence: list[object]
+) -> None:
+    row = {
+        "id": "1",
+        "question": "What is the capital of Peru?",
+        "golden_answers": ["Lima"],
+        "evidence": evidence,
+    }
     (tmp_path / "own.jsonl").write_text(json.dumps(row))
     tasks = Tasks(str(tmp_path / "own.jsonl"), 0)
     assert tasks.evidence == bool(evidence)
     lines = Fruitless("reward", not tasks.evidence).note({})
-    assert [("evidence" in line, "query = 'format'" in line) for line in lines] == [(True, True)] * (not evidence)
+    assert [("evidence" in line, "query = 'format'" in line) for line in lines] == [
+        (True, True)
+    ] * (not evidence)
 
 
 def test_the_default_judge_reads_evidence_unless_it_is_told_not_to() -> None:
@@ -82,7 +95,13 @@ def test_the_summary_counts_equal_groups_by_the_step_of_the_trajectory() -> None
         return [Turn(i, i, step, {"reward": reward}) for i, reward in enumerate(rewards)]
 
     counts = Counter[str]()
-    for turns in (group(1, 1, 1), group(1, 1, 0), group(2, 0, 0, 0), group(LATEST_STEP + 3, 1, 1), group(1, 5)):
+    for turns in (
+        group(1, 1, 1),
+        group(1, 1, 0),
+        group(2, 0, 0, 0),
+        group(LATEST_STEP + 3, 1, 1),
+        group(1, 5),
+    ):
         counts.update(counted(turns, "reward", "turns"))
     assert summary(counts) == (
         "groups whose rewards are all equal, which teach nothing: 3 of 4 (75%);"

@@ -1,6 +1,8 @@
-"""Odd requests of agents, in a run with real processes, gateway, dispatcher and journal: each is answered 400 with its reason, and the run goes on.
+"""Odd requests of agents, in a run with real processes, gateway, dispatcher and journal: each is
+answered 400 with its reason, and the run goes on.
 
-An agent that ends because of such an answer has no outcome; one that goes on is scored as any other.
+An agent that ends because of such an answer has no outcome; one that goes on is scored as any
+other.
 """
 
 import json
@@ -143,11 +145,15 @@ async def stage(folder: Path, llama: Path) -> AsyncIterator[Callable[..., Stage]
 
 
 async def run_of(folder: Path, llama: Path, agent: str) -> Journal:
-    """The journal of a whole run of an agent, with an odd task among its tasks and among the held-out ones."""
+    """The journal of a whole run of an agent, with an odd task among its tasks and among the
+    held-out ones."""
     model = folder / "model"
     shutil.copytree(llama, model)
     (model / "chat_template.jinja").write_text(ALTERNATING.replace("<|im_end|>", "</s>"))
-    for name, questions in (("train", ["odd", "plain", "plainer"]), ("heldout", ["odd as well", "plain as well"])):
+    for name, questions in (
+        ("train", ["odd", "plain", "plainer"]),
+        ("heldout", ["odd as well", "plain as well"]),
+    ):
         rows = [{"id": text, "question": text, "golden_answers": ["7"]} for text in questions]
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     settings = SchedulerConfig(
@@ -165,15 +171,21 @@ async def run_of(folder: Path, llama: Path, agent: str) -> Journal:
         "heldout": str(folder / "heldout.jsonl"),
         "scheduler": settings,
     }
-    await House(folder / "run", model, held=lambda house: False, **more).live(until=lambda house: False)
+    await House(folder / "run", model, held=lambda house: False, **more).live(
+        until=lambda house: False
+    )
     return Journal(folder / "run" / "journal.sqlite", readonly=True)
 
 
 @pytest.mark.slow
-async def test_odd_requests_are_answered_400_with_the_reason_and_the_run_goes_on(folder: Path, llama: Path) -> None:
+async def test_odd_requests_are_answered_400_with_the_reason_and_the_run_goes_on(
+    folder: Path, llama: Path
+) -> None:
     journal = await run_of(folder, llama, "odd")
     rows = journal.trees()
-    assert {row.status for row in rows} == {"closed"} and {"odd", "plain", "odd as well"} <= {row.task for row in rows}
+    assert {row.status for row in rows} == {"closed"} and {"odd", "plain", "odd as well"} <= {
+        row.task for row in rows
+    }
     for row in rows:
         tree = journal.tree(row)
         assert [len(tree.actions()), tree.actions()[-1].scores["outcome"]] == [2, 1.0]
@@ -194,12 +206,17 @@ async def test_a_task_whose_agent_dies_of_a_refusal_trains_nothing_and_another_t
     odd = [row for row in rows if row.task == "odd"]
     assert odd and {row.status for row in odd} == {"quarantined"}
     reason = "no trajectory could be trained, because an episode was dropped: the agent ended after"
-    assert all(str(row.reason).startswith(reason) and "roles must alternate" in str(row.reason) for row in odd)
+    assert all(
+        str(row.reason).startswith(reason) and "roles must alternate" in str(row.reason)
+        for row in odd
+    )
     assert [row.status for row in rows].count("closed") == QUESTIONS * UPDATES
     for _, _, result in journal.evaluations():
         measures: Any = result["measures"]
         assert (result["questions"], measures["return"]["mean"]) == (2, 1.0)
-    records = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    records = [
+        json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert max(record.get("count/refused_episodes", 0) for record in records) >= 1
 
 
@@ -220,11 +237,16 @@ async def test_an_agent_that_dies_of_a_refusal_has_no_outcome_and_the_others_of_
     s = stage(lambda prompt, i: next(replies), "dying")
     tree = await s.grow(full, k=4)
     (group,) = s.groups
-    trained = {tree.nodes[turn.node].text.removesuffix("</s>"): turn.scores["outcome"] for turn in group}
+    trained = {
+        tree.nodes[turn.node].text.removesuffix("</s>"): turn.scores["outcome"] for turn in group
+    }
     assert len(group) == 2 and trained == {"good": 1.0}
     bad = [node for node in tree.nodes.values() if node.text.startswith("bad")]
     assert ["outcome" in node.scores or "crashed" in node.scores for node in bad] == [False, False]
-    assert all("400: " in node.notes["dropped"] and "roles must alternate" in node.notes["dropped"] for node in bad)
+    assert all(
+        "400: " in node.notes["dropped"] and "roles must alternate" in node.notes["dropped"]
+        for node in bad
+    )
     assert s.counts["refused_episodes"] == 2
     said = capsys.readouterr().out
     assert said.count("an agent's request fails: ") == 1 and "roles must alternate" in said
@@ -245,7 +267,9 @@ async def test_a_prompt_that_was_proven_is_not_tokenized_again(
 ) -> None:
     s, encode = stage(lambda prompt, i: "r", "dying"), Text.encode
     encoded: list[str] = []
-    monkeypatch.setattr(Text, "encode", lambda self, text, *more: encoded.append(text) or encode(self, text, *more))
+    monkeypatch.setattr(
+        Text, "encode", lambda self, text, *more: encoded.append(text) or encode(self, text, *more)
+    )
     tree = await s.grow(chain)
     (action,) = tree.actions()
     assert encoded.count(tree.nodes[action.parent].text) == 1
@@ -254,5 +278,7 @@ async def test_a_prompt_that_was_proven_is_not_tokenized_again(
 async def test_an_agent_whose_first_request_is_refused_says_so_in_the_fault_of_its_task(
     stage: Callable[..., Stage],
 ) -> None:
-    with pytest.raises(DataFault, match=r"ended before it asked the policy .* answered 400: .*roles must alternate"):
+    with pytest.raises(
+        DataFault, match=r"ended before it asked the policy .* answered 400: .*roles must alternate"
+    ):
         await stage(lambda prompt, i: "r", "refused_at_once").grow(chain)

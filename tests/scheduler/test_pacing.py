@@ -1,4 +1,5 @@
-"""What scheduler/pacing.py says of the staleness, at the moment of training, under any order of events."""
+"""What scheduler/pacing.py says of the staleness, at the moment of training, under any order of
+events."""
 
 import pytest
 from hypothesis import given, settings
@@ -10,10 +11,12 @@ from wire.messages import TreeClosed
 
 
 class Simulation:
-    """Trees that close in any order, the learner's inbox, and a scheduler that hears of an update after the learner's next ones began.
+    """Trees that close in any order, the learner's inbox, and a scheduler that hears of an update
+    after the learner's next ones began.
 
-    admitted: the version at each tree's admission, by tree. grew: the trees that grew when an update took a tree of a later version.
-    ages: the staleness of each trained tree, in the order of training.
+    admitted: the version at each tree's admission, by tree. grew: the trees that grew when an
+    update took a tree of a later version. ages: the staleness of each trained tree, in the order of
+    training.
     """
 
     def __init__(self, questions: int, staleness: int, updates: int):
@@ -51,9 +54,12 @@ class Simulation:
         self.pacing.trained(self.done)
 
     def play(self, event: int) -> None:
-        """One event: what happens (0, 1: a tree closes; 2: an update begins; 3: it ends; 4: it is told), and to which tree."""
+        """One event: what happens (0, 1: a tree closes; 2: an update begins; 3: it ends; 4: it is
+        told), and to which tree."""
         what, index = event % 5, event // 5
-        [lambda: self.close(index), lambda: self.close(index), self.begin, self.end, self.tell][what]()
+        [lambda: self.close(index), lambda: self.close(index), self.begin, self.end, self.tell][
+            what
+        ]()
 
 
 EVENTS = st.lists(st.integers(0, 5 * 16 - 1), max_size=150)
@@ -78,7 +84,9 @@ def test_trees_are_trained_as_old_as_the_bound_says_and_no_run_is_stuck(
 
 
 @given(st.integers(1, 4), st.integers(0, 3))
-def test_trees_that_close_in_the_order_of_admission_stay_within_the_bound(questions: int, staleness: int) -> None:
+def test_trees_that_close_in_the_order_of_admission_stay_within_the_bound(
+    questions: int, staleness: int
+) -> None:
     sim = Simulation(questions, staleness, updates=8)
     while not sim.pacing.finished:
         sim.admit()

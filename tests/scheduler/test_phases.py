@@ -1,4 +1,5 @@
-"""Where the seconds of a run go: the phases add up whatever runs beside what, and the table says what it covers."""
+"""Where the seconds of a run go: the phases add up whatever runs beside what, and the table says
+what it covers."""
 
 from collections import Counter
 from pathlib import Path
@@ -12,11 +13,16 @@ from scheduler.phases import Phases, Training, learner_seconds, table
 from tests.scheduler.test_metrics import beat, worker
 
 NAMES = st.sampled_from(["starting processes", "updates", "stopping"])
-MOVES = st.lists(st.tuples(st.floats(0.0, 100.0), st.one_of(NAMES, st.sampled_from(["open", "close"]))), max_size=30)
+MOVES = st.lists(
+    st.tuples(st.floats(0.0, 100.0), st.one_of(NAMES, st.sampled_from(["open", "close"]))),
+    max_size=30,
+)
 
 
 @given(MOVES)
-def test_the_phases_add_up_to_the_time_since_the_start_however_they_overlap(moves: list[tuple[float, str]]) -> None:
+def test_the_phases_add_up_to_the_time_since_the_start_however_they_overlap(
+    moves: list[tuple[float, str]],
+) -> None:
     clock = [50.0]
     phases, blocks = Phases("set-up", 20.0, lambda: clock[0]), []
     for seconds, move in moves:
@@ -41,7 +47,12 @@ def test_what_covers_a_phase_takes_its_time_and_gives_way_to_the_phase_of_the_mo
         phases.enter("updates")
         clock[0] = 20.0
     clock[0] = 50.0
-    assert phases.seconds() == {"set-up": 2.0, "starting": 11.0, "first evaluation": 10.0, "updates": 30.0}
+    assert phases.seconds() == {
+        "set-up": 2.0,
+        "starting": 11.0,
+        "first evaluation": 10.0,
+        "updates": 30.0,
+    }
 
 
 def test_a_phase_counts_while_any_of_its_blocks_is_open() -> None:
@@ -66,10 +77,21 @@ def trained(first: int, last: int) -> Training:
 
 def test_what_a_learner_did_in_its_updates_adds_up_to_their_time() -> None:
     made = trained(0, 10)
-    assert made.learner == {"updates": 30.0, "publishing weights": 2.0, "checkpoints": 4.0, "waiting for trees": 24.0}
+    assert made.learner == {
+        "updates": 30.0,
+        "publishing weights": 2.0,
+        "checkpoints": 4.0,
+        "waiting for trees": 24.0,
+    }
 
 
-PHASES = {"set-up": 2.0, "starting processes": 8.0, "first evaluation": 20.0, "updates": 50.0, "stopping": 20.0}
+PHASES = {
+    "set-up": 2.0,
+    "starting processes": 8.0,
+    "first evaluation": 20.0,
+    "updates": 50.0,
+    "stopping": 20.0,
+}
 
 
 def test_the_table_has_every_phase_with_its_share_and_fits_a_terminal() -> None:

@@ -34,10 +34,14 @@ class Services:
 
     async def call(self, service: str, request: GenerateRequest, **_: Any) -> GenerateResult:
         frames = arrays.encode(Request(1, service, 1.0), request)
-        self.requests.append(arrays.decode_body([bytes(frame) for frame in frames], GenerateRequest))
+        self.requests.append(
+            arrays.decode_body([bytes(frame) for frame in frames], GenerateRequest)
+        )
         tokens = [self.text.encode("a" * self.rng.randint(1, 4)) for _ in range(request.n)]
         zeros = [(np.zeros(len(t), np.float32), np.zeros(len(t), np.int32)) for t in tokens]
-        return GenerateResult([Sample(t, *z, "stop") for t, z in zip(tokens, zeros, strict=True)], 0, 0)
+        return GenerateResult(
+            [Sample(t, *z, "stop") for t, z in zip(tokens, zeros, strict=True)], 0, 0
+        )
 
 
 class Stage:
@@ -46,7 +50,15 @@ class Stage:
         self.services: Any = Services(self.text)
         self.groups: list[list[Turn]] = []
         self.settings = msgspec.structs.replace(SchedulerConfig(), judge="none")
-        self.shop = Shop(self.services, self.journal, self.text, Colours(turns=3), self.settings, Counter(), self._emit)
+        self.shop = Shop(
+            self.services,
+            self.journal,
+            self.text,
+            Colours(turns=3),
+            self.settings,
+            Counter(),
+            self._emit,
+        )
 
     def _emit(self, tree: Tree, turns: list[Turn]) -> None:
         self.journal.save_group(tree, len(self.groups), turns)
@@ -76,7 +88,9 @@ def test_a_placeholder_becomes_the_tokens_of_its_picture(seeing: Path) -> None:
     tokens = text.encode(shown, [(1, squares(100, 2, 3)), (7, squares(3))])
     assert [(run.number, run.end - run.start) for run in vision.runs(tokens)] == [(1, 6), (7, 4)]
     kept = tokens[tokens >= 0]
-    assert text.tokenizer.decode(kept.tolist(), skip_special_tokens=False) == shown.replace("<|image_pad|>", "")
+    assert text.tokenizer.decode(kept.tolist(), skip_special_tokens=False) == shown.replace(
+        "<|image_pad|>", ""
+    )
     assert text.encode(shown).tolist().count(262) == 2
     with pytest.raises(ValueError, match="a prompt of 1 pictures has 2 placeholders"):
         text.encode(shown, [(1, GOAL)])
@@ -85,12 +99,19 @@ def test_a_placeholder_becomes_the_tokens_of_its_picture(seeing: Path) -> None:
 def test_parts_of_text_alone_are_the_text_for_every_model(seeing: Path, llama: Path) -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     for folder in (seeing, llama):
-        assert Text(str(folder)).prompt([{"role": "user", "content": parts}]) == "<|user|>ab<|assistant|>"
+        assert (
+            Text(str(folder)).prompt([{"role": "user", "content": parts}])
+            == "<|user|>ab<|assistant|>"
+        )
 
 
 def test_a_model_that_reads_text_only_is_refused(llama: Path) -> None:
-    with pytest.raises(ValueError, match="cannot read: expected a model of type qwen2_vl or qwen2_5_vl"):
-        Text(str(llama)).prompt(Colours().prompt(Colours().task(1), Colours().initial(Colours().task(1))))
+    with pytest.raises(
+        ValueError, match="cannot read: expected a model of type qwen2_vl or qwen2_5_vl"
+    ):
+        Text(str(llama)).prompt(
+            Colours().prompt(Colours().task(1), Colours().initial(Colours().task(1)))
+        )
 
 
 async def test_every_request_has_the_pictures_of_its_prefix_and_no_others(stage: Stage) -> None:
@@ -129,7 +150,9 @@ async def test_a_picture_is_stored_once_and_keeps_its_number_after_a_restart(
     assert readonly.pictures(back.nodes[0].tokens) == {1: GOAL}
 
 
-async def test_continuations_outside_the_tree_see_the_pictures_of_their_states(stage: Stage) -> None:
+async def test_continuations_outside_the_tree_see_the_pictures_of_their_states(
+    stage: Stage,
+) -> None:
     tree = Tree(0, "colours-3")
     context = await stage.grow(tree)
     stage.services.requests.clear()

@@ -59,7 +59,11 @@ class Fleet:
                 self.pool.touch(worker)
 
     def usable(self) -> list[Load]:
-        return [Load(w.name, len(w.in_flight), w.hello.capacity, w.stats) for w in self.workers if w.usable(self.now)]
+        return [
+            Load(w.name, len(w.in_flight), w.hello.capacity, w.stats)
+            for w in self.workers
+            if w.usable(self.now)
+        ]
 
 
 @pytest.fixture(params=range(20))
@@ -80,7 +84,10 @@ def test_the_least_loaded_worker_is_found_as_if_all_were_looked_at(fleets: Itera
     for fleet in fleets:
         avoid = frozenset(w.name for w in fleet.workers if fleet.rng.random() < 0.3)
         for names in (frozenset[str](), avoid, frozenset(w.name for w in fleet.workers)):
-            found, loads = fleet.pool.least(fleet.now, names), {load.worker: load for load in fleet.usable()}
+            found, loads = (
+                fleet.pool.least(fleet.now, names),
+                {load.worker: load for load in fleet.usable()},
+            )
             expected = choose(list(loads.values()), names)
             assert (found is None) == (expected is None)
             if found is not None and expected is not None:
@@ -128,7 +135,11 @@ async def test_the_queue_is_a_sorted_list_and_keeps_no_call_that_was_taken() -> 
         what = rng.random()
         if what < 0.5 or not plain:
             pending = Pending("s", [], dict, 0.0, None, None, "", 0.0)
-            pending.order = (rng.random() < 0.9, rng.randrange(5) if rng.random() < 0.2 else 5, number)
+            pending.order = (
+                rng.random() < 0.9,
+                rng.randrange(5) if rng.random() < 0.2 else 5,
+                number,
+            )
             queue.add(pending)
             plain.append(pending)
             plain.sort(key=lambda one: one.order)

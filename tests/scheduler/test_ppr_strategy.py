@@ -16,7 +16,8 @@ FOUND = "\n<information>Doc 1(Title: Bulgaria) Capital: Sofia</information>\n"
 
 
 class Judged(Services):
-    """Gives every turn the next of ``scores``; None is an invalid judgement. Keeps what it was shown."""
+    """Gives every turn the next of ``scores``; None is an invalid judgement. Keeps what it was
+    shown."""
 
     def __init__(self, stage: Stage, scores: list[float | None]):
         super().__init__(stage.services.text, stage.services.script)
@@ -30,10 +31,20 @@ class Judged(Services):
         return JudgeResult([self._one(self.scores.pop(0)) for _ in request.turns])
 
     def _one(self, score: float | None) -> Judgement:
-        return Judgement({}, ["process"], "no score block") if score is None else Judgement({"process": score})
+        return (
+            Judgement({}, ["process"], "no score block")
+            if score is None
+            else Judgement({"process": score})
+        )
 
 
-def staged(tmp_path: Path, llama: Path, script: list[list[str]], scores: list[float | None], budget: int = 3) -> Stage:
+def staged(
+    tmp_path: Path,
+    llama: Path,
+    script: list[list[str]],
+    scores: list[float | None],
+    budget: int = 3,
+) -> Stage:
     stage = Stage(tmp_path, llama, script, budget=budget, judge="pprm")
     stage.context.shop = stage.shop = _with(stage, scores)
     return stage
@@ -44,7 +55,9 @@ def _with(stage: Stage, scores: list[float | None]) -> Any:
     return msgspec.structs.replace(stage.shop, dispatcher=stage.services)
 
 
-async def test_all_turns_but_the_last_are_judged_with_what_their_search_found(tmp_path: Path, llama: Path) -> None:
+async def test_all_turns_but_the_last_are_judged_with_what_their_search_found(
+    tmp_path: Path, llama: Path
+) -> None:
     stage = staged(tmp_path, llama, [[GOOD], [BAD], [RIGHT]], [0.5, 1.0])
     await stage.grow(ppr)
     (group,) = stage.groups
@@ -56,16 +69,21 @@ async def test_all_turns_but_the_last_are_judged_with_what_their_search_found(tm
     assert (second.transcript, second.response, second.observation) == (GOOD + FOUND, BAD, FOUND)
 
 
-async def test_the_budget_ends_the_rounds_and_no_answer_is_forced(tmp_path: Path, llama: Path) -> None:
+async def test_the_budget_ends_the_rounds_and_no_answer_is_forced(
+    tmp_path: Path, llama: Path
+) -> None:
     stage = staged(tmp_path, llama, [[GOOD], [GOOD]], [0.5], budget=2)
     await stage.grow(ppr)
     (group,) = stage.groups
     assert [turn.scores.get("process") for turn in group] == [0.5, None]
     assert group[-1].scores["outcome"] == 0
-    assert group[-1].scores["searches"] == 2  # the one of the final generation counts too (methods.md 2.4)
+    # the one of the final generation counts too (methods.md 2.4)
+    assert group[-1].scores["searches"] == 2
 
 
-async def test_an_unusable_action_consumes_its_turn_and_is_judged(tmp_path: Path, llama: Path) -> None:
+async def test_an_unusable_action_consumes_its_turn_and_is_judged(
+    tmp_path: Path, llama: Path
+) -> None:
     stage = staged(tmp_path, llama, [[NOTHING], [RIGHT]], [0.0])
     await stage.grow(ppr)
     (group,) = stage.groups
@@ -94,7 +112,9 @@ async def test_the_extent_counts_sampled_and_observed_tokens(tmp_path: Path, lla
 
 
 @pytest.mark.parametrize("kept", [2, 3, 4, 5])
-async def test_a_tree_cut_off_anywhere_ends_with_every_turn_judged_once(tmp_path: Path, llama: Path, kept: int) -> None:
+async def test_a_tree_cut_off_anywhere_ends_with_every_turn_judged_once(
+    tmp_path: Path, llama: Path, kept: int
+) -> None:
     (tmp_path / "whole").mkdir()
     whole = staged(tmp_path / "whole", llama, [[GOOD], [BAD], [RIGHT]], [0.5, 1.0])
     await whole.grow(ppr)
@@ -110,7 +130,9 @@ async def test_a_tree_cut_off_anywhere_ends_with_every_turn_judged_once(tmp_path
     assert [turn.turn for turn in group] == [1, 2, 3]
 
 
-async def test_a_turn_that_was_noted_before_a_fault_is_counted_once(tmp_path: Path, llama: Path) -> None:
+async def test_a_turn_that_was_noted_before_a_fault_is_counted_once(
+    tmp_path: Path, llama: Path
+) -> None:
     stage = staged(tmp_path, llama, [[GOOD], [RIGHT]], [])  # the judge has nothing to say: a fault
     with pytest.raises(IndexError):
         await stage.grow(ppr)
@@ -126,12 +148,16 @@ async def test_without_a_judge_nothing_is_said_of_any_turn(tmp_path: Path, llama
     await stage.grow(ppr)
     (group,) = stage.groups
     assert all(not {"judge_valid", "process", "reward"} & set(turn.scores) for turn in group)
-    measures = stage.context.environment.measures(TASK, [{**t.scores, "forced": 0.0} for t in group])
+    measures = stage.context.environment.measures(
+        TASK, [{**t.scores, "forced": 0.0} for t in group]
+    )
     assert "return" not in measures
     assert measures["answered"] == [1.0]
 
 
-async def test_whole_trajectories_without_a_judge_have_an_outcome_and_no_reward(tmp_path: Path, llama: Path) -> None:
+async def test_whole_trajectories_without_a_judge_have_an_outcome_and_no_reward(
+    tmp_path: Path, llama: Path
+) -> None:
     stage = Stage(tmp_path, llama, [[RIGHT]], k=1, judge="none")
     await stage.grow(full)
     ((turn,),) = stage.groups
@@ -139,14 +165,20 @@ async def test_whole_trajectories_without_a_judge_have_an_outcome_and_no_reward(
     assert (turn.scores["outcome"], turn.scores["valid"]) == (1, 1)
 
 
-async def test_a_budget_that_ends_on_a_search_has_answered_nothing(tmp_path: Path, llama: Path) -> None:
+async def test_a_budget_that_ends_on_a_search_has_answered_nothing(
+    tmp_path: Path, llama: Path
+) -> None:
     stage = staged(tmp_path, llama, [[GOOD]], [], budget=1)
     await stage.grow(ppr)
     (group,) = stage.groups
-    measures = stage.context.environment.measures(TASK, [{**turn.scores, "forced": 0.0} for turn in group])
+    measures = stage.context.environment.measures(
+        TASK, [{**turn.scores, "forced": 0.0} for turn in group]
+    )
     assert measures["answered"] == [0.0]
 
 
 def test_held_out_tasks_are_done_as_they_are_trained() -> None:
     assert strategies.evaluation("ppr", {}).function is ppr.grow
-    assert strategies.evaluation("slate", {"k": 3, "bonus": 0.5}) == strategies.load("chain", {"bonus": 0.5})
+    assert strategies.evaluation("slate", {"k": 3, "bonus": 0.5}) == strategies.load(
+        "chain", {"bonus": 0.5}
+    )

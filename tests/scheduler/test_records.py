@@ -1,4 +1,5 @@
-"""The records of several schedulers become those of the run, whatever order they come in and whatever a crash took."""
+"""The records of several schedulers become those of the run, whatever order they come in and
+whatever a crash took."""
 
 import json
 from pathlib import Path
@@ -26,7 +27,12 @@ SECOND = {
 
 
 def test_counts_are_summed_means_weighted_and_the_rest_is_the_first_ones() -> None:
-    first = FIRST | {"time/spread": 0.1, "count/retries": 2.0, "rollout/outcome": 1.0, "rollout/outcomes": 1.0}
+    first = FIRST | {
+        "time/spread": 0.1,
+        "count/retries": 2.0,
+        "rollout/outcome": 1.0,
+        "rollout/outcomes": 1.0,
+    }
     second = SECOND | {"time/spread": 0.4, "rollout/outcome": 0.0, "rollout/outcomes": 3.0}
     assert joined([first, second]) == {
         "version": 1.0,
@@ -60,10 +66,14 @@ def test_a_record_is_whole_with_its_last_part_and_takes_with_it_what_a_crash_lef
     run = Joined(2)
     assert run.add(0, FIRST) == []
     assert run.add(1, SECOND) == [joined([FIRST, SECOND])]
-    assert run.add(0, FIRST | {"version": 2.0}) == []  # the second one dies before it has recorded this
+    # the second one dies before it has recorded this
+    assert run.add(0, FIRST | {"version": 2.0}) == []
     assert run.add(1, SECOND | {"version": 3.0}) == []
     made = run.add(0, FIRST | {"version": 3.0})
-    assert [(record["version"], record["count/calls"]) for record in made] == [(2.0, 10.0), (3.0, 15.0)]
+    assert [(record["version"], record["count/calls"]) for record in made] == [
+        (2.0, 10.0),
+        (3.0, 15.0),
+    ]
     assert Joined(1).add(0, FIRST) == [FIRST]
 
 
@@ -74,11 +84,15 @@ def write(home: Path, *records: dict[str, float]) -> None:
 
 
 def test_a_reader_joins_what_is_new_and_reads_anew_what_is_written_anew(tmp_path: Path) -> None:
-    second, reader = shards.folder(tmp_path, 1), Reader(tmp_path, lambda name: name in ("version", "count/calls"))
+    second, reader = (
+        shards.folder(tmp_path, 1),
+        Reader(tmp_path, lambda name: name in ("version", "count/calls")),
+    )
     write(tmp_path, FIRST, {"version": 1.0, "heldout/em": 0.5})
     assert reader.read() == [{"version": 1.0, "count/calls": 10.0}]
     write(second)
-    assert reader.read() == []  # the second scheduler has begun, and its part of the update is missing
+    # the second scheduler has begun, and its part of the update is missing
+    assert reader.read() == []
     write(second, SECOND)
     write(tmp_path, FIRST | {"version": 2.0})
     assert reader.read() == [{"version": 1.0, "count/calls": 15.0}]

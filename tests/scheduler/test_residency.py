@@ -16,8 +16,12 @@ def packed(tokens: list[int]) -> bytes:
 
 
 @given(st.lists(st.integers(0, 2), max_size=9), st.lists(st.integers(0, 2), max_size=9))
-def test_the_common_length_is_that_of_a_comparison_token_by_token(a: list[int], b: list[int]) -> None:
-    expected = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+def test_the_common_length_is_that_of_a_comparison_token_by_token(
+    a: list[int], b: list[int]
+) -> None:
+    expected = next(
+        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
+    )
     assert common(packed(a), packed(b)) == expected
 
 
@@ -31,7 +35,9 @@ def test_a_cache_without_bounds_holds_exactly_the_prefixes_of_what_was_inserted(
         prefixes |= {tuple(tokens[:end]) for end in range(len(tokens) + 1)}
         assert cache.match(packed(tokens)) == len(tokens)
     assert cache.tokens == len(prefixes) - 1
-    assert cache.match(packed(asked)) == max(end for end in range(len(asked) + 1) if tuple(asked[:end]) in prefixes)
+    assert cache.match(packed(asked)) == max(
+        end for end in range(len(asked) + 1) if tuple(asked[:end]) in prefixes
+    )
 
 
 @given(SEQUENCES, st.integers(1, 30))
@@ -122,7 +128,9 @@ def test_caches_that_fall_short_twice_in_a_row_are_reported_once() -> None:
         residency.compared(STRETCH, int(predicted * STRETCH), STRETCH // 2)
         return residency.doubt()
 
-    assert [bool(serve(share)) for share in (0.9, 0.6, 0.9, 0.9, 0.9, 0.9, 0.9)] == [False] * 3 + [True] + [False] * 3
+    assert [bool(serve(share)) for share in (0.9, 0.6, 0.9, 0.9, 0.9, 0.9, 0.9)] == [False] * 3 + [
+        True
+    ] + [False] * 3
     again = Residency()
     again.compared(2 * STRETCH, 2 * STRETCH, 0)
     again.compared(STRETCH, STRETCH, STRETCH // 10)

@@ -38,7 +38,9 @@ class Stage:
     """A context whose policy is the tiny model in a real engine."""
 
     def __init__(self, folder: Path, llama: Path, seed: int = 0):
-        self.services = InProcess(LocalEngine(str(llama), ActorsConfig(dtype="float32", max_context=256)), [Echo()])
+        self.services = InProcess(
+            LocalEngine(str(llama), ActorsConfig(dtype="float32", max_context=256)), [Echo()]
+        )
         self.counts: Counter[str] = Counter()
         self.settings = SchedulerConfig(temperature=0.9)
         self.shop = Shop(
@@ -49,7 +51,9 @@ class Stage:
         self.context = Context(self.shop, Task("t", "Who?", ["me"]), self.tree, random.Random(seed))
 
 
-async def test_the_policy_replies_as_its_seed_says_and_nothing_enters_the_tree(tmp_path: Path, llama: Path) -> None:
+async def test_the_policy_replies_as_its_seed_says_and_nothing_enters_the_tree(
+    tmp_path: Path, llama: Path
+) -> None:
     replies: list[str] = []
     for seed in (1, 1, 2):
         folder = tmp_path / str(len(replies))
@@ -64,7 +68,9 @@ async def test_the_policy_replies_as_its_seed_says_and_nothing_enters_the_tree(t
     assert replies[0] == replies[1] != replies[2]
 
 
-async def test_a_stop_string_ends_the_reply_and_is_not_part_of_it(tmp_path: Path, llama: Path) -> None:
+async def test_a_stop_string_ends_the_reply_and_is_not_part_of_it(
+    tmp_path: Path, llama: Path
+) -> None:
     stage = Stage(tmp_path, llama)
     await stage.services.start()
     whole = await stage.context.say("policy", ASKED, 12, [])
@@ -78,13 +84,17 @@ async def test_a_served_speaker_gets_the_messages_without_the_mark_of_the_shared
     tmp_path: Path, llama: Path
 ) -> None:
     stage = Stage(tmp_path, llama)
-    echoed = msgspec.json.decode(await stage.context.say("echo", ASKED, 5, ["x"]), type=SpeakRequest)
+    echoed = msgspec.json.decode(
+        await stage.context.say("echo", ASKED, 5, ["x"]), type=SpeakRequest
+    )
     assert echoed.messages == [{"role": "user", "content": "rulesnow"}]
     assert (echoed.max_tokens, echoed.temperature, echoed.stop) == (5, 0.9, ["x"])
     assert ASKED[0]["content"] == f"rules{SPLIT}now"
     assert stage.counts == {"spoken_replies": 1}
 
 
-async def test_a_speaker_that_nobody_serves_is_a_fault_that_names_it(tmp_path: Path, llama: Path) -> None:
+async def test_a_speaker_that_nobody_serves_is_a_fault_that_names_it(
+    tmp_path: Path, llama: Path
+) -> None:
     with pytest.raises(InfrastructureFault, match=r"speaker\.nobody"):
         await Stage(tmp_path, llama).context.say("nobody", ASKED, 5, [])

@@ -19,7 +19,9 @@ def stage(tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch, **settin
     """A stage whose policy writes random words, one of five of which is not an action."""
     rng = random.Random(4)
     words = ("up", "down", "left", "right", "jump")
-    monkeypatch.setattr(Services, "_move", lambda self, prompt: f"<action>{rng.choice(words)}</action>")
+    monkeypatch.setattr(
+        Services, "_move", lambda self, prompt: f"<action>{rng.choice(words)}</action>"
+    )
     game: Any = load("sokoban", {"prompt": "sokoban_compact", "history": 0})
     made = Stage(tmp_path, llama, game, **settings)
     made.services.oracle = SokobanOracle()  # pyright: ignore[reportAttributeAccessIssue]
@@ -32,7 +34,9 @@ async def test_full_trajectories_have_step_rewards_that_sum_to_the_outcome_and_s
     its = stage(tmp_path, llama, monkeypatch, k=4, judge="none")
     await its.grow(full)
     (turns,) = its.groups
-    by_trajectory = [[turn.scores for turn in turns if turn.trajectory == number] for number in range(4)]
+    by_trajectory = [
+        [turn.scores for turn in turns if turn.trajectory == number] for number in range(4)
+    ]
     for scores in by_trajectory:
         assert scores[-1]["outcome"] == pytest.approx(sum(score["step_reward"] for score in scores))
         assert [("outcome" in score) for score in scores] == [False] * (len(scores) - 1) + [True]
@@ -73,4 +77,6 @@ async def test_monte_carlo_values_of_every_position(
     (turns,) = its.groups
     assert all(-1.5 - 1e-9 <= turn.scores["mc_value"] <= 11 for turn in turns)
     prompts = [node for node in its.tree.nodes.values() if node.kind == "prompt"]
-    assert [msgspec.convert(node.state, State).turn for node in prompts[1:]] == list(range(len(turns)))
+    assert [msgspec.convert(node.state, State).turn for node in prompts[1:]] == list(
+        range(len(turns))
+    )

@@ -1,4 +1,5 @@
-"""The newest weights reach every actor: those here, those that join meanwhile; one that cannot prove them is sent away and may come again."""
+"""The newest weights reach every actor: those here, those that join meanwhile; one that cannot
+prove them is sent away and may come again."""
 
 import asyncio
 from collections import Counter
@@ -17,7 +18,8 @@ ONE, TWO = Weights(1, "one", "a" * 64), Weights(2, "two", "b" * 64)
 
 
 class Actor:
-    """Takes weights. wrong: versions that it answers with a fault; proof: its engine's checksum; gate: what a load waits for."""
+    """Takes weights. wrong: versions that it answers with a fault; proof: its engine's checksum;
+    gate: what a load waits for."""
 
     def __init__(self, proof: str = "p", wrong: tuple[int, ...] = ()):
         self.proof, self.wrong = proof, wrong
@@ -61,7 +63,9 @@ def test_the_proof_of_most_actors_counts(proofs: list[str], expected: str) -> No
     assert most_common(proofs) == expected
 
 
-async def test_whoever_fails_or_proves_others_is_sent_away_and_the_rest_goes_on(tmp_path: Path) -> None:
+async def test_whoever_fails_or_proves_others_is_sent_away_and_the_rest_goes_on(
+    tmp_path: Path,
+) -> None:
     async with bench(tmp_path) as table:
         spread = made(table)
         actors = {"a": Actor(), "b": Actor("other"), "c": Actor(wrong=(1,)), "d": Actor()}
@@ -87,7 +91,9 @@ async def test_a_lone_actor_that_fails_comes_again_and_the_run_is_not_over(
         assert again.loads == [1]
 
 
-async def test_who_joins_during_an_update_gets_the_newer_version_before_any_work(tmp_path: Path) -> None:
+async def test_who_joins_during_an_update_gets_the_newer_version_before_any_work(
+    tmp_path: Path,
+) -> None:
     async with bench(tmp_path) as table:
         spread, late = made(table), Actor()
         await spread.everywhere(ONE)
@@ -127,7 +133,9 @@ async def test_who_joins_while_the_others_still_load_is_compared_with_them(tmp_p
         assert {worker.name for worker in table.dispatcher.workers()} == {"a", "b"}
 
 
-async def test_of_two_that_join_after_all_had_failed_the_second_must_prove_what_the_first_did(tmp_path: Path) -> None:
+async def test_of_two_that_join_after_all_had_failed_the_second_must_prove_what_the_first_did(
+    tmp_path: Path,
+) -> None:
     async with bench(tmp_path) as table:
         spread = made(table)
         await spread.everywhere(ONE)

@@ -16,7 +16,9 @@ def advantages(rewards: list[float]) -> list[float]:
 def test_slate_known_answer_of_advantages_and_selection() -> None:
     made = advantages([2, 1, 0, 0, -2])
     np.testing.assert_allclose(made, [1.2136, 0.5394, -0.1348, -0.1348, -1.4832], atol=1e-4)
-    np.testing.assert_allclose(selection(made, 0.7), [0.5902, 0.2253, 0.0860, 0.0860, 0.0125], atol=1e-4)
+    np.testing.assert_allclose(
+        selection(made, 0.7), [0.5902, 0.2253, 0.0860, 0.0860, 0.0125], atol=1e-4
+    )
 
 
 def test_equal_rewards_give_no_advantage_and_a_uniform_choice() -> None:
@@ -30,7 +32,9 @@ def test_a_single_candidate_keeps_its_reward() -> None:
 
 def test_choices_follow_the_selection_probabilities() -> None:
     rng, scores = random.Random(0), advantages([2, 1, 0, 0, -2])
-    counts = np.bincount([choose(scores, range(5), "reward-weighted", 0.7, rng) for _ in range(20000)], minlength=5)
+    counts = np.bincount(
+        [choose(scores, range(5), "reward-weighted", 0.7, rng) for _ in range(20000)], minlength=5
+    )
     np.testing.assert_allclose(counts / 20000, selection(scores, 0.7), atol=0.012)
 
 

@@ -34,8 +34,14 @@ from wire.messages import (
     Turn,
 )
 
-GOOD, BAD = "<think> t </think> <search> good </search>", "<think> t </think> <search> bad </search>"
-RIGHT, WRONG = "<think> t </think> <answer> Sofia </answer>", "<think> t </think> <answer> Rome </answer>"
+GOOD, BAD = (
+    "<think> t </think> <search> good </search>",
+    "<think> t </think> <search> bad </search>",
+)
+RIGHT, WRONG = (
+    "<think> t </think> <answer> Sofia </answer>",
+    "<think> t </think> <answer> Rome </answer>",
+)
 NOTHING = "I do not know."
 TASK = Task("t1", "What is the capital of Bulgaria?", ["Sofia"])
 
@@ -64,19 +70,29 @@ class Services:
             return RetrieveResult([[Passage("1", "Bulgaria", "Capital: Sofia", 1.0)]])
         assert isinstance(request, JudgeRequest)
         if service == "judge.exact_match":
-            return JudgeResult([Judgement({"outcome": float(t.answer == "Sofia"), "f1": 0.0}) for t in request.turns])
+            return JudgeResult(
+                [
+                    Judgement({"outcome": float(t.answer == "Sofia"), "f1": 0.0})
+                    for t in request.turns
+                ]
+            )
         return JudgeResult([self._judge(t) for t in request.turns])
 
     def _sample(self, text: str) -> Sample:
         tokens = self.text.encode(text)
-        return Sample(tokens, np.full(len(tokens), -1, np.float32), np.zeros(len(tokens), np.int32), "stop")
+        return Sample(
+            tokens, np.full(len(tokens), -1, np.float32), np.zeros(len(tokens), np.int32), "stop"
+        )
 
     def _judge(self, turn: Any) -> Judgement:
         column = "query" if turn.answer is None else "answer"
-        value = {"good": 1.0, "bad": -1.0, "Sofia": 1.0, "Rome": -1.0}[str(turn.query or turn.answer)]
+        value = {"good": 1.0, "bad": -1.0, "Sofia": 1.0, "Rome": -1.0}[
+            str(turn.query or turn.answer)
+        ]
         scores = {"think": 0.0, column: value}
         return Judgement(
-            {c: v for c, v in scores.items() if c not in self.invalid}, [c for c in scores if c in self.invalid]
+            {c: v for c, v in scores.items() if c not in self.invalid},
+            [c for c in scores if c in self.invalid],
         )
 
 
@@ -84,7 +100,12 @@ class Stage:
     """A context over scripted services."""
 
     def __init__(
-        self, tmp_path: Path, llama: Path, script: list[list[str]], invalid: list[str] | None = None, **settings: Any
+        self,
+        tmp_path: Path,
+        llama: Path,
+        script: list[list[str]],
+        invalid: list[str] | None = None,
+        **settings: Any,
     ):
         text = Text(str(llama))
         self.services = Services(text, script, invalid)
@@ -124,7 +145,9 @@ class Stage:
         return [[turn.scores["reward"] for turn in group] for group in self.groups]
 
 
-async def test_slate_emits_all_candidates_of_every_step_and_continues_one(tmp_path: Path, llama: Path) -> None:
+async def test_slate_emits_all_candidates_of_every_step_and_continues_one(
+    tmp_path: Path, llama: Path
+) -> None:
     stage = Stage(tmp_path, llama, [[GOOD, BAD, NOTHING], [RIGHT, RIGHT, RIGHT]])
     await stage.grow(slate)
     assert stage.rewards() == [[1, -1, -2], [1, 1, 1]]
@@ -135,7 +158,9 @@ async def test_slate_emits_all_candidates_of_every_step_and_continues_one(tmp_pa
     assert kinds == ["prompt", "action", "observation", "action"]
 
 
-async def test_siblings_are_asked_for_in_one_request_from_one_prefix(tmp_path: Path, llama: Path) -> None:
+async def test_siblings_are_asked_for_in_one_request_from_one_prefix(
+    tmp_path: Path, llama: Path
+) -> None:
     stage = Stage(tmp_path, llama, [[RIGHT, WRONG, RIGHT]])
     await stage.grow(slate)
     asked = [r for r in stage.services.requests if isinstance(r, GenerateRequest)]
@@ -144,26 +169,40 @@ async def test_siblings_are_asked_for_in_one_request_from_one_prefix(tmp_path: P
     assert asked[0].tokens.tolist() == stage.tree.nodes[0].tokens.tolist()
 
 
-async def test_the_second_prefix_is_exactly_what_the_policy_saw(tmp_path: Path, llama: Path) -> None:
+async def test_the_second_prefix_is_exactly_what_the_policy_saw(
+    tmp_path: Path, llama: Path
+) -> None:
     stage = Stage(tmp_path, llama, [[GOOD, NOTHING, NOTHING], [RIGHT, RIGHT, RIGHT]])
     await stage.grow(slate)
     second = [r for r in stage.services.requests if isinstance(r, GenerateRequest)][1]
     text = stage.shop.text.decode(second.tokens)
-    expected = stage.tree.nodes[0].text + GOOD + "\n<information>Doc 1(Title: Bulgaria) Capital: Sofia</information>\n"
+    expected = (
+        stage.tree.nodes[0].text
+        + GOOD
+        + "\n<information>Doc 1(Title: Bulgaria) Capital: Sofia</information>\n"
+    )
     assert text == expected
 
 
-async def test_an_invalid_candidate_is_never_continued_while_a_valid_one_exists(tmp_path: Path, llama: Path) -> None:
+async def test_an_invalid_candidate_is_never_continued_while_a_valid_one_exists(
+    tmp_path: Path, llama: Path
+) -> None:
     for seed in range(20):
         folder = tmp_path / str(seed)
         folder.mkdir()
         stage = Stage(folder, llama, [[NOTHING, BAD, NOTHING], [WRONG, WRONG, WRONG]])
         stage.context.rng.seed(seed)
         await stage.grow(slate)
-        assert [n.text for n in stage.tree.nodes.values() if n.chosen and n.step == 1 and n.kind == "action"] == [BAD]
+        assert [
+            n.text
+            for n in stage.tree.nodes.values()
+            if n.chosen and n.step == 1 and n.kind == "action"
+        ] == [BAD]
 
 
-async def test_when_all_fail_the_notice_is_shown_and_the_step_is_used_up(tmp_path: Path, llama: Path) -> None:
+async def test_when_all_fail_the_notice_is_shown_and_the_step_is_used_up(
+    tmp_path: Path, llama: Path
+) -> None:
     stage = Stage(tmp_path, llama, [[NOTHING] * 3, [RIGHT] * 3])
     await stage.grow(slate)
     assert stage.rewards() == [[-2, -2, -2], [1, 1, 1]]
@@ -172,7 +211,9 @@ async def test_when_all_fail_the_notice_is_shown_and_the_step_is_used_up(tmp_pat
     assert stage.counts["invalid_actions"] == 3
 
 
-async def test_a_used_up_budget_forces_an_answer_that_is_logged_and_not_trained(tmp_path: Path, llama: Path) -> None:
+async def test_a_used_up_budget_forces_an_answer_that_is_logged_and_not_trained(
+    tmp_path: Path, llama: Path
+) -> None:
     stage = Stage(tmp_path, llama, [[GOOD] * 3, [BAD] * 3, [" Sofia </answer>"]])
     await stage.grow(slate)
     assert len(stage.groups) == 2
@@ -190,18 +231,24 @@ async def test_one_candidate_has_its_reward_as_advantage(tmp_path: Path, llama: 
     assert turn.scores["advantage"] == turn.scores["reward"] == 1 + 0.1 / 2
 
 
-async def test_slate_selects_by_the_advantage_on_which_it_trains(tmp_path: Path, llama: Path) -> None:
+async def test_slate_selects_by_the_advantage_on_which_it_trains(
+    tmp_path: Path, llama: Path
+) -> None:
     stage = Stage(tmp_path, llama, [[GOOD, BAD, NOTHING], [RIGHT] * 3], ddof=0, eps=0.5)
     await stage.grow(slate)
     trained = slate_scheme.advantages(table_of(stage.groups[0]), ddof=0, eps=0.5)
     np.testing.assert_allclose([turn.scores["advantage"] for turn in stage.groups[0]], trained)
 
 
-async def test_candidates_of_a_judge_that_fails_differ_by_nothing(tmp_path: Path, llama: Path) -> None:
+async def test_candidates_of_a_judge_that_fails_differ_by_nothing(
+    tmp_path: Path, llama: Path
+) -> None:
     script = [[RIGHT, GOOD, RIGHT], [RIGHT] * 3]
     stage = Stage(tmp_path, llama, script, invalid=["think", "query", "answer"])
     await stage.grow(slate)
-    assert all("reward" not in turn.scores and turn.scores["advantage"] == 0 for turn in stage.groups[0])
+    assert all(
+        "reward" not in turn.scores and turn.scores["advantage"] == 0 for turn in stage.groups[0]
+    )
 
 
 async def test_an_invalid_judgement_is_zero_in_the_reward_absent_in_the_columns_and_counted(
@@ -231,16 +278,28 @@ async def test_a_tree_grown_halfway_goes_on_where_it_stood(tmp_path: Path, llama
 
 
 @pytest.mark.parametrize(
-    ("strategy", "first"), [(slate, [GOOD, GOOD, GOOD]), (full, [GOOD]), (chain, [GOOD]), (ppr, [GOOD])]
+    ("strategy", "first"),
+    [(slate, [GOOD, GOOD, GOOD]), (full, [GOOD]), (chain, [GOOD]), (ppr, [GOOD])],
 )
 async def test_a_trajectory_that_outgrows_the_context_ends_as_a_failure_and_takes_nothing_else_away(
     tmp_path: Path, llama: Path, strategy: Any, first: list[str]
 ) -> None:
     script = [first, [RIGHT]] if strategy is full else [first]
-    stage = Stage(tmp_path, llama, script, budget=4, k=2 if strategy is full else len(first), max_action_tokens=8)
+    stage = Stage(
+        tmp_path,
+        llama,
+        script,
+        budget=4,
+        k=2 if strategy is full else len(first),
+        max_action_tokens=8,
+    )
     await stage.context.plant()
     prompt = len(stage.tree.nodes[0].tokens)
-    room = len(stage.shop.text.encode(GOOD)) + 8 + len(stage.shop.text.encode(stage.shop.environment.forced_prefix))
+    room = (
+        len(stage.shop.text.encode(GOOD))
+        + 8
+        + len(stage.shop.text.encode(stage.shop.environment.forced_prefix))
+    )
     stage.shop = stage.context.shop = msgspec.structs.replace(stage.shop, longest=prompt + room)
     await stage.grow(strategy)
     (group,) = stage.groups
@@ -282,7 +341,9 @@ def written(stage: Stage) -> tuple[list[str], Counter[int]]:
     return commits, nodes
 
 
-async def test_a_step_of_slate_is_one_transaction_and_writes_each_node_once(tmp_path: Path, llama: Path) -> None:
+async def test_a_step_of_slate_is_one_transaction_and_writes_each_node_once(
+    tmp_path: Path, llama: Path
+) -> None:
     stage = Stage(tmp_path, llama, [[GOOD, GOOD, GOOD]] * 3 + [[RIGHT, RIGHT, RIGHT]], budget=4)
     commits, nodes = written(stage)
     await stage.grow(slate)
@@ -294,24 +355,31 @@ async def test_a_step_of_slate_is_one_transaction_and_writes_each_node_once(tmp_
     assert nodes == {node: 1 + (node == tip) for node in stage.tree.nodes}
     (row,) = stage.journal.trees()
     back = stage.journal.tree(row)
-    assert {id: node.scores for id, node in back.nodes.items()} == {n: x.scores for n, x in stage.tree.nodes.items()}
+    assert {id: node.scores for id, node in back.nodes.items()} == {
+        n: x.scores for n, x in stage.tree.nodes.items()
+    }
 
 
 @pytest.mark.parametrize("strategy", [chain, ppr])
-async def test_a_step_of_a_chain_is_one_transaction(tmp_path: Path, llama: Path, strategy: Any) -> None:
+async def test_a_step_of_a_chain_is_one_transaction(
+    tmp_path: Path, llama: Path, strategy: Any
+) -> None:
     stage = Stage(tmp_path, llama, [[GOOD]] * 3 + [[RIGHT]], budget=4, k=1)
     commits, nodes = written(stage)
     await stage.grow(strategy)
     await stage.journal.written()
     assert len(stage.groups) == 1
-    # The tree's start, four steps, the group with the outcome. Python 3.12 takes fewer turns of the loop to end a group of tasks, so two may be one.
+    # The tree's start, four steps, the group with the outcome. Python 3.12 takes fewer turns of the
+    # loop to end a group of tasks, so two may be one.
     assert 1 + 4 <= len(commits) <= 1 + 4 + 1
     actions = {node.id for node in stage.tree.actions()}
     assert all(nodes[node] == 1 for node in stage.tree.nodes if node not in actions)
     assert all(nodes[action] <= 2 for action in actions)  # sampled, then judged
     (row,) = stage.journal.trees()
     back = stage.journal.tree(row)
-    assert {id: node.scores for id, node in back.nodes.items()} == {n: x.scores for n, x in stage.tree.nodes.items()}
+    assert {id: node.scores for id, node in back.nodes.items()} == {
+        n: x.scores for n, x in stage.tree.nodes.items()
+    }
 
 
 async def test_an_action_is_parsed_once_and_again_only_after_a_restart(
@@ -331,7 +399,9 @@ async def test_an_action_is_parsed_once_and_again_only_after_a_restart(
     back = stage.journal.tree(row)
     again = Context(stage.shop, TASK, back, random.Random(0))
     await again.plant()
-    assert [again.action(node) for node in back.actions()] == [stage.context.action(n) for n in stage.tree.actions()]
+    assert [again.action(node) for node in back.actions()] == [
+        stage.context.action(n) for n in stage.tree.actions()
+    ]
 
 
 def test_nodes_that_the_journal_lacks_leave_their_numbers_unused() -> None:

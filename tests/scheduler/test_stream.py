@@ -21,14 +21,18 @@ class LateLearner:
     def __init__(self) -> None:
         self.answers: dict[int, asyncio.Future[Trained]] = {}
 
-    async def call(self, service: str, request: TrainGroup | TreeClosed, deadline: float) -> Trained | Closed:
+    async def call(
+        self, service: str, request: TrainGroup | TreeClosed, deadline: float
+    ) -> Trained | Closed:
         if isinstance(request, TreeClosed):
             return Closed()
         self.answers[request.id] = asyncio.get_running_loop().create_future()
         return await self.answers[request.id]
 
 
-async def test_each_version_is_told_once_even_one_that_arrives_after_a_newer_one(tmp_path: Path) -> None:
+async def test_each_version_is_told_once_even_one_that_arrives_after_a_newer_one(
+    tmp_path: Path,
+) -> None:
     journal, learner, told = Journal(tmp_path / "j"), LateLearner(), list[tuple[int, int]]()
 
     async def on_trained(trained: Trained) -> None:
@@ -52,7 +56,9 @@ async def test_each_version_is_told_once_even_one_that_arrives_after_a_newer_one
     await stream.stop()
 
 
-async def test_trees_that_close_together_are_told_after_one_wait_for_the_disk(tmp_path: Path) -> None:
+async def test_trees_that_close_together_are_told_after_one_wait_for_the_disk(
+    tmp_path: Path,
+) -> None:
     journal, learner = Journal(tmp_path / "j"), LateLearner()
     stream = Stream(cast(Any, learner), journal, cast(Any, None))
     order: list[str] = []
@@ -75,11 +81,15 @@ async def test_trees_that_close_together_are_told_after_one_wait_for_the_disk(tm
         journal.close_tree(tree)
         stream.close(tree)
     await stream.settle(30.0)
-    assert [event for event in order if event != "sync"] == [f"close {number}" for number in range(20)]
+    assert [event for event in order if event != "sync"] == [
+        f"close {number}" for number in range(20)
+    ]
     assert order[0] == "sync" and order.count("sync") <= 2
 
 
-async def test_a_group_is_committed_before_it_is_sent_and_a_turn_of_the_loop_is_one_transaction(tmp_path: Path) -> None:
+async def test_a_group_is_committed_before_it_is_sent_and_a_turn_of_the_loop_is_one_transaction(
+    tmp_path: Path,
+) -> None:
     journal, learner = Journal(tmp_path / "j"), LateLearner()
     stream = Stream(cast(Any, learner), journal, cast(Any, None))
     commit, call, commits, sent = journal._commit, learner.call, list[int](), list[list[int]]()
@@ -89,7 +99,9 @@ async def test_a_group_is_committed_before_it_is_sent_and_a_turn_of_the_loop_is_
         commit(statements)
 
     async def told(service: str, request: Any, deadline: float) -> Any:
-        sent.append([group for group, _ in Journal(tmp_path / "j", readonly=True).groups(request.tree)])
+        sent.append(
+            [group for group, _ in Journal(tmp_path / "j", readonly=True).groups(request.tree)]
+        )
         return await call(service, request, deadline)
 
     journal._commit, learner.call = counted, told

@@ -1,4 +1,5 @@
-"""What survives a full collection is spared the next ones, and cycles among it are freed in the end."""
+"""What survives a full collection is spared the next ones, and cycles among it are freed in the
+end."""
 
 import gc
 import weakref
@@ -73,7 +74,8 @@ def test_a_context_spares_and_leaves_the_collector_as_it_was() -> None:
     with sparing():
         gc.collect()
         looks = gc.get_stats()[0]["collections"]
-        held = [[] for _ in range(YOUNG // 2)]  # far more than Python usually lets pass before it looks
+        # far more than Python usually lets pass before it looks
+        held = [[] for _ in range(YOUNG // 2)]
         assert gc.get_stats()[0]["collections"] == looks
         gc.collect()
         assert gc.get_freeze_count() > frozen + len(held)

@@ -29,33 +29,46 @@ def told(clock: list[float]) -> tuple[Faults, list[str]]:
 
 def test_the_first_fault_of_a_service_is_told_at_once_with_its_cause_and_where() -> None:
     faults, lines = told([0.0])
-    faults.failed("judge.raises", InfrastructureFault("raises-plugin: KeyError: 'my bug'"), "tree 7, attempt 1 of 5")
+    faults.failed(
+        "judge.raises",
+        InfrastructureFault("raises-plugin: KeyError: 'my bug'"),
+        "tree 7, attempt 1 of 5",
+    )
     assert lines == [
         "judge.raises fails: raises-plugin: KeyError: 'my bug' (tree 7, attempt 1 of 5; more in logs/scheduler.log)"
     ]
 
 
-def test_later_faults_are_told_once_a_minute_with_their_number_and_each_service_for_itself() -> None:
+def test_later_faults_are_told_once_a_minute_with_their_number_and_each_service_for_itself() -> (
+    None
+):
     clock = [100.0]
     faults, lines = told(clock)
     for _ in range(30):
         faults.failed("judge.a", InfrastructureFault("no"), "tree 1")
         clock[0] += EVERY_S / 10
     assert len(lines) == 3
-    assert lines[1] == "judge.a fails, 10 times in the last 60 s: no (tree 1; more in logs/scheduler.log)"
+    assert (
+        lines[1]
+        == "judge.a fails, 10 times in the last 60 s: no (tree 1; more in logs/scheduler.log)"
+    )
     faults.failed("retrieve", InfrastructureFault("no"), "tree 1")
     assert lines[3].startswith("retrieve fails: no")
 
 
 def test_a_fault_is_one_short_line_that_names_its_service_once() -> None:
     faults, lines = told([0.0])
-    faults.failed("judge.a", InfrastructureFault("judge.a took over 8.0 s on w\n" + "detail " * 200), "tree 1")
+    faults.failed(
+        "judge.a", InfrastructureFault("judge.a took over 8.0 s on w\n" + "detail " * 200), "tree 1"
+    )
     assert lines[0].startswith("judge.a fails: took over 8.0 s on w detail")
     assert "\n" not in lines[0]
     assert len(lines[0]) < 400
 
 
-async def test_a_strategy_calls_in_the_name_of_its_tree_and_attempt(tmp_path: Path, llama: Path) -> None:
+async def test_a_strategy_calls_in_the_name_of_its_tree_and_attempt(
+    tmp_path: Path, llama: Path
+) -> None:
     stage = Stage(tmp_path, llama, [[RIGHT] * 3])
     call, callers = stage.services.call, []
 
@@ -67,11 +80,14 @@ async def test_a_strategy_calls_in_the_name_of_its_tree_and_attempt(tmp_path: Pa
     stage.context.attempt = 2
     await stage.grow(slate)
     assert callers == [
-        (service, "tree 0, attempt 2 of 5") for service in ("generate", "judge.slate_rules", "judge.exact_match")
+        (service, "tree 0, attempt 2 of 5")
+        for service in ("generate", "judge.slate_rules", "judge.exact_match")
     ]
 
 
-async def test_each_fault_of_a_named_caller_is_told_also_where_the_call_is_tried_again(tmp_path: Path) -> None:
+async def test_each_fault_of_a_named_caller_is_told_also_where_the_call_is_tried_again(
+    tmp_path: Path,
+) -> None:
     heard: list[tuple[str, str, str]] = []
     faults: list[Exception] = [KeyError("my bug"), DataFault("not this one")]
 
@@ -79,7 +95,9 @@ async def test_each_fault_of_a_named_caller_is_told_also_where_the_call_is_tried
         raise faults.pop(0)
 
     async with bench(tmp_path) as b:
-        b.dispatcher.on_fault = lambda service, fault, caller: heard.append((service, str(fault), caller))
+        b.dispatcher.on_fault = lambda service, fault, caller: heard.append(
+            (service, str(fault), caller)
+        )
         await b.work("w", {"echo": failing})
         ask = EchoRequest(np.zeros(1, np.float32))
         with pytest.raises(DataFault):
@@ -87,14 +105,19 @@ async def test_each_fault_of_a_named_caller_is_told_also_where_the_call_is_tried
         faults.append(DataFault("nobody asks"))
         with pytest.raises(DataFault):
             await b.dispatcher.call("echo", ask, deadline=5)
-    assert heard == [("echo", "w: KeyError: 'my bug'", "tree 7"), ("echo", "w: not this one", "tree 7")]
+    assert heard == [
+        ("echo", "w: KeyError: 'my bug'", "tree 7"),
+        ("echo", "w: not this one", "tree 7"),
+    ]
 
 
 def test_a_run_that_ends_with_a_fault_says_so_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def ends(process: Any) -> int:
-        raise InfrastructureFault("tree 0 failed 5 times; the last time: judge.hang took over 8.0 s on w")
+        raise InfrastructureFault(
+            "tree 0 failed 5 times; the last time: judge.hang took over 8.0 s on w"
+        )
 
     monkeypatch.setattr(main, "run", ends)
     monkeypatch.setattr(main.msgspec.json, "decode", lambda *_, **__: None)
@@ -133,7 +156,8 @@ def test_the_last_worker_of_a_needed_service_that_goes_and_the_next_that_comes_a
     ]
 
 
-# ------------------------------------------------------------------------------------------ warnings
+# ------------------------------------------------------------------------------------------
+# warnings
 
 
 def test_a_warning_that_stays_is_told_every_tenth_update() -> None:
@@ -141,7 +165,9 @@ def test_a_warning_that_stays_is_told_every_tenth_update() -> None:
     found = [
         version
         for version in range(1, 25)
-        if reminders.due(version, [GROWTH.format(version / 3, 1.5 + version, f"{-version / 7:+.2f}")])
+        if reminders.due(
+            version, [GROWTH.format(version / 3, 1.5 + version, f"{-version / 7:+.2f}")]
+        )
     ]
     assert found == [1, 1 + EVERY_UPDATES, 1 + 2 * EVERY_UPDATES]
 
@@ -159,10 +185,14 @@ def test_a_warning_that_was_gone_and_one_of_another_kind_are_told_at_once() -> N
 
 
 def given(valid: int, invalid: int) -> list[Judgement]:
-    return [Judgement({"think": 0.0, "query": 0.0})] * valid + [Judgement({"think": 0.0}, ["query"])] * invalid
+    return [Judgement({"think": 0.0, "query": 0.0})] * valid + [
+        Judgement({"think": 0.0}, ["query"])
+    ] * invalid
 
 
-def test_a_share_of_invalid_scores_warns_once_at_each_level_and_names_judge_columns_numbers_and_remedy() -> None:
+def test_a_share_of_invalid_scores_warns_once_at_each_level_and_names_judge_columns_numbers_and_remedy() -> (
+    None
+):
     judged = Judged("slate", Path("runs/a"))
     assert judged.take() == ""
     assert judged.share is None

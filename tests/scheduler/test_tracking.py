@@ -1,4 +1,5 @@
-"""Trackers get every record that no crash takes back, once, and nothing of theirs reaches the run. Both real packages are run, offline."""
+"""Trackers get every record that no crash takes back, once, and nothing of theirs reaches the run.
+Both real packages are run, offline."""
 
 import json
 import os
@@ -41,11 +42,17 @@ def write(run: Path, points: list[Point], checkpoint: int) -> None:
     records = [
         {
             "version": float(step),
-            **({"heldout/em": 0.5} if loss is None else {"learner/groups": 1.0, "learner/surrogate": loss}),
+            **(
+                {"heldout/em": 0.5}
+                if loss is None
+                else {"learner/groups": 1.0, "learner/surrogate": loss}
+            ),
         }
         for step, loss in points
     ]
-    (run / "metrics.jsonl").write_bytes(b"".join(msgspec.json.encode(record) + b"\n" for record in records))
+    (run / "metrics.jsonl").write_bytes(
+        b"".join(msgspec.json.encode(record) + b"\n" for record in records)
+    )
 
 
 def in_trackio(run: Path) -> list[Point]:
@@ -65,7 +72,8 @@ def in_wandb(run: Path) -> list[Point]:
             record.ParseFromString(stored)
             if record.WhichOneof("record_type") == "history":
                 values = {
-                    ".".join(item.nested_key) or item.key: json.loads(item.value_json) for item in record.history.item
+                    ".".join(item.nested_key) or item.key: json.loads(item.value_json)
+                    for item in record.history.item
                 }
                 points.append((record.history.step.num, values.get("learner/surrogate")))
     return points
@@ -102,9 +110,14 @@ def test_a_resumed_run_goes_on_in_the_same_run_and_no_lost_update_appears(
 ) -> None:
     write(run, [(0, None), (1, 0.1), (2, 0.2), (2, None), (3, 0.3)], checkpoint=2)
     assert lived(run, name) == []
-    before = [(0, None), (1, 0.1), (2, 0.2), (2, None)] if name == "trackio" else [(0, None), (1, 0.1), (2, 0.2)]
+    before = (
+        [(0, None), (1, 0.1), (2, 0.2), (2, None)]
+        if name == "trackio"
+        else [(0, None), (1, 0.1), (2, 0.2)]
+    )
     assert read(run) == before  # W&B joins the records of one version
-    # The crash took version 3 back, and it was made again with another loss. So was version 4, of which there is no checkpoint yet.
+    # The crash took version 3 back, and it was made again with another loss. So was version 4, of
+    # which there is no checkpoint yet.
     write(run, [(0, None), (1, 0.1), (2, 0.2), (2, None), (3, 0.33), (4, 0.4)], checkpoint=3)
     assert lived(run, name) == []
     assert read(run) == [*before, (3, 0.33)]
@@ -146,13 +159,16 @@ def test_a_half_written_line_waits_and_a_record_is_never_given_twice(
 
     follow("wandb", run, ended)
     assert (kept.points, kept.finished) == ([(1, 0.1), (2, 0.2)], True)
-    (run / "metrics.jsonl").write_bytes(whole + b'{"version":3.0,"learner/surrogate":null}\n{"version":4.0}\n')
+    (run / "metrics.jsonl").write_bytes(
+        whole + b'{"version":3.0,"learner/surrogate":null}\n{"version":4.0}\n'
+    )
     kept.fault = OSError("No space left on device")
     with pytest.raises(OSError, match="No space"):
         follow("wandb", run, lambda _: True)
     kept.fault = None
     follow("wandb", run, lambda _: True)
-    assert [step for step, _ in kept.points] == [1, 2, 4]  # 3 was being given when the tracker failed
+    # 3 was being given when the tracker failed
+    assert [step for step, _ in kept.points] == [1, 2, 4]
 
 
 def test_a_tracker_gets_the_whole_update_of_several_schedulers_when_all_have_recorded_it(
@@ -167,15 +183,22 @@ def test_a_tracker_gets_the_whole_update_of_several_schedulers_when_all_have_rec
     other.mkdir(parents=True)
     (other / "metrics.jsonl").write_text('{"version":1.0,"learner/groups":1.0,"count/calls":5.0}\n')
     follow("wandb", run, lambda _: True)
-    evaluation, first = {"heldout/em": 0.5}, {"learner/groups": 1.0, "learner/surrogate": 0.1, "count/calls": 5.0}
+    evaluation, first = (
+        {"heldout/em": 0.5},
+        {"learner/groups": 1.0, "learner/surrogate": 0.1, "count/calls": 5.0},
+    )
     assert given == [{"step": 0, **evaluation}, {"step": 1, **first}, {"step": 1, **evaluation}]
     with (other / "metrics.jsonl").open("a") as file:
         file.write('{"version":2.0,"learner/groups":1.0,"count/calls":8.0}\n')
     follow("wandb", run, lambda _: True)
-    assert given[3:] == [{"step": 2, "learner/groups": 1.0, "learner/surrogate": 0.2, "count/calls": 8.0}]
+    assert given[3:] == [
+        {"step": 2, "learner/groups": 1.0, "learner/surrogate": 0.2, "count/calls": 8.0}
+    ]
 
 
-def test_a_tracker_that_fails_is_told_once_and_the_run_goes_on(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tracker_that_fails_is_told_once_and_the_run_goes_on(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("WANDB_MODE", "online")
     monkeypatch.setenv("HOME", str(run.parent))  # no key is there
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
@@ -204,7 +227,9 @@ def test_a_tracker_that_hangs_holds_nobody_up_and_does_not_stay(run: Path) -> No
     assert told == []
     trackers.close(0.1)
     assert not process.is_running()
-    assert [line.partition(":")[0] for line in told] == ["tracker trackio did not finish within 0 s"]
+    assert [line.partition(":")[0] for line in told] == [
+        "tracker trackio did not finish within 0 s"
+    ]
 
 
 def test_no_tracker_outlives_a_killed_scheduler(run: Path) -> None:

@@ -1,6 +1,8 @@
-"""An exception of one tree is that tree's: the run goes on, and ends only when many trees in a row fail alike.
+"""An exception of one tree is that tree's: the run goes on, and ends only when many trees in a row
+fail alike.
 
-The run, its dispatcher and its journal are real; the environment is tic-tac-toe that fails as a test says.
+The run, its dispatcher and its journal are real; the environment is tic-tac-toe that fails as a
+test says.
 """
 
 import asyncio
@@ -28,7 +30,8 @@ SETTINGS = SchedulerConfig(
 
 
 class Failing(TicTacToe):
-    """A game whose steps raise ``errors``, one after the other, and then the error ``always``. The error None is a state that msgpack cannot hold."""
+    """A game whose steps raise ``errors``, one after the other, and then the error ``always``. The
+    error None is a state that msgpack cannot hold."""
 
     errors: list[BaseException | None] = []
     always: BaseException | None = None
@@ -54,7 +57,13 @@ class Failing(TicTacToe):
         error = self.errors.pop(0) if self.errors else self.always
         if error is None:
             huge: Any = 2**70
-            return Transition(msgspec.structs.replace(state, opponent=huge), "the end", True, 1.0, self.lost(state))
+            return Transition(
+                msgspec.structs.replace(state, opponent=huge),
+                "the end",
+                True,
+                1.0,
+                self.lost(state),
+            )
         raise error
 
 
@@ -79,7 +88,12 @@ async def rows_of(folder: Path, model: Path, heldout: int = 0) -> list[TreeRow]:
 async def test_an_exception_of_one_tree_quarantines_it_with_the_traceback_and_the_run_goes_on(
     tmp_path: Path, llama: Path, failing: type[Failing], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    failing.errors = [ValueError("odd \ud800"), asyncio.CancelledError("nobody's"), RecursionError("deep"), None]
+    failing.errors = [
+        ValueError("odd \ud800"),
+        asyncio.CancelledError("nobody's"),
+        RecursionError("deep"),
+        None,
+    ]
     rows = await rows_of(tmp_path, llama)
     assert [row.status for row in rows].count("closed") == QUESTIONS * UPDATES
     reasons = sorted(str(row.reason) for row in rows if row.status == "quarantined")
@@ -102,14 +116,19 @@ async def test_a_task_that_cannot_be_made_quarantines_its_tree_and_the_run_goes_
     assert [row.status for row in rows].count("closed") == QUESTIONS * UPDATES
     odd = [row for row in rows if row.status == "quarantined"]
     assert odd and all(row.task == f"draw {row.position}" for row in odd)
-    assert all("LookupError: no room for seed" in str(row.reason) and "Traceback" in str(row.reason) for row in odd)
+    assert all(
+        "LookupError: no room for seed" in str(row.reason) and "Traceback" in str(row.reason)
+        for row in odd
+    )
 
 
 async def test_tasks_of_which_none_can_be_made_end_the_run_which_says_so(
     tmp_path: Path, llama: Path, failing: type[Failing]
 ) -> None:
     failing.unmakeable = set(range(1000))
-    with pytest.raises(Fault, match=rf"^{ALIKE} trees in a row failed alike.*LookupError: no room for seed"):
+    with pytest.raises(
+        Fault, match=rf"^{ALIKE} trees in a row failed alike.*LookupError: no room for seed"
+    ):
         await rows_of(tmp_path, llama)
 
 
@@ -135,9 +154,14 @@ async def test_an_exception_of_one_held_out_tree_leaves_the_evaluation_to_the_ot
     monkeypatch.setattr(failing, "measures", once)
     rows = await rows_of(tmp_path, llama, HELD_OUT)
     (odd,) = [row for row in rows if row.status == "quarantined"]
-    assert (odd.split, odd.task) == ("heldout", failed[0]) and "ZeroDivisionError" in str(odd.reason)
+    assert (odd.split, odd.task) == ("heldout", failed[0]) and "ZeroDivisionError" in str(
+        odd.reason
+    )
     evaluations = Journal(tmp_path / "journal.sqlite", readonly=True).evaluations()
-    assert [(name, result["questions"]) for _, name, result in evaluations] == [("start", 2), ("end", 3)]
+    assert [(name, result["questions"]) for _, name, result in evaluations] == [
+        ("start", 2),
+        ("end", 3),
+    ]
 
 
 async def test_many_trees_in_a_row_that_fail_alike_end_the_run_which_names_cause_task_and_environment(
@@ -145,7 +169,8 @@ async def test_many_trees_in_a_row_that_fail_alike_end_the_run_which_names_cause
 ) -> None:
     failing.always = ZeroDivisionError("every time")
     with pytest.raises(
-        Fault, match=rf"^{ALIKE} trees in a row failed alike.*ZeroDivisionError: every time \(task .*Failing"
+        Fault,
+        match=rf"^{ALIKE} trees in a row failed alike.*ZeroDivisionError: every time \(task .*Failing",
     ):
         await rows_of(tmp_path, llama)
     rows = Journal(tmp_path / "journal.sqlite", readonly=True).trees("status='quarantined'")
@@ -154,7 +179,12 @@ async def test_many_trees_in_a_row_that_fail_alike_end_the_run_which_names_cause
 
 @pytest.mark.parametrize(
     "error",
-    [OSError(errno.ENOSPC, "full"), JournalError("no room"), sqlite3.OperationalError("disk I/O error"), MemoryError()],
+    [
+        OSError(errno.ENOSPC, "full"),
+        JournalError("no room"),
+        sqlite3.OperationalError("disk I/O error"),
+        MemoryError(),
+    ],
     ids=lambda error: type(error).__name__,
 )
 async def test_a_full_disk_a_failing_journal_and_no_memory_are_the_runs(
@@ -170,7 +200,7 @@ def test_trees_that_fail_in_other_ways_or_with_others_between_do_not_fail_alike(
     def raised(kind: type[Exception]) -> Exception:
         try:
             raise kind
-        except Exception as error:  # noqa: BLE001 - the test looks at its traceback
+        except Exception as error:  # noqa: BLE001
             return error
 
     row = InARow()

@@ -1,4 +1,5 @@
-"""The tree methods' strategies: where trajectories fork, what they share, and what a crash leaves to do."""
+"""The tree methods' strategies: where trajectories fork, what they share, and what a crash leaves
+to do."""
 
 import math
 import random
@@ -21,11 +22,13 @@ from wire.messages import GenerateRequest, GenerateResult, Sample
 
 SAYS = [GOOD, GOOD, BAD, RIGHT, WRONG, NOTHING]
 DECISIONS = "gbSRI"
-"""The first letters in which the texts differ after what they share; the policy is least certain of them."""
+"""The first letters in which the texts differ after what they share; the policy is least certain of
+them."""
 
 
 class Player(Services):
-    """Says one of ``says``, decided by the prefix and the seed; a begun action is ended as it began. Dies after ``calls`` calls."""
+    """Says one of ``says``, decided by the prefix and the seed; a begun action is ended as it
+    began. Dies after ``calls`` calls."""
 
     def __init__(self, stage: Stage, says: list[str], calls: int = 10**6):
         super().__init__(stage.services.text, [])
@@ -44,13 +47,23 @@ class Player(Services):
         begun = begun.rpartition("\n")[2] if "could not be used" in begun else begun
         choices = [says for says in self.says if says.startswith(begun)] or [" Sofia </answer>"]
         begun = begun if choices[0].startswith(begun) else ""
-        draw = random.Random(zlib.crc32(request.tokens.tobytes() + str(request.sampling.seed).encode()))
-        return GenerateResult([self._one(draw.choice(choices)[len(begun) :], request) for _ in range(request.n)], 0, 0)
+        draw = random.Random(
+            zlib.crc32(request.tokens.tobytes() + str(request.sampling.seed).encode())
+        )
+        return GenerateResult(
+            [self._one(draw.choice(choices)[len(begun) :], request) for _ in range(request.n)], 0, 0
+        )
 
     def _one(self, said: str, request: GenerateRequest) -> Sample:
         tokens = self.text.encode(said)[: request.sampling.max_tokens]
-        unsure = np.array([self.text.decode(tokens[i : i + 1]) in DECISIONS for i in range(len(tokens))], bool)
-        top = [{1: math.log(0.5), 2: math.log(0.5)}] * len(tokens) if request.sampling.top_logprobs else None
+        unsure = np.array(
+            [self.text.decode(tokens[i : i + 1]) in DECISIONS for i in range(len(tokens))], bool
+        )
+        top = (
+            [{1: math.log(0.5), 2: math.log(0.5)}] * len(tokens)
+            if request.sampling.top_logprobs
+            else None
+        )
         logprobs = np.where(unsure, -5, -0.5).astype(np.float32)
         return Sample(tokens, logprobs, np.full(len(tokens), 3, np.int32), "stop", top)
 
@@ -74,29 +87,40 @@ def numbers(stage: Stage) -> list[int]:
 
 def first(tree: Tree, trajectory: int) -> Node:
     """The first action that a trajectory sampled itself."""
-    return next(node for node in tree.nodes.values() if node.kind == "action" and node.trajectory == trajectory)
+    return next(
+        node
+        for node in tree.nodes.values()
+        if node.kind == "action" and node.trajectory == trajectory
+    )
 
 
 def flat(tree: Tree, trajectory: int) -> list[int]:
     """The tokens that the policy sampled on a trajectory, from its first turn on."""
-    return [int(x) for action in tree.actions(trajectory) if not action.forced for x in action.tokens]
+    return [
+        int(x) for action in tree.actions(trajectory) if not action.forced for x in action.tokens
+    ]
 
 
 def check_emitted(stage: Stage, groups: int) -> None:
-    """Every trajectory is emitted once, with all its own and shared turns in order, an outcome on the last; one request per own action."""
+    """Every trajectory is emitted once, with all its own and shared turns in order, an outcome on
+    the last; one request per own action."""
     assert len(stage.groups) == groups
     emitted = [
         [turn.node for turn in group if turn.trajectory == i]
         for group in stage.groups
         for i in sorted({turn.trajectory for turn in group})
     ]
-    trained = [[node.id for node in stage.tree.actions(n) if not node.forced] for n in numbers(stage)]
+    trained = [
+        [node.id for node in stage.tree.actions(n) if not node.forced] for n in numbers(stage)
+    ]
     assert sorted(emitted) == sorted(trained)
     for group in stage.groups:
         for i in {turn.trajectory for turn in group}:
             turns = [turn for turn in group if turn.trajectory == i]
             assert [turn.turn for turn in turns] == list(range(1, len(turns) + 1))
-            assert ["outcome" in turn.scores for turn in turns] == [False] * (len(turns) - 1) + [True]
+            assert ["outcome" in turn.scores for turn in turns] == [False] * (len(turns) - 1) + [
+                True
+            ]
     requests = sum(isinstance(request, GenerateRequest) for request in stage.services.requests)
     assert requests == sum(node.kind == "action" for node in stage.tree.nodes.values())
 
@@ -138,7 +162,9 @@ async def test_a_fork_inside_a_stop_string_moves_before_it(tmp_path: Path, llama
     ends = [stage.shop.text.decode(whole[:i]) for i in range(len(whole))]
     inside = next(i for i, text in enumerate(ends) if text.endswith("</sea"))
     action = await fork_of(stage, inside)
-    assert stage.shop.text.decode(action.tokens[: action.kept]) == "<think> t </think> <search> good "
+    assert (
+        stage.shop.text.decode(action.tokens[: action.kept]) == "<think> t </think> <search> good "
+    )
     assert action.text == GOOD
 
 
@@ -152,14 +178,18 @@ async def test_a_fork_at_a_turn_shares_the_turns_before_it(tmp_path: Path, llama
     assert [node.step for node in shared] == [1, 2, 3]
     assert [node.trajectory for node in shared] == [0, 1, 1]
     assert shared[1].parent == actions[1].parent
-    again = await episode(stage.tree, stage.context, trajectory=2, fork=Fork(shared[2]))  # a fork of a fork
+    # a fork of a fork
+    again = await episode(stage.tree, stage.context, trajectory=2, fork=Fork(shared[2]))
     assert [node.trajectory for node in again] == [0, 1, 2]
 
 
-# ------------------------------------------------------------------------------------------ the strategies
+# ------------------------------------------------------------------------------------------ the
+# strategies
 
 
-async def test_tree_grpo_emits_each_tree_as_a_group_and_continues_its_own_places(tmp_path: Path, llama: Path) -> None:
+async def test_tree_grpo_emits_each_tree_as_a_group_and_continues_its_own_places(
+    tmp_path: Path, llama: Path
+) -> None:
     stage = played(tmp_path, llama)
     await grow(stage, "tree_grpo", trees=3, nodes=2, rounds=2)
     check_emitted(stage, groups=3)
@@ -174,7 +204,9 @@ async def test_tree_grpo_emits_each_tree_as_a_group_and_continues_its_own_places
             } <= own  # forks leave trajectories of their own tree
 
 
-async def test_tree_grpo_draws_places_uniformly_also_the_prompt_and_never_a_leaf(tmp_path: Path, llama: Path) -> None:
+async def test_tree_grpo_draws_places_uniformly_also_the_prompt_and_never_a_leaf(
+    tmp_path: Path, llama: Path
+) -> None:
     stage = played(tmp_path, llama, [GOOD], budget=4)
     await grow(stage, "tree_grpo", trees=1, nodes=90, rounds=1)
     steps = Counter(first(stage.tree, number).step for number in range(1, 91))
@@ -184,37 +216,48 @@ async def test_tree_grpo_draws_places_uniformly_also_the_prompt_and_never_a_leaf
         3,
         4,
     ]  # the prompt and the ends of three turns; the last turn ends in a forced answer
-    assert all(10 <= count <= 36 for count in steps.values()), steps  # 22.5 each, three standard deviations of 4.1
+    # 22.5 each, three standard deviations of 4.1
+    assert all(10 <= count <= 36 for count in steps.values()), steps
 
 
-async def test_treerl_forks_before_the_tokens_with_the_smallest_probability(tmp_path: Path, llama: Path) -> None:
+async def test_treerl_forks_before_the_tokens_with_the_smallest_probability(
+    tmp_path: Path, llama: Path
+) -> None:
     stage = played(tmp_path, llama)
     await grow(stage, "treerl", trees=2, tokens=1, rounds=2, continuations=3)
     check_emitted(stage, groups=1)
     assert numbers(stage) == list(range(2 * (1 + 2 * 1 * 3)))
     for number in range(2, 14):
         action = first(stage.tree, number)
-        assert action.text.startswith("<think>") or action.kept == 0  # "I do not know." is unsure of its first letter
+        # "I do not know." is unsure of its first letter
+        assert action.text.startswith("<think>") or action.kept == 0
         assert stage.shop.text.decode(action.tokens[action.kept : action.kept + 1]) in DECISIONS
 
 
 async def test_treerl_counts_kept_tokens_once(tmp_path: Path, llama: Path) -> None:
     stage = played(tmp_path, llama, [RIGHT])
     await grow(stage, "treerl", trees=1, tokens=2, rounds=2, continuations=1)
-    # The first round forks at the token S and at the first of the even ones. In the second round the fork at S has another S of its own.
+    # The first round forks at the token S and at the first of the even ones. In the second round
+    # the fork at S has another S of its own.
     kept = [first(stage.tree, number).kept for number in range(1, 5)]
     letter = len(stage.shop.text.encode(RIGHT[: RIGHT.index("S")]))
     assert kept == [letter, 0, letter, letter]
 
 
-async def test_treepo_divides_every_unfinished_path_after_each_segment(tmp_path: Path, llama: Path) -> None:
+async def test_treepo_divides_every_unfinished_path_after_each_segment(
+    tmp_path: Path, llama: Path
+) -> None:
     stage = played(tmp_path, llama, [GOOD], budget=3)  # all paths have three turns
     segment = len(stage.shop.text.encode(GOOD)) + 5
     await grow(stage, "treepo", leaves=8, segment=segment, divergence=2, first_divergence=2)
     check_emitted(stage, groups=1)
     assert numbers(stage) == list(range(8))
     begins = [
-        sum(len(action.tokens) for action in stage.tree.actions(n) if action.step < first(stage.tree, n).step)
+        sum(
+            len(action.tokens)
+            for action in stage.tree.actions(n)
+            if action.step < first(stage.tree, n).step
+        )
         + first(stage.tree, n).kept
         for n in range(8)
     ]
@@ -229,25 +272,40 @@ async def test_treepo_draws_how_many_paths_begin(tmp_path: Path, llama: Path) ->
         stage.context = Context(stage.shop, TASK, stage.tree, random.Random(seed))
         await grow(stage, "treepo", leaves=5, segment=9, first_divergence=4)
         assert numbers(stage) == list(range(5))
-        begun.add(sum(node.kind == "action" and node.step == 1 and not node.kept for node in stage.tree.nodes.values()))
+        begun.add(
+            sum(
+                node.kind == "action" and node.step == 1 and not node.kept
+                for node in stage.tree.nodes.values()
+            )
+        )
         if len(begun) == 3:
             break
     assert begun == {2, 3, 4}
 
 
-async def test_treepo_gives_the_children_of_paths_that_ended_to_those_that_go_on(tmp_path: Path, llama: Path) -> None:
+async def test_treepo_gives_the_children_of_paths_that_ended_to_those_that_go_on(
+    tmp_path: Path, llama: Path
+) -> None:
     stage = played(tmp_path, llama, [GOOD, RIGHT], budget=3)
-    segment = max(len(stage.shop.text.encode(says)) for says in (GOOD, RIGHT)) + 2  # inside the second turn of a search
-    await grow(stage, "treepo", leaves=16, segment=segment, depth=2, divergence=4, first_divergence=4)
+    # inside the second turn of a search
+    segment = max(len(stage.shop.text.encode(says)) for says in (GOOD, RIGHT)) + 2
+    await grow(
+        stage, "treepo", leaves=16, segment=segment, depth=2, divergence=4, first_divergence=4
+    )
     going = {n: first(stage.tree, n).id for n in range(4) if first(stage.tree, n).text == GOOD}
     assert 0 < len(going) < 4
-    # The four paths have 16 children. Those that ended keep their own leaf, and the others share the rest; the last gets the remainder.
+    # The four paths have 16 children. Those that ended keep their own leaf, and the others share
+    # the rest; the last gets the remainder.
     each, spare = divmod(16 - (4 - len(going)), len(going))
     forks = Counter(stage.tree.nodes[first(stage.tree, n).parent].parent for n in range(4, 16))
-    assert [forks[node] for node in going.values()] == [each - 1] * (len(going) - 1) + [each - 1 + spare]
+    assert [forks[node] for node in going.values()] == [each - 1] * (len(going) - 1) + [
+        each - 1 + spare
+    ]
 
 
-async def test_treepo_fills_up_its_leaves_from_segment_ends_of_paths_that_ended(tmp_path: Path, llama: Path) -> None:
+async def test_treepo_fills_up_its_leaves_from_segment_ends_of_paths_that_ended(
+    tmp_path: Path, llama: Path
+) -> None:
     stage = played(tmp_path, llama, [RIGHT, WRONG])  # every path ends in its first turn
     segment = 9
     await grow(stage, "treepo", leaves=9, segment=segment, depth=3, first_divergence=2)
@@ -262,14 +320,25 @@ async def test_spo_weighs_leaves_by_the_branchings_above_them(tmp_path: Path, ll
     one = len(stage.shop.text.encode(RIGHT))
     await grow(stage, "spo", branching=[4, 3], segment=one)
     check_emitted(stage, groups=1)
-    weights = {turn.trajectory: turn.scores["weight"] for turn in stage.groups[0] if "weight" in turn.scores}
+    weights = {
+        turn.trajectory: turn.scores["weight"]
+        for turn in stage.groups[0]
+        if "weight" in turn.scores
+    }
     short = [n for n in range(4) if len(flat(stage.tree, n)) <= one]
     assert 0 < len(short) < 4
-    assert {n: weights[n] for n in range(4)} == {n: pytest.approx(1 / 4 if n in short else 1 / 12) for n in range(4)}
+    assert {n: weights[n] for n in range(4)} == {
+        n: pytest.approx(1 / 4 if n in short else 1 / 12) for n in range(4)
+    }
     assert len(weights) == 4 + 2 * (4 - len(short))
     assert sum(weights.values()) == pytest.approx(1)
-    for n in range(4, len(weights)):  # forks share exactly the first segment with the path that they left
-        assert any(flat(stage.tree, n)[:one] == flat(stage.tree, m)[:one] for m in range(4) if m not in short)
+    # forks share exactly the first segment with the path that they left
+    for n in range(4, len(weights)):
+        assert any(
+            flat(stage.tree, n)[:one] == flat(stage.tree, m)[:one]
+            for m in range(4)
+            if m not in short
+        )
 
 
 @pytest.mark.parametrize(("base", "begins"), [(0.0, {1: 3}), (1.0, {2: 1, 3: 2})])
@@ -279,7 +348,8 @@ async def test_arpo_forks_after_turns_but_the_last_and_fills_its_budget_with_fre
     stage = played(tmp_path, llama, [GOOD], budget=3)
     await grow(stage, "arpo", budget=4, initial=1, base=base, weight=0.0)
     check_emitted(stage, groups=1)
-    # base = 1: after turn 1 the only trajectory forks, after turn 2 both do. Trajectories 1, 2 and 3 begin at turns 2, 3 and 3.
+    # base = 1: after turn 1 the only trajectory forks, after turn 2 both do. Trajectories 1, 2 and
+    # 3 begin at turns 2, 3 and 3.
     assert Counter(first(stage.tree, n).step for n in range(1, 4)) == begins
 
 
@@ -294,7 +364,8 @@ async def test_arpo_asks_for_the_most_probable_tokens_and_forks_where_their_entr
     action = first(stage.tree, 0)
     assert action.entropies is not None
     np.testing.assert_allclose(action.entropies, math.log(2), rtol=1e-6)
-    # All tokens have one entropy, so a turn is more uncertain than the first one if it has more of its first 30 tokens.
+    # All tokens have one entropy, so a turn is more uncertain than the first one if it has more of
+    # its first 30 tokens.
     fork = first(stage.tree, 5)
     if fork.step > 1:
         before = stage.tree.actions(5)[: fork.step - 1]
@@ -306,11 +377,15 @@ async def test_arpo_asks_for_the_most_probable_tokens_and_forks_where_their_entr
     assert (fork.step > 1) == any(rose)
 
 
-async def test_arpo_takes_the_surprisal_if_it_asks_for_no_top_tokens(tmp_path: Path, llama: Path) -> None:
+async def test_arpo_takes_the_surprisal_if_it_asks_for_no_top_tokens(
+    tmp_path: Path, llama: Path
+) -> None:
     stage = played(tmp_path, llama)
     await grow(stage, "arpo", budget=4, initial=2, top=0)
     check_emitted(stage, groups=1)
-    assert {r.sampling.top_logprobs for r in stage.services.requests if isinstance(r, GenerateRequest)} == {0}
+    assert {
+        r.sampling.top_logprobs for r in stage.services.requests if isinstance(r, GenerateRequest)
+    } == {0}
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -342,10 +417,14 @@ async def test_a_tree_that_died_at_any_call_goes_on_and_is_emitted_whole_and_onc
         leaves = {"tree_grpo": 6, "treerl": 6, "treepo": 5, "arpo": 5}.get(name)
         assert len(stage.groups) == groups
         assert leaves in (None, len(numbers(stage)))
-        trained = {node.id for n in numbers(stage) for node in stage.tree.actions(n) if not node.forced}
+        trained = {
+            node.id for n in numbers(stage) for node in stage.tree.actions(n) if not node.forced
+        }
         assert {turn.node for group in stage.groups for turn in group} == trained
         for n in numbers(stage):
-            assert [action.step for action in stage.tree.actions(n)] == [*range(1, len(stage.tree.actions(n)) + 1)]
+            assert [action.step for action in stage.tree.actions(n)] == [
+                *range(1, len(stage.tree.actions(n)) + 1)
+            ]
 
 
 async def test_a_trajectory_whose_outcome_is_unknown_is_left_out(
@@ -358,7 +437,9 @@ async def test_a_trajectory_whose_outcome_is_unknown_is_left_out(
     stage = played(tmp_path, llama)
     await grow(stage, "treerl", trees=3, tokens=1, continuations=1)
     assert len({turn.trajectory for turn in stage.groups[0]}) == len(numbers(stage)) - 1
-    assert {node.id for node in stage.tree.actions(1)}.isdisjoint(turn.node for turn in stage.groups[0])
+    assert {node.id for node in stage.tree.actions(1)}.isdisjoint(
+        turn.node for turn in stage.groups[0]
+    )
 
 
 @pytest.mark.parametrize(
@@ -373,7 +454,11 @@ async def test_a_trajectory_whose_outcome_is_unknown_is_left_out(
             r"branching = \[6, 0\]: expected a list, each member a whole number, at least 1",
         ),
         ("treepo", {"segment": 0}, r"segment = 0: expected a whole number, at least 1"),
-        ("treepo", {"first_divergence": 1}, r"first_divergence = 1: expected at least divergence = 2"),
+        (
+            "treepo",
+            {"first_divergence": 1},
+            r"first_divergence = 1: expected at least divergence = 2",
+        ),
         ("tree_grpo", {"rounds": -1}, r"rounds = -1: expected a whole number, at least 0"),
         ("treerl", {"token": 2}, r"\['token'\] unknown to strategy 'treerl'"),
     ],

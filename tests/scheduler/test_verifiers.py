@@ -1,5 +1,6 @@
-"""verifiers as an agent: examples/verifiers_agent.py plays its episodes. COPPICE_VERIFIERS_PYTHON names a Python with verifiers, and
-COPPICE_VERIFIERS_ENVIRONMENTS the folder ``environments`` of a checkout of its repository, whose published environments are no part of its package.
+"""verifiers as an agent: examples/verifiers_agent.py plays its episodes. COPPICE_VERIFIERS_PYTHON
+names a Python with verifiers, and COPPICE_VERIFIERS_ENVIRONMENTS the folder ``environments`` of a
+checkout of its repository, whose published environments are no part of its package.
 """
 
 import os
@@ -16,7 +17,7 @@ from actors.environments.agents.environment import Agent
 from actors.environments.base import Task
 from scheduler.strategies import chain, slate
 from scheduler.tree import Tree
-from tests.scheduler.test_agents import Stage, stage  # noqa: F401 the fixture
+from tests.scheduler.test_agents import Stage, stage  # noqa: F401
 from wire.faults import DataFault
 
 ROOT = Path(__file__).parents[2]
@@ -25,14 +26,20 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture
 def python() -> str:
     """The Python in which verifiers is installed."""
-    return os.environ.get("COPPICE_VERIFIERS_PYTHON") or pytest.skip("COPPICE_VERIFIERS_PYTHON names no Python")
+    return os.environ.get("COPPICE_VERIFIERS_PYTHON") or pytest.skip(
+        "COPPICE_VERIFIERS_PYTHON names no Python"
+    )
 
 
 @pytest.fixture
 def published(python: str, monkeypatch: pytest.MonkeyPatch) -> str:
     """A command that plays the published environments without uv."""
     folder = os.environ.get("COPPICE_VERIFIERS_ENVIRONMENTS")
-    missing = [name for name in ("kuhn_poker", "glossary") if not folder or not (Path(folder) / name / name).is_dir()]
+    missing = [
+        name
+        for name in ("kuhn_poker", "glossary")
+        if not folder or not (Path(folder) / name / name).is_dir()
+    ]
     if not folder or missing:
         pytest.skip(f"COPPICE_VERIFIERS_ENVIRONMENTS={folder} has no {' and no '.join(missing)}")
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{folder}/kuhn_poker:{folder}/glossary")
@@ -50,12 +57,15 @@ def playing(staged: Stage, run: str, task: str) -> Stage:
 
 
 def answers(prompt: str, i: int) -> str:
-    """Adds wrongly, and rightly when it is told so; the second of several candidates is right at once."""
+    """Adds wrongly, and rightly when it is told so; the second of several candidates is right at
+    once."""
     return "7" if "That is wrong." in prompt or i == 1 else "8"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["-m examples.verifiers_agent", f"{ROOT}/examples/verifiers_agent.py"])
+@pytest.mark.parametrize(
+    "how", ["-m examples.verifiers_agent", f"{ROOT}/examples/verifiers_agent.py"]
+)
 async def test_an_episode_of_verifiers_is_one_path_with_its_reward(
     stage: Callable[..., Stage],  # noqa: F811
     python: str,
@@ -66,7 +76,9 @@ async def test_an_episode_of_verifiers_is_one_path_with_its_reward(
     actions = tree.actions()
     assert [action.text for action in actions] == ["8", "7"]
     assert (actions[-1].scores["outcome"], actions[-1].scores["crashed"]) == (1.0, 0.0)
-    assert "What is 3 + 4?" in s.policy.prompts[0] and s.policy.prompts[1].startswith(s.policy.prompts[0])
+    assert "What is 3 + 4?" in s.policy.prompts[0] and s.policy.prompts[1].startswith(
+        s.policy.prompts[0]
+    )
 
 
 @pytest.mark.slow
@@ -74,7 +86,9 @@ async def test_a_strategy_chooses_among_candidates_for_verifiers(
     stage: Callable[..., Stage],  # noqa: F811
     python: str,
 ) -> None:
-    s = playing(stage(answers, "counting"), f"{python} -m examples.verifiers_agent", "verifiers_adding/3")
+    s = playing(
+        stage(answers, "counting"), f"{python} -m examples.verifiers_agent", "verifiers_adding/3"
+    )
     options: dict[str, Any] = {"k": 2, "selection": "best-of-k"}
     tree = await s.grow(slate, **options)
     assert [len(turns) for turns in s.groups] == [2] * len(tree.actions())
@@ -87,9 +101,9 @@ async def test_a_taskset_that_is_not_there_is_named(
     python: str,
 ) -> None:
     with pytest.raises(DataFault, match="no_such_taskset"):
-        await playing(stage(answers, "counting"), f"{python} -m examples.verifiers_agent", "no_such_taskset/3").grow(
-            chain
-        )
+        await playing(
+            stage(answers, "counting"), f"{python} -m examples.verifiers_agent", "no_such_taskset/3"
+        ).grow(chain)
 
 
 def bets(prompt: str, i: int) -> str:
@@ -105,8 +119,12 @@ def bets(prompt: str, i: int) -> str:
 
 
 def won(first: str, second: str) -> float:
-    """What the first of two players of Kuhn poker earns who has called a bet, by the cards that their prompts show."""
-    ranks = ["JQK".index(re.findall(r"Your private card: ([JQK])", prompt)[-1]) for prompt in (first, second)]
+    """What the first of two players of Kuhn poker earns who has called a bet, by the cards that
+    their prompts show."""
+    ranks = [
+        "JQK".index(re.findall(r"Your private card: ([JQK])", prompt)[-1])
+        for prompt in (first, second)
+    ]
     return 2.0 if ranks[0] > ranks[1] else -2.0
 
 
@@ -122,8 +140,13 @@ async def test_two_players_of_a_published_game_have_a_path_each(
     assert [action.text for action in actions] == ["[check]", "[bet]", "[call]"]
     paths = [[node.id for node in tree.path(action) if node.kind == "action"] for action in actions]
     assert paths == [[actions[0].id], [actions[1].id], [actions[0].id, actions[2].id]]
-    assert "as Player 0" in s.policy.prompts[2] and s.policy.prompts[2].startswith(s.policy.prompts[0])
-    assert (actions[-1].scores["outcome"], actions[-1].scores["crashed"]) == (won(*s.policy.prompts[:2]), 0.0)
+    assert "as Player 0" in s.policy.prompts[2] and s.policy.prompts[2].startswith(
+        s.policy.prompts[0]
+    )
+    assert (actions[-1].scores["outcome"], actions[-1].scores["crashed"]) == (
+        won(*s.policy.prompts[:2]),
+        0.0,
+    )
 
 
 @pytest.mark.slow
@@ -135,7 +158,11 @@ async def test_a_player_that_does_not_learn_asks_elsewhere_and_is_in_no_tree(
 
     async def answer(request: web.Request) -> web.Response:
         asked.append((request.headers["Authorization"], await request.json()))
-        choice = {"index": 0, "message": {"role": "assistant", "content": "[bet]"}, "finish_reason": "stop"}
+        choice = {
+            "index": 0,
+            "message": {"role": "assistant", "content": "[bet]"},
+            "finish_reason": "stop",
+        }
         usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
         return web.json_response(
             {
@@ -156,7 +183,11 @@ async def test_a_player_that_does_not_learn_asks_elsewhere_and_is_in_no_tree(
     await site.start()
     try:
         url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
-        s = playing(stage(bets, "counting"), f"{published} --learns player0 --others {url} start", "kuhn_poker/4")
+        s = playing(
+            stage(bets, "counting"),
+            f"{published} --learns player0 --others {url} start",
+            "kuhn_poker/4",
+        )
         tree = await s.grow(chain)
     finally:
         await runner.cleanup()
@@ -175,7 +206,10 @@ async def test_a_tool_of_a_published_environment_is_called_over_mcp(
     published: str,
 ) -> None:
     def looks_up(prompt: str, i: int) -> str:
-        name, seen = re.findall(r'look up "([^"]+)"', prompt)[-1], prompt.partition("<tool_response>\n")[2]
+        name, seen = (
+            re.findall(r'look up "([^"]+)"', prompt)[-1],
+            prompt.partition("<tool_response>\n")[2],
+        )
         if not seen:
             return f'<tool_call>\n{{"name": "facts_lookup", "arguments": {{"name": "{name}"}}}}\n</tool_call>'
         return f"<answer>{seen.partition(chr(10) + '</tool_response>')[0]}</answer>"

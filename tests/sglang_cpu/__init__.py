@@ -1,1 +1,2 @@
-"""A real sglang server on the CPU, in an environment of its own: what tests of the sglang engine talk to."""
+"""A real sglang server on the CPU, in an environment of its own: what tests of the sglang engine
+talk to."""

@@ -1,7 +1,8 @@
-"""SGLang inside a process of its own: drives one engine through what the actors ask of it and writes what it answered.
+"""SGLang inside a process of its own: drives one engine through what the actors ask of it and
+writes what it answered.
 
-``python inside.py PLAN.json ANSWERS.json``, in the environment of the CPU server. ``tests.actors.test_sglang_inside`` writes the plan and
-judges the answers.
+``python inside.py PLAN.json ANSWERS.json``, in the environment of the CPU server.
+``tests.actors.test_sglang_inside`` writes the plan and judges the answers.
 """
 
 import asyncio
@@ -28,12 +29,15 @@ BEFORE = 3
 
 
 class Patient(SGLangEngine):
-    """Mixes versions for certain: samples do not end before all their tokens are there, and ``sampling`` tells when some are."""
+    """Mixes versions for certain: samples do not end before all their tokens are there, and
+    ``sampling`` tells when some are."""
 
     def _body(self, request: GenerateRequest, names: list[str]) -> dict[str, Any]:
         body = super()._body(request, names)
         if request.n == ACROSS:
-            body["sampling_params"] = [one | {"ignore_eos": True} for one in body["sampling_params"]]
+            body["sampling_params"] = [
+                one | {"ignore_eos": True} for one in body["sampling_params"]
+            ]
         return body
 
     async def sampling(self, held: int) -> None:
@@ -61,15 +65,24 @@ def told(result: GenerateResult) -> dict[str, Any]:
 
 
 async def drive(plan: dict[str, Any], path: Path) -> None:
-    """Write the answers to ``path``; then a child of the engine is killed, and SGLang must end this process."""
+    """Write the answers to ``path``; then a child of the engine is killed, and SGLang must end this
+    process."""
     sglang = SGLangConfig(way="inside", arguments=plan["arguments"], update_timeout_s=60.0)
-    engine = Patient(plan["model"], ActorsConfig(max_batch=8, max_context=512, prefill_tokens=256, sglang=sglang))
+    engine = Patient(
+        plan["model"], ActorsConfig(max_batch=8, max_context=512, prefill_tokens=256, sglang=sglang)
+    )
     answers: dict[str, Any] = {}
     await engine.start()
     prompt, other = (np.array(plan[name], np.int32) for name in ("prompt", "other"))
 
-    async def generate(tokens: np.ndarray, n: int, most: int, temperature: float = 1.0) -> dict[str, Any]:
-        return told(await engine.generate(GenerateRequest(tokens, n, Sampling(most, temperature=temperature))))
+    async def generate(
+        tokens: np.ndarray, n: int, most: int, temperature: float = 1.0
+    ) -> dict[str, Any]:
+        return told(
+            await engine.generate(
+                GenerateRequest(tokens, n, Sampling(most, temperature=temperature))
+            )
+        )
 
     async def load(name: str) -> str:
         version, folder, digest = plan[name]
@@ -106,7 +119,8 @@ async def drive(plan: dict[str, Any], path: Path) -> None:
     path.write_text(json.dumps(answers))
 
     os.kill(multiprocessing.active_children()[0].pid or 0, signal.SIGKILL)
-    await asyncio.sleep(60)  # SGLang ends this process long before, where the worker does not because ``died`` returned
+    # SGLang ends this process long before, where the worker does not because ``died`` returned
+    await asyncio.sleep(60)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""SLATE trees on two real CPU servers: placed by the scheduler, or sent through SGLang's own router; and updates behind the router while a
-third server joins and one is killed.
+"""SLATE trees on two real CPU servers: placed by the scheduler, or sent through SGLang's own
+router; and updates behind the router while a third server joins and one is killed.
 
-``OMP_NUM_THREADS=1 .venv/bin/python -m tests.sglang_cpu.router_compare ROUTER_PYTHON [--questions 16 | --update-only]``, where ROUTER_PYTHON is the
-interpreter of an environment that has sglang-router 0.3.2: ``python3.11 -m venv ENV && ENV/bin/pip install sglang-router==0.3.2``.
+``OMP_NUM_THREADS=1 .venv/bin/python -m tests.sglang_cpu.router_compare ROUTER_PYTHON [--questions
+16 | --update-only]``, where ROUTER_PYTHON is the interpreter of an environment that has
+sglang-router 0.3.2: ``python3.11 -m venv ENV && ENV/bin/pip install sglang-router==0.3.2``.
 """
 
 import argparse
@@ -47,7 +48,14 @@ from tests.actors.test_local_engine import GREATEST_DIFFERENCE, full_logprobs, v
 from tests.sglang_cpu import server
 from tools.defaults.tiny_board import make_tiny_policy
 from tools.research.benches.any_text import AnyText, Shape
-from wire.messages import GenerateRequest, Judgement, JudgeRequest, JudgeResult, LoadRequest, Sampling
+from wire.messages import (
+    GenerateRequest,
+    Judgement,
+    JudgeRequest,
+    JudgeResult,
+    LoadRequest,
+    Sampling,
+)
 from wire.process import free_port
 from wire.service import Call, Service
 
@@ -55,7 +63,8 @@ CONTEXT, TOKENS = 512, 32768
 """Tokens: the longest sequence; what one server's cache holds, more than all trees together."""
 START_S = 300.0
 HEAD, QUESTION, OBSERVATION, ACTION = 120, 30, 60, 16
-"""Lengths in tokens: the text that begins all prompts, the text that a question adds, an observation, the longest action."""
+"""Lengths in tokens: the text that begins all prompts, the text that a question adds, an
+observation, the longest action."""
 STEPS, CANDIDATES = 4, 5
 JUDGE = "bench"
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -63,7 +72,12 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz"
 POLICIES = {
     "round_robin": ["--policy", "round_robin"],
     "cache_aware": ["--policy", "cache_aware"],
-    "cache_aware, --balance-abs-threshold 8": ["--policy", "cache_aware", "--balance-abs-threshold", "8"],
+    "cache_aware, --balance-abs-threshold 8": [
+        "--policy",
+        "cache_aware",
+        "--balance-abs-threshold",
+        "8",
+    ],
 }
 
 
@@ -76,11 +90,18 @@ def ask(url: str, body: dict[str, Any] | None = None) -> str:
 
 
 @contextlib.contextmanager
-def running(command: Sequence[str], environment: dict[str, str] | None, log: Path) -> Iterator[subprocess.Popen[bytes]]:
+def running(
+    command: Sequence[str], environment: dict[str, str] | None, log: Path
+) -> Iterator[subprocess.Popen[bytes]]:
     """A process for as long as the block runs."""
     with log.open("wb") as out:
         process = subprocess.Popen(
-            command, env=environment, stdout=out, stderr=subprocess.STDOUT, start_new_session=True, cwd=log.parent
+            command,
+            env=environment,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            cwd=log.parent,
         )
     try:
         yield process
@@ -94,7 +115,8 @@ def running(command: Sequence[str], environment: dict[str, str] | None, log: Pat
 
 
 def until(ready: Any, process: subprocess.Popen[bytes], log: Path) -> None:
-    """Wait for a process to answer. Raises RuntimeError with its log when it ended or took too long."""
+    """Wait for a process to answer. Raises RuntimeError with its log when it ended or took too
+    long."""
     end = time.monotonic() + START_S
     while True:
         with contextlib.suppress(OSError, ValueError):
@@ -117,14 +139,22 @@ def servers(model: Path, folder: Path, count: int) -> Iterator[dict[str, subproc
                 weight_version="0", grammar_backend="none",
             )  # fmt: skip
             print("server:", " ".join(line), flush=True)
-            started.append((f"http://127.0.0.1:{port}", stack.enter_context(running(line, environment, log)), log))
+            started.append(
+                (
+                    f"http://127.0.0.1:{port}",
+                    stack.enter_context(running(line, environment, log)),
+                    log,
+                )
+            )
         for url, process, log in started:
             until(lambda url=url: ask(url + "/health") is not None, process, log)
         yield {url: process for url, process, _ in started}
 
 
 @contextlib.contextmanager
-def router(python: str, workers: Sequence[str], arguments: Sequence[str], folder: Path) -> Iterator[str]:
+def router(
+    python: str, workers: Sequence[str], arguments: Sequence[str], folder: Path
+) -> Iterator[str]:
     """The URL of a router that has found its workers healthy."""
     port, log = free_port(), folder / "router.log"
     line = [
@@ -154,7 +184,10 @@ def router(python: str, workers: Sequence[str], arguments: Sequence[str], folder
 def engine(model: Path, url: str, questions: int) -> SGLangEngine:
     """One actor's engine."""
     sglang = SGLangConfig(way="url", urls=[url], update_timeout_s=120.0)
-    return SGLangEngine(str(model), ActorsConfig(max_batch=20, capacity=questions, max_context=CONTEXT, sglang=sglang))
+    return SGLangEngine(
+        str(model),
+        ActorsConfig(max_batch=20, capacity=questions, max_context=CONTEXT, sglang=sglang),
+    )
 
 
 async def judge(request: JudgeRequest, call: Call) -> JudgeResult:
@@ -172,7 +205,9 @@ async def dispatching(folder: Path, made: Sequence[SGLangEngine]) -> AsyncIterat
     await dispatcher.start()
     for one in made:
         await one.start()
-    tasks = [asyncio.create_task(one.run(dispatcher.endpoint, None, signals=False)) for one in services]
+    tasks = [
+        asyncio.create_task(one.run(dispatcher.endpoint, None, signals=False)) for one in services
+    ]
     try:
         await dispatcher.wait_for("generate", len(made), 60)
         yield dispatcher
@@ -188,7 +223,10 @@ async def dispatching(folder: Path, made: Sequence[SGLangEngine]) -> AsyncIterat
 def decoded(url: str) -> float:
     """Tokens that a server has sampled since it started."""
     return sum(
-        float(value) for value in re.findall(r"^sglang:generation_tokens_total\S* (\S+)$", ask(url + "/metrics"), re.M)
+        float(value)
+        for value in re.findall(
+            r"^sglang:generation_tokens_total\S* (\S+)$", ask(url + "/metrics"), re.M
+        )
     )
 
 
@@ -206,20 +244,32 @@ def distinct(prompts: Sequence[np.ndarray]) -> int:
 
 
 def ideal(trees: Sequence[Tree]) -> int:
-    """Count the prompt tokens that one unbounded cache computes: the first prompts, then the observations, each with the last token of
-    the action before it, which was sampled but never computed."""
+    """Count the prompt tokens that one unbounded cache computes: the first prompts, then the
+    observations, each with the last token of the action before it, which was sampled but never
+    computed."""
     later = [node for tree in trees for node in tree.nodes.values() if node.kind == "observation"]
-    return distinct([tree.nodes[0].tokens for tree in trees]) + sum(1 + len(node.tokens) for node in later)
+    return distinct([tree.nodes[0].tokens for tree in trees]) + sum(
+        1 + len(node.tokens) for node in later
+    )
 
 
-async def grown(dispatcher: Dispatcher, model: Path, folder: Path, fleet: Fleet, questions: int) -> list[Tree]:
-    """Grow ``questions`` trees concurrently. The environment reads any text as an action; its questions are one character shorter, because the
-    template adds a newline."""
+async def grown(
+    dispatcher: Dispatcher, model: Path, folder: Path, fleet: Fleet, questions: int
+) -> list[Tree]:
+    """Grow ``questions`` trees concurrently. The environment reads any text as an action; its
+    questions are one character shorter, because the template adds a newline."""
     environment = AnyText(Shape(STEPS, HEAD, QUESTION - 1, OBSERVATION), LETTERS)
     settings = SchedulerConfig(budget=STEPS, judge=JUDGE, max_action_tokens=ACTION)
     journal = Journal(folder / "journal.sqlite")
     shop = Shop(
-        dispatcher, journal, Text(str(model)), environment, settings, Counter(), lambda tree, turns: None, fleet=fleet
+        dispatcher,
+        journal,
+        Text(str(model)),
+        environment,
+        settings,
+        Counter(),
+        lambda tree, turns: None,
+        fleet=fleet,
     )
 
     async def one(number: int) -> Tree:
@@ -249,7 +299,8 @@ async def grow(
             seconds = time.monotonic() - start
             stats = [one.stats() for one in made]
     prompt, cached, prefilled = (
-        sum(s[name] for s in stats) for name in ("prompt_tokens", "cached_tokens", "prefilled_tokens")
+        sum(s[name] for s in stats)
+        for name in ("prompt_tokens", "cached_tokens", "prefilled_tokens")
     )
     least = ideal(trees)
     shares = [decoded(url) - was for url, was in zip(workers, before, strict=True)]
@@ -263,7 +314,8 @@ PROMPT = np.arange(70, 90, dtype=np.int32)
 
 
 class Going:
-    """Generation without a pause, behind the router. Every token is compared with the model of the version that it bears."""
+    """Generation without a pause, behind the router. Every token is compared with the model of the
+    version that it bears."""
 
     def __init__(self, made: SGLangEngine, models: dict[int, Any]):
         self.made, self.models = made, models
@@ -274,9 +326,14 @@ class Going:
     async def _go_on(self, index: int) -> None:
         for turn in itertools.count():
             prompt = np.append(PROMPT, np.int32(10 + (7 * turn + index) % 60))
-            for sample in (await self.made.generate(GenerateRequest(prompt, 2, Sampling(4)))).samples:
-                for number in set(sample.versions.tolist()):  # two, where an update came between its tokens
-                    wrong = np.abs(full_logprobs(self.models[number], prompt, sample.tokens) - sample.logprobs)
+            for sample in (
+                await self.made.generate(GenerateRequest(prompt, 2, Sampling(4)))
+            ).samples:
+                # two, where an update came between its tokens
+                for number in set(sample.versions.tolist()):
+                    wrong = np.abs(
+                        full_logprobs(self.models[number], prompt, sample.tokens) - sample.logprobs
+                    )
                     self.worst = max(self.worst, float(wrong[sample.versions == number].max()))
                 self.counts[int(sample.versions[-1])] += 1
 
@@ -295,9 +352,12 @@ class Going:
         await asyncio.gather(*self.tasks, return_exceptions=True)
 
 
-async def update(model: Path, url: str, found: dict[str, subprocess.Popen[bytes]], folder: Path) -> None:
-    """Updates through an engine on the router while requests go on: a third server joins after version 7, and the first is killed before
-    version 8. Say what each server then holds and what was sampled."""
+async def update(
+    model: Path, url: str, found: dict[str, subprocess.Popen[bytes]], folder: Path
+) -> None:
+    """Updates through an engine on the router while requests go on: a third server joins after
+    version 7, and the first is killed before version 8. Say what each server then holds and what
+    was sampled."""
     made = engine(model, url, 8)
     await made.start()
     first, second, third = found
@@ -323,7 +383,9 @@ async def update(model: Path, url: str, found: dict[str, subprocess.Popen[bytes]
         assert {_proof(second), _proof(third)} == {proofs[1]}
         counts = Counter(going.counts)
         await going.more(24)
-        assert going.counts - counts == Counter({8: sum(going.counts.values()) - sum(counts.values())})
+        assert going.counts - counts == Counter(
+            {8: sum(going.counts.values()) - sum(counts.values())}
+        )
         assert going.worst < GREATEST_DIFFERENCE, going.worst
     finally:
         await going.end()
@@ -374,10 +436,16 @@ def main() -> None:
                 show(name, asyncio.run(grow(model, made, workers, fleet, count)))
 
             if not chosen.update_only:
-                print(f"| {count} questions | prefilled | ideal | ratio | cached | decoded by each | s |")
+                print(
+                    f"| {count} questions | prefilled | ideal | ratio | cached | decoded by each | s |"
+                )
                 print("|---|---|---|---|---|---|---|")
                 measured("one server", Fleet(), engine(model, workers[0], count))
-                measured("our placement, an actor for each", Fleet(), *(engine(model, url, count) for url in workers))
+                measured(
+                    "our placement, an actor for each",
+                    Fleet(),
+                    *(engine(model, url, count) for url in workers),
+                )
                 for name, arguments in POLICIES.items():
                     with router(chosen.router, workers, arguments, folder) as url:
                         measured(f"router, {name}", Arrival(), engine(model, url, count))

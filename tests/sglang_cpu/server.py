@@ -31,8 +31,10 @@ FLAGS: dict[str, Any] = {
 }
 VARIABLES = {
     "SGLANG_USE_CPU_ENGINE": "1",
-    "SGLANG_EXTERNAL_MODEL_PACKAGE": "cpu_models",  # without it, every model sglang knows is imported at start
-    "TORCHDYNAMO_DISABLE": "1",  # llguidance compiles the masking of logits, and does not end here for minutes
+    # without it, every model sglang knows is imported at start
+    "SGLANG_EXTERNAL_MODEL_PACKAGE": "cpu_models",
+    # llguidance compiles the masking of logits, and does not end here for minutes
+    "TORCHDYNAMO_DISABLE": "1",
     "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
@@ -42,8 +44,8 @@ VARIABLES = {
 def command(model: Path, port: int, **flags: Any) -> tuple[list[str], dict[str, str]]:
     """The command line and the environment of a server of ``model`` on this machine only.
 
-    ``flags`` are sglang's own, with underscores: ``api_key="..."``, ``admin_api_key="..."``, ``enable_lora=True``. They
-    replace those in ``FLAGS``; one that is None or False is left out.
+    ``flags`` are sglang's own, with underscores: ``api_key="..."``, ``admin_api_key="..."``,
+    ``enable_lora=True``. They replace those in ``FLAGS``; one that is None or False is left out.
     """
     wanted = {"model_path": model, "host": "127.0.0.1", "port": port} | FLAGS | flags
     line = [str(environment.python()), "-m", "sglang.launch_server"]
@@ -57,5 +59,6 @@ def command(model: Path, port: int, **flags: Any) -> tuple[list[str], dict[str, 
 
 
 def variables() -> dict[str, str]:
-    """The environment in which any process that imports sglang runs here, an engine inside a script included."""
+    """The environment in which any process that imports sglang runs here, an engine inside a script
+    included."""
     return {**os.environ, **VARIABLES, "PYTHONPATH": str(SITE)}

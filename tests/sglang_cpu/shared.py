@@ -36,25 +36,35 @@ LORA: dict[str, Any] = {
 
 
 def config(**settings: Any) -> SGLangConfig:
-    """Settings of a server that starts here. arguments: more of them. With a GPU, of the sglang that is installed for it."""
+    """Settings of a server that starts here. arguments: more of them. With a GPU, of the sglang
+    that is installed for it."""
     more = settings.pop("arguments", {})
     if torch.cuda.is_available():
         python = os.environ.get("COPPICE_SGLANG_PYTHON", sys.executable)
         arguments = GPU_FLAGS | {key: value for key, value in more.items() if key != "lora_backend"}
         return SGLangConfig(python=python, arguments=arguments, start_timeout_s=600.0, **settings)
     python, variables = str(environment.python()), VARIABLES | {"PYTHONPATH": str(SITE)}
-    return SGLangConfig(python=python, arguments=FLAGS | more, environment=variables, start_timeout_s=300.0, **settings)
+    return SGLangConfig(
+        python=python,
+        arguments=FLAGS | more,
+        environment=variables,
+        start_timeout_s=300.0,
+        **settings,
+    )
 
 
 class Shared:
-    """The server; its event loop runs in a thread, so that tests with loops of their own can use it."""
+    """The server; its event loop runs in a thread, so that tests with loops of their own can use
+    it."""
 
     def __init__(self, model: Path, arguments: dict[str, Any]):
         self.model = model
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
-        actors = ActorsConfig(max_batch=8, max_context=512, prefill_tokens=256, sglang=config(arguments=arguments))
+        actors = ActorsConfig(
+            max_batch=8, max_context=512, prefill_tokens=256, sglang=config(arguments=arguments)
+        )
         self.way = Launched(str(model), actors)
         os.environ[KEY] = self.way.arguments["api_key"]
         self._run(self.way.start())
@@ -66,8 +76,12 @@ class Shared:
 
     def engine(self, **settings: Any) -> SGLangEngine:
         """An engine on this server, not started."""
-        sglang = SGLangConfig(way="url", urls=[self.url], api_key_env=KEY, update_timeout_s=60.0, **settings)
-        return SGLangEngine(str(self.model), ActorsConfig(max_batch=8, max_context=512, sglang=sglang))
+        sglang = SGLangConfig(
+            way="url", urls=[self.url], api_key_env=KEY, update_timeout_s=60.0, **settings
+        )
+        return SGLangEngine(
+            str(self.model), ActorsConfig(max_batch=8, max_context=512, sglang=sglang)
+        )
 
     def close(self) -> None:
         """End it."""

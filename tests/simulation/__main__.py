@@ -1,5 +1,5 @@
-"""``python -m tests.simulation SEED`` prints the history of a seed; ``--seeds 5000 [--first N]`` plays many; ``--planted 500`` finds the planted
-faults."""
+"""``python -m tests.simulation SEED`` prints the history of a seed; ``--seeds 5000 [--first N]``
+plays many; ``--planted 500`` finds the planted faults."""
 
 import argparse
 import gc
@@ -13,19 +13,24 @@ from tests.simulation.world import simulate
 
 
 def table(most: int) -> int:
-    """Print the table of docs/reliability.md: each planted fault with the first seed that finds it. Returns 1 if one is not found."""
+    """Print the table of docs/reliability.md: each planted fault with the first seed that finds it.
+    Returns 1 if one is not found."""
     missed = 0
     print("| planted fault | like | first seed | what the simulation says |\n|---|---|---|---|")
     for fault in planted.FAULTS:
         finding = planted.first_violation(fault, most)
         missed += finding is None
         seed, words = finding or ("none", "")
-        print(f"| {fault.name} | {fault.like} | {seed} | {words.splitlines()[0][:110] if words else ''} |", flush=True)
+        print(
+            f"| {fault.name} | {fault.like} | {seed} | {words.splitlines()[0][:110] if words else ''} |",
+            flush=True,
+        )
     return bool(missed)
 
 
 def ready() -> None:
-    """Import everything by playing a seed, and spare what is imported the collections of the seeds to come."""
+    """Import everything by playing a seed, and spare what is imported the collections of the seeds
+    to come."""
     simulate(0)
     gc.freeze()
 
@@ -56,13 +61,20 @@ def many(seeds: range, processes: int) -> int:
 def main() -> int:
     """Returns 1 if an invariant was violated."""
     parser = argparse.ArgumentParser(description="Deterministic simulation of the scheduler.")
-    parser.add_argument("seed", type=int, nargs="?", help="the seed to replay; its history is printed")
+    parser.add_argument(
+        "seed", type=int, nargs="?", help="the seed to replay; its history is printed"
+    )
     parser.add_argument("--seeds", type=int, default=0, help="how many seeds to play")
     parser.add_argument("--first", type=int, default=0, help="the first of these seeds")
     parser.add_argument(
-        "--processes", type=int, default=len(os.sched_getaffinity(0)), help="how many play them at once"
+        "--processes",
+        type=int,
+        default=len(os.sched_getaffinity(0)),
+        help="how many play them at once",
     )
-    parser.add_argument("--planted", type=int, default=0, help="find every planted fault within so many seeds")
+    parser.add_argument(
+        "--planted", type=int, default=0, help="find every planted fault within so many seeds"
+    )
     arguments = parser.parse_args()
     if arguments.seed is not None:
         history = simulate(arguments.seed)

@@ -1,4 +1,5 @@
-"""What must hold after every run, read from the journal and the learner's own record, not from the scheduler's word."""
+"""What must hold after every run, read from the journal and the learner's own record, not from the
+scheduler's word."""
 
 import math
 from collections import Counter
@@ -13,7 +14,9 @@ from tests.simulation.scripted_learner import Update
 from wire.shards import Shard
 
 
-def of_the_journal(journal: Journal, plan: Plan, record: Sequence[Update], lives: int) -> Iterator[str]:
+def of_the_journal(
+    journal: Journal, plan: Plan, record: Sequence[Update], lives: int
+) -> Iterator[str]:
     """The violations of a finished run."""
     settings = plan.settings
     rows = journal.trees("split='train'")
@@ -37,8 +40,12 @@ def of_the_journal(journal: Journal, plan: Plan, record: Sequence[Update], lives
 
 
 def _draws(rows: Sequence[TreeRow], shard: Shard) -> Iterator[str]:
-    """Every task that was drawn is trained or quarantined with a reason, which is a peer's fault, and no draw of the shard is skipped or made twice."""
-    drawn, expected = sorted(row.position for row in rows), [shard.position(draw) for draw in range(len(rows))]
+    """Every task that was drawn is trained or quarantined with a reason, which is a peer's fault,
+    and no draw of the shard is skipped or made twice."""
+    drawn, expected = (
+        sorted(row.position for row in rows),
+        [shard.position(draw) for draw in range(len(rows))],
+    )
     if drawn != expected:
         yield f"the draws are {drawn}, expected {expected}"
     for row in rows:
@@ -52,12 +59,17 @@ def _draws(rows: Sequence[TreeRow], shard: Shard) -> Iterator[str]:
             yield f"tree {row.id} is quarantined for a mistake of the program: {row.reason}"
 
 
-def _trained_once(groups: dict[int, tuple[TreeRow, int | None]], record: Sequence[Update]) -> Iterator[str]:
+def _trained_once(
+    groups: dict[int, tuple[TreeRow, int | None]], record: Sequence[Update]
+) -> Iterator[str]:
     """Every group is in exactly one update of the learner, and the journal says in which."""
     trained = Counter[int]()
     by_version: dict[int, int] = {}
     for update in record:
-        for group in (*update.replaced, *(group for some in update.trees.values() for group in some)):
+        for group in (
+            *update.replaced,
+            *(group for some in update.trees.values() for group in some),
+        ):
             trained[group] += 1
             by_version[group] = update.version
     for group, count in trained.items():
@@ -77,8 +89,9 @@ def _trained_once(groups: dict[int, tuple[TreeRow, int | None]], record: Sequenc
 
 
 def _admission(rows: Sequence[TreeRow], record: Sequence[Update], plan: Plan) -> Iterator[str]:
-    """Trees admitted up to version v never exceed (max_staleness + v + 1) questions, the trained ones are in the mean no older than
-    max_staleness, and no tree is admitted that no update takes."""
+    """Trees admitted up to version v never exceed (max_staleness + v + 1) questions, the trained
+    ones are in the mean no older than max_staleness, and no tree is admitted that no update
+    takes."""
     questions, staleness = plan.settings.questions_per_update, plan.settings.max_staleness
     counted = {tree for update in record for tree in update.trees}
     admitted = 0
@@ -98,10 +111,14 @@ def _admission(rows: Sequence[TreeRow], record: Sequence[Update], plan: Plan) ->
 
 def _well_formed(tree: Tree, journal: Journal) -> Iterator[str]:
     for node in tree.nodes.values():
-        if (node.parent < 0) != (node.id == 0) or (node.parent >= 0 and node.parent not in tree.nodes):
+        if (node.parent < 0) != (node.id == 0) or (
+            node.parent >= 0 and node.parent not in tree.nodes
+        ):
             yield f"tree {tree.id}: node {node.id} has the parent {node.parent}"
         arrays = (node.logprobs, node.versions, node.sampled)
-        if node.kind == "action" and any(array is None or len(array) != len(node.tokens) for array in arrays):
+        if node.kind == "action" and any(
+            array is None or len(array) != len(node.tokens) for array in arrays
+        ):
             yield f"tree {tree.id}: action {node.id} lacks log-probabilities or versions"
         yield from _answers_belong(tree, node)
     seen: dict[int, int] = {}
@@ -128,11 +145,15 @@ def _answers_belong(tree: Tree, node: Node) -> Iterator[str]:
 
 
 def of_the_workers(run: Run) -> Iterator[str]:
-    """What the scheduler believes to run on workers when all is done, which must be nothing but new weights on their way."""
+    """What the scheduler believes to run on workers when all is done, which must be nothing but new
+    weights on their way."""
     if run.stream.replaced:
-        return  # a replaced tree came too late for the last update, so the learner has nothing to answer
+        # a replaced tree came too late for the last update, so the learner has nothing to answer
+        return
     for worker in run.dispatcher.workers():
-        if left := [a.pending.service for a in worker.in_flight.values() if a.pending.service != "load"]:
+        if left := [
+            a.pending.service for a in worker.in_flight.values() if a.pending.service != "load"
+        ]:
             yield f"{worker.name} still holds the calls {left} when all is done"
 
 
@@ -141,7 +162,8 @@ def of_the_scheduler(run: Run) -> Iterator[str]:
     if run.stream.replaced:
         return  # see of_the_workers
     calls = run.dispatcher.waiting()
-    calls.pop("load", None)  # an actor that was joining when the run ended; its call fails with the dispatcher
+    # an actor that was joining when the run ended; its call fails with the dispatcher
+    calls.pop("load", None)
     held = {
         "open calls": calls,
         "waiting calls": [service for service, queue in run.dispatcher._waiting.items() if queue],

@@ -1,7 +1,9 @@
-"""The simulated network between one scheduler and its peers: seeded delays, connection loss, order kept within a connection only.
+"""The simulated network between one scheduler and its peers: seeded delays, connection loss, order
+kept within a connection only.
 
-It has the semantics of ZeroMQ's ROUTER and DEALER over TCP: while a connection is down, what the scheduler sends is lost, what a peer sends
-waits for the reconnection, and messages under way are lost in both directions. A peer's identity survives a reconnection.
+It has the semantics of ZeroMQ's ROUTER and DEALER over TCP: while a connection is down, what the
+scheduler sends is lost, what a peer sends waits for the reconnection, and messages under way are
+lost in both directions. A peer's identity survives a reconnection.
 """
 
 import asyncio
@@ -18,18 +20,21 @@ Note = Callable[..., None]
 
 
 class Connection:
-    """One peer's connection. arrive: receives the frames that the scheduler sent. epoch: counts the losses of the connection."""
+    """One peer's connection. arrive: receives the frames that the scheduler sent. epoch: counts the
+    losses of the connection."""
 
     def __init__(self, name: str, identity: bytes, arrive: Callable[[list[Frame]], None]):
         self.name, self.identity, self.arrive = name, identity, arrive
         self.epoch = 0
         self.up_at = 0.0
         self.down = self.up = 0.0
-        """When the newest message to the peer, and from the peer, arrives: later messages arrive after it."""
+        """When the newest message to the peer, and from the peer, arrives: later messages arrive
+        after it."""
 
 
 class Network:
-    """The wires of a world. slow: mean delay of a message in seconds; spikes: the share of messages that take up to twenty times as long."""
+    """The wires of a world. slow: mean delay of a message in seconds; spikes: the share of messages
+    that take up to twenty times as long."""
 
     def __init__(self, agenda: Agenda, rng: random.Random, note: Note, slow: float, spikes: float):
         self.agenda, self.rng, self.note = agenda, rng, note
@@ -42,7 +47,9 @@ class Network:
         self.socket = Socket(self)
         return self.socket
 
-    def connect(self, name: str, identity: bytes, arrive: Callable[[list[Frame]], None]) -> Connection:
+    def connect(
+        self, name: str, identity: bytes, arrive: Callable[[list[Frame]], None]
+    ) -> Connection:
         """A new connection of a peer."""
         connection = self.connections[identity] = Connection(name, identity, arrive)
         return connection
@@ -59,7 +66,10 @@ class Network:
         epoch = connection.epoch
 
         def arrive() -> None:
-            if epoch != connection.epoch or self.connections.get(connection.identity) is not connection:
+            if (
+                epoch != connection.epoch
+                or self.connections.get(connection.identity) is not connection
+            ):
                 self.note("lost", connection.name, "to the scheduler")
             elif self.socket is not None:
                 self.socket.arrived([connection.identity, *frames])
@@ -70,7 +80,9 @@ class Network:
         """Carry a message of the scheduler, or lose it."""
         connection = self.connections.get(identity)
         if connection is None or connection.up_at > self.agenda.now:
-            self.note("lost", connection.name if connection else identity.decode(), "from the scheduler")
+            self.note(
+                "lost", connection.name if connection else identity.decode(), "from the scheduler"
+            )
             return
         connection.down = max(connection.down, self.agenda.now + self._delay())
         epoch = connection.epoch
@@ -89,7 +101,8 @@ class Network:
 
 
 class Socket:
-    """The scheduler's end: ``scheduler.dispatch.Transport``. on_send: called before each message (a crash may come there)."""
+    """The scheduler's end: ``scheduler.dispatch.Transport``. on_send: called before each message (a
+    crash may come there)."""
 
     endpoint = "simulated"
     keys: RunKeys | None = None
@@ -125,7 +138,7 @@ class Socket:
             return
         try:
             self._deliver(frames)
-        except Exception as error:  # noqa: BLE001 as wire.sockets.Pump does
+        except Exception as error:  # noqa: BLE001
             self._deliver = None
             if self._ended is not None and not self._ended.done():
                 self._ended.set_exception(error)

@@ -1,7 +1,9 @@
-"""Scripted workers that speak the real wire messages: membership, heartbeats, answers, and the faults of each on command.
+"""Scripted workers that speak the real wire messages: membership, heartbeats, answers, and the
+faults of each on command.
 
-A peer is a state machine on the agenda, not a task. It keeps to the protocol of ``wire.service.Service``: it registers until it is accepted,
-abandons its calls when its admission changes, registers again after a silence, and leaves when it is drained.
+A peer is a state machine on the agenda, not a task. It keeps to the protocol of
+``wire.service.Service``: it registers until it is accepted, abandons its calls when its admission
+changes, registers again after a silence, and leaves when it is drained.
 """
 
 import random
@@ -43,7 +45,8 @@ FIRST_RETRY_S, LAST_RETRY_S = 0.2, 5.0
 
 
 class Manners(msgspec.Struct):
-    """How peers answer: the share of answers with each fault while faults last. seconds: the mean time of an answer, by kind of service."""
+    """How peers answer: the share of answers with each fault while faults last. seconds: the mean
+    time of an answer, by kind of service."""
 
     error: float = 0.0
     data_fault: float = 0.0
@@ -56,22 +59,28 @@ class Manners(msgspec.Struct):
 
 
 def score(response: str, column: str) -> float:
-    """The score that every judge gives, so that a check can tell whether a score belongs to its turn."""
+    """The score that every judge gives, so that a check can tell whether a score belongs to its
+    turn."""
     return float(zlib.crc32(f"{column}/{response}".encode()) & 1)
 
 
 def first_logprob(prefix: np.ndarray) -> float:
-    """The log-probability of the first token sampled after a prefix, so that a check can tell whether a sample belongs to its prefix."""
+    """The log-probability of the first token sampled after a prefix, so that a check can tell
+    whether a sample belongs to its prefix."""
     return -float(zlib.crc32(prefix.astype(np.int32).tobytes()) % 1024)
 
 
 class Peer:
-    """A worker process. services: what it offers; capacity: its requests at once. Subclasses answer by ``handle``."""
+    """A worker process. services: what it offers; capacity: its requests at once. Subclasses answer
+    by ``handle``."""
 
     outside = False
-    """Whether the process belongs to nobody's run: it outlives a crash of the run (a judge of ``tools/serve``)."""
+    """Whether the process belongs to nobody's run: it outlives a crash of the run (a judge of
+    ``tools/serve``)."""
 
-    def __init__(self, network: Network, rng: random.Random, name: str, services: list[str], capacity: int):
+    def __init__(
+        self, network: Network, rng: random.Random, name: str, services: list[str], capacity: int
+    ):
         self.network, self.rng, self.name = network, rng, name
         self.agenda, self.note = network.agenda, network.note
         self.services, self.capacity = services, capacity
@@ -83,7 +92,8 @@ class Peer:
         self.alive = False
         self.frozen_until = 0.0
 
-    # ------------------------------------------------------------------------------------------ life and death
+    # ------------------------------------------------------------------------------------------
+    # life and death
 
     def start(self) -> None:
         """Begin a new process under the same name."""
@@ -133,7 +143,8 @@ class Peer:
 
         self.agenda.after(delay, due)
 
-    # ------------------------------------------------------------------------------------------ membership
+    # ------------------------------------------------------------------------------------------
+    # membership
 
     def send(self, header: Any, body: msgspec.Struct | None = None) -> None:
         """Send a message to the scheduler."""
@@ -198,15 +209,25 @@ class Peer:
             self.send(Goodbye("drained"))
             self.alive = False
 
-    # ------------------------------------------------------------------------------------------ requests
+    # ------------------------------------------------------------------------------------------
+    # requests
 
     def _accept(self, header: Request, frames: list[Frame]) -> None:
         if len(self.calls) >= self.capacity + PINNED_ROOM:
-            self.send(Error(header.id, "infrastructure", f"{self.name} is over its capacity of {self.capacity}"))
+            self.send(
+                Error(
+                    header.id,
+                    "infrastructure",
+                    f"{self.name} is over its capacity of {self.capacity}",
+                )
+            )
             return
         self.calls[header.id] = header
         pinned = header.service == "load"
-        if not pinned and sum(call.service != "load" for call in self.calls.values()) > self.capacity:
+        if (
+            not pinned
+            and sum(call.service != "load" for call in self.calls.values()) > self.capacity
+        ):
             self.violated(f"{self.name} has more requests than its capacity of {self.capacity}")
         self.later(header.deadline_s, lambda: self._expire(header))
         body = decode_body(frames, service_types(header.service)[0])
@@ -215,14 +236,21 @@ class Peer:
     def accepted(self, header: Request, body: Any) -> None:
         """Answer a request after a while, or not at all."""
         mean = self.manners.seconds.get(header.service.split(".")[0], 0.1)
-        if header.service != "load" and self._strikes(self.manners.hang):  # a load that hangs may take 20 minutes
+        # a load that hangs may take 20 minutes
+        if header.service != "load" and self._strikes(self.manners.hang):
             self.note("hangs", self.name, header.id)
             return
         self.later(self.rng.random() * 2 * mean, lambda: self._answer(header, body))
 
     def _expire(self, header: Request) -> None:
         if self.calls.pop(header.id, None) is not None:
-            self.send(Error(header.id, "infrastructure", f"{header.service} on {self.name} passed its deadline"))
+            self.send(
+                Error(
+                    header.id,
+                    "infrastructure",
+                    f"{header.service} on {self.name} passed its deadline",
+                )
+            )
 
     def _strikes(self, share: float) -> bool:
         return share > 0 and self.faulty() and self.rng.random() < share
@@ -232,7 +260,11 @@ class Peer:
             return None
         if self._strikes(self.manners.error):
             return self.reply(header.id, Error(header.id, "infrastructure", "an injected fault"))
-        if self._strikes(self.manners.data_fault) and header.service not in ("load", "train", "close"):
+        if self._strikes(self.manners.data_fault) and header.service not in (
+            "load",
+            "train",
+            "close",
+        ):
             return self.reply(header.id, Error(header.id, "data", "this task cannot work"))
         if self._strikes(self.manners.garbage):
             self.note("garbage", self.name, header.id)
@@ -242,7 +274,9 @@ class Peer:
         self.reply(header.id, Result(header.id), self.handle(header, body))
         return None
 
-    def reply(self, number: int, header: Result | Error, body: msgspec.Struct | None = None) -> None:
+    def reply(
+        self, number: int, header: Result | Error, body: msgspec.Struct | None = None
+    ) -> None:
         """Answer an open request once; an ill-mannered peer answers twice."""
         if self.calls.pop(number, None) is None:
             return
@@ -258,7 +292,8 @@ class Peer:
 
 
 class Actor(Peer):
-    """Samples actions from a few texts. texts: token ids int32 of each. kv: tokens that its cache holds, 0 for a worker that tells none."""
+    """Samples actions from a few texts. texts: token ids int32 of each. kv: tokens that its cache
+    holds, 0 for a worker that tells none."""
 
     def __init__(self, *peer: Any, texts: list[np.ndarray], kv: int = 0):
         super().__init__(*peer)
@@ -289,7 +324,10 @@ class Actor(Peer):
 class Judge(Peer):
     """Scores turns by ``score``, for the services ``judge.<name>`` with the columns of each."""
 
-    columns = {"judge.slate_rules": ("think", "query", "answer"), "judge.exact_match": ("outcome", "f1")}
+    columns = {
+        "judge.slate_rules": ("think", "query", "answer"),
+        "judge.exact_match": ("outcome", "f1"),
+    }
 
     def handle(self, header: Request, body: Any) -> msgspec.Struct:
         assert isinstance(body, JudgeRequest)
@@ -300,7 +338,9 @@ class Judge(Peer):
         scores = {column: score(response, column) for column in self.columns[service]}
         if self._strikes(self.manners.not_a_number):
             column = self.rng.choice(sorted(scores))
-            return Judgement({name: value for name, value in scores.items() if name != column}, [column])
+            return Judgement(
+                {name: value for name, value in scores.items() if name != column}, [column]
+            )
         return Judgement(scores)
 
 

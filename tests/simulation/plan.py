@@ -1,7 +1,8 @@
-"""What a seed decides before its run starts: the settings of the run, its workers, and which faults strike when.
+"""What a seed decides before its run starts: the settings of the run, its workers, and which faults
+strike when.
 
-Every seed enables only some kinds of faults, so that rare combinations are met too ("swarm testing"). All faults end at ``healthy_from``;
-from then on the run must get to its end.
+Every seed enables only some kinds of faults, so that rare combinations are met too ("swarm
+testing"). All faults end at ``healthy_from``; from then on the run must get to its end.
 """
 
 import random
@@ -20,14 +21,28 @@ STRATEGIES: list[tuple[str, dict[str, Any]]] = [
     ("full", {"k": 2}),
     ("tree_grpo", {"trees": 1, "nodes": 1}),
 ]
-KINDS = ("freeze", "die", "cut", "error", "data_fault", "twice", "garbage", "hang", "short", "not_a_number", "crash")
+KINDS = (
+    "freeze",
+    "die",
+    "cut",
+    "error",
+    "data_fault",
+    "twice",
+    "garbage",
+    "hang",
+    "short",
+    "not_a_number",
+    "crash",
+)
 
 LEARNER = -1
-"""The learner is the last of a world's peers. It is struck more often than the others, because its calls are open the longest."""
+"""The learner is the last of a world's peers. It is struck more often than the others, because its
+calls are open the longest."""
 
 
 class Strike(msgspec.Struct, frozen=True):
-    """A fault of one peer at a moment. kind: "freeze", "die" or "cut", for ``seconds``. peer: its place in the world's list."""
+    """A fault of one peer at a moment. kind: "freeze", "die" or "cut", for ``seconds``. peer: its
+    place in the world's list."""
 
     at: float
     kind: str
@@ -36,7 +51,8 @@ class Strike(msgspec.Struct, frozen=True):
 
 
 class Crash(msgspec.Struct, frozen=True):
-    """The death of the scheduler, which ends the run until it is resumed: at a moment, or at so many transactions or messages from its start.
+    """The death of the scheduler, which ends the run until it is resumed: at a moment, or at so
+    many transactions or messages from its start.
 
     place: "time" (count is seconds), "before commit", "after commit" or "send".
     """
@@ -46,9 +62,10 @@ class Crash(msgspec.Struct, frozen=True):
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """See the module. kv: tokens that an actor's cache holds (0: it does not say); outside: whether judges outlive a crash; alone: whether
-    the learner does, as it does when one of several schedulers is started again; shard: which one of several the scheduler is; batch: the
-    samples that keep an actor busy (0: the cache always comes first)."""
+    """See the module. kv: tokens that an actor's cache holds (0: it does not say); outside: whether
+    judges outlive a crash; alone: whether the learner does, as it does when one of several
+    schedulers is started again; shard: which one of several the scheduler is; batch: the samples
+    that keep an actor busy (0: the cache always comes first)."""
 
     settings: SchedulerConfig
     actors: int
@@ -126,7 +143,9 @@ def _settings(rng: random.Random) -> SchedulerConfig:
         max_staleness=rng.choice([0, 1, 2]),
         dynamic_sampling_budget=rng.choice([0, 0, 1]) if strategy != "chain" else 0,
         evaluation=EvaluationConfig(questions=rng.choice([0, 0, 1]), every=rng.choice([0, 1])),
-        dispatch=DispatchConfig(heartbeat_s=rng.choice([3.0, 6.0]), dead_after_s=rng.choice([12.0, 20.0])),
+        dispatch=DispatchConfig(
+            heartbeat_s=rng.choice([3.0, 6.0]), dead_after_s=rng.choice([12.0, 20.0])
+        ),
         generate_deadline_s=30.0,
         judge_deadline_s=15.0,
         startup_timeout_s=120.0,

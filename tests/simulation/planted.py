@@ -1,6 +1,8 @@
-"""Planted faults: each breaks the real code as a bug of the past did, or as one might, and the simulation must find it.
+"""Planted faults: each breaks the real code as a bug of the past did, or as one might, and the
+simulation must find it.
 
-A fault is a function that patches the product while a simulation runs. ``first_violation(fault, most)`` plays seeds until an invariant is violated.
+A fault is a function that patches the product while a simulation runs. ``first_violation(fault,
+most)`` plays seeds until an invariant is violated.
 """
 
 import asyncio
@@ -30,7 +32,8 @@ Change = Callable[[ExitStack], None]
 
 
 class Planted(msgspec.Struct, frozen=True):
-    """One fault: what is wrong, the commit that mended it or one like it once ("" for a fault that was never here), and the patch.
+    """One fault: what is wrong, the commit that mended it or one like it once ("" for a fault that
+    was never here), and the patch.
 
     hint: the seed with which the tests begin, because earlier ones did not find the fault.
     """
@@ -45,7 +48,8 @@ def _replace(owner: Any, name: str, value: Any) -> Change:
     return lambda stack: stack.enter_context(patch.object(owner, name, value))
 
 
-# ------------------------------------------------------------------------------------------ the dispatcher
+# ------------------------------------------------------------------------------------------ the
+# dispatcher
 
 
 def _deaf(self: Dispatcher, *arguments: Any, **options: Any) -> None:
@@ -69,7 +73,9 @@ def _leave_without_calls(self: Dispatcher, worker: Any, reason: str) -> None:
 _finish = Dispatcher._finish
 
 
-def _finish_without_release(self: Dispatcher, attempt: Attempt, outcome: str, result: Any = None) -> None:
+def _finish_without_release(
+    self: Dispatcher, attempt: Attempt, outcome: str, result: Any = None
+) -> None:
     hello = attempt.worker.hello
     if outcome == "infrastructure":
         attempt.worker.hello = msgspec.structs.replace(hello, capacity=hello.capacity - 1)
@@ -80,7 +86,9 @@ def _finish_twice(self: Dispatcher, attempt: Attempt, outcome: str, result: Any 
     _finish(self, attempt, outcome, result)
     if outcome == "ok":
         attempt.worker.in_flight[attempt.number] = attempt
-        asyncio.get_running_loop().call_later(10.0, attempt.worker.in_flight.pop, attempt.number, None)
+        asyncio.get_running_loop().call_later(
+            10.0, attempt.worker.in_flight.pop, attempt.number, None
+        )
 
 
 def _abandon_in_silence(self: Dispatcher, pending: Any, outcome: str) -> None:
@@ -88,7 +96,8 @@ def _abandon_in_silence(self: Dispatcher, pending: Any, outcome: str) -> None:
         self._finish(attempt, outcome)
 
 
-# ------------------------------------------------------------------------------------------ journal, stream and pacing
+# ------------------------------------------------------------------------------------------
+# journal, stream and pacing
 
 
 _untrained = Journal.untrained_trees
@@ -135,7 +144,8 @@ def _quarantine_uncounted(self: Forest, tree: Any, reason: str) -> None:
 
 async def _grow_again(tree: Any, ctx: Any, bonus: float = 0.1) -> None:
     ctx.emit([await chain.episode(tree, ctx, bonus)])
-    await asyncio.sleep(0)  # in the same turn of the loop, the group and the end of the tree would be one transaction
+    # in the same turn of the loop, the group and the end of the tree would be one transaction
+    await asyncio.sleep(0)
 
 
 def _count_without_groups(self: Forest, tree: Any, reason: str) -> None:
@@ -148,7 +158,9 @@ def _count_without_groups(self: Forest, tree: Any, reason: str) -> None:
 
 async def _open_before_the_answer(self: Context, node: Node) -> Node:
     prefix = self.environment.forced_prefix
-    opening = self.tree.add(node, "observation", self.shop.text.encode(prefix), prefix, chosen=True, state=node.state)
+    opening = self.tree.add(
+        node, "observation", self.shop.text.encode(prefix), prefix, chosen=True, state=node.state
+    )
     (sample,), _ = await self.sample(self.tree.prefix(opening), 1, ["</answer>"])
     answer = self._sampled(opening, sample, forced=True, chosen=True)
     self.save([opening, answer])
@@ -180,37 +192,74 @@ def _nothing(*arguments: Any) -> None:
 
 THIS = "this simulation"
 FAULTS = [
-    Planted("lost wake-up: a worker joins and wakes nobody", "", _replace(Dispatcher, "__init__", _deaf)),
     Planted(
-        "a tree that crashed after its group emits it again", "608484b", _replace(chain, "grow", _grow_again), hint=35
+        "lost wake-up: a worker joins and wakes nobody", "", _replace(Dispatcher, "__init__", _deaf)
     ),
     Planted(
-        "the calls of a lost worker stay with it", "", _replace(Dispatcher, "_leave", _leave_without_calls), hint=50
+        "a tree that crashed after its group emits it again",
+        "608484b",
+        _replace(chain, "grow", _grow_again),
+        hint=35,
     ),
     Planted(
-        "a failed attempt keeps its place", "b351ee5", _replace(Dispatcher, "_finish", _finish_without_release), hint=45
+        "the calls of a lost worker stay with it",
+        "",
+        _replace(Dispatcher, "_leave", _leave_without_calls),
+        hint=50,
+    ),
+    Planted(
+        "a failed attempt keeps its place",
+        "b351ee5",
+        _replace(Dispatcher, "_finish", _finish_without_release),
+        hint=45,
     ),
     Planted("a resume skips the trees that were growing", "", _resumed_without("growing")),
-    Planted("a resume skips what a quarantined tree emitted", "7f5fe36", _resumed_without("quarantined")),
+    Planted(
+        "a resume skips what a quarantined tree emitted", "7f5fe36", _resumed_without("quarantined")
+    ),
     Planted("a cancellation is lost", "", _replace(Dispatcher, "_abandon", _abandon_in_silence)),
     Planted("the admission bound is off by one", "", _replace(Pacing, "may_start", _one_more)),
-    Planted("a quarantine is not written", "", _replace(Forest, "_quarantine", _quarantine_unwritten)),
-    Planted("a quarantined tree keeps its admission", "", _replace(Forest, "_quarantine", _quarantine_uncounted)),
+    Planted(
+        "a quarantine is not written", "", _replace(Forest, "_quarantine", _quarantine_unwritten)
+    ),
+    Planted(
+        "a quarantined tree keeps its admission",
+        "",
+        _replace(Forest, "_quarantine", _quarantine_uncounted),
+    ),
     Planted("a duplicate answer is accepted", "", _replace(Dispatcher, "_finish", _finish_twice)),
-    Planted("a group is sent before it is in the journal", "", _replace(Stream, "emit", _emit_first)),
-    Planted("marks of lost updates survive a resume", "", _replace(Journal, "forget_training_after", _nothing)),
+    Planted(
+        "a group is sent before it is in the journal", "", _replace(Stream, "emit", _emit_first)
+    ),
+    Planted(
+        "marks of lost updates survive a resume",
+        "",
+        _replace(Journal, "forget_training_after", _nothing),
+    ),
     Planted(
         "what a living learner has trained is admitted again",
         THIS,
         _replace(Run, "_wait_for_learner", _without_news),
         hint=35,
     ),
-    Planted("a group whose learner was lost is not sent again", "", _replace(Stream, "_send", _send_once), hint=270),
     Planted(
-        "a call lost with its connection is not noticed", THIS, _replace(Dispatcher, "_compare", _nothing), hint=90
+        "a group whose learner was lost is not sent again",
+        "",
+        _replace(Stream, "_send", _send_once),
+        hint=270,
     ),
-    Planted("the run ends before the last answers", THIS, _replace(Stream, "settle", _at_once), hint=135),
-    Planted("an answer with too few parts ends its tree", THIS, _replace(answers, "complete", _nothing)),
+    Planted(
+        "a call lost with its connection is not noticed",
+        THIS,
+        _replace(Dispatcher, "_compare", _nothing),
+        hint=90,
+    ),
+    Planted(
+        "the run ends before the last answers", THIS, _replace(Stream, "settle", _at_once), hint=135
+    ),
+    Planted(
+        "an answer with too few parts ends its tree", THIS, _replace(answers, "complete", _nothing)
+    ),
     Planted(
         "a tree without groups counts in an update",
         THIS,
@@ -218,7 +267,9 @@ FAULTS = [
         hint=75,
     ),
     Planted(
-        "a forced opening stays without its answer", THIS, _replace(Context, "force_answer", _open_before_the_answer)
+        "a forced opening stays without its answer",
+        THIS,
+        _replace(Context, "force_answer", _open_before_the_answer),
     ),
 ]
 
@@ -232,7 +283,8 @@ def planted(fault: Planted) -> Iterator[None]:
 
 
 def first_violation(fault: Planted, most: int, first: int = 0) -> tuple[int, str] | None:
-    """The first of ``most`` seeds, beginning with ``first``, that finds the fault and nothing without it, with the violated invariant; None if none does."""
+    """The first of ``most`` seeds, beginning with ``first``, that finds the fault and nothing
+    without it, with the violated invariant; None if none does."""
     for seed in range(first, first + most):
         with planted(fault), quiet():
             history = World(seed).play()

@@ -1,7 +1,9 @@
-"""A scripted learner that keeps its own record of what it trained, so that no check depends on the scheduler's word.
+"""A scripted learner that keeps its own record of what it trained, so that no check depends on the
+scheduler's word.
 
-It follows ``learner.main`` and ``learner.batches``: the oldest closed trees form an update, every group is answered by the update that holds
-it, weights are announced before the checkpoint is written, and a crash goes back to the newest checkpoint.
+It follows ``learner.main`` and ``learner.batches``: the oldest closed trees form an update, every
+group is answered by the update that holds it, weights are announced before the checkpoint is
+written, and a crash goes back to the newest checkpoint.
 """
 
 import random
@@ -16,7 +18,8 @@ from wire.messages import Closed, Error, Request, Result, Trained, TrainGroup, T
 
 
 class Update(msgspec.Struct, frozen=True):
-    """One update: the version that it made, its trees with their groups, the groups of replaced trees, and the versions of its tokens."""
+    """One update: the version that it made, its trees with their groups, the groups of replaced
+    trees, and the versions of its tokens."""
 
     version: int
     trees: dict[int, list[int]]
@@ -25,7 +28,8 @@ class Update(msgspec.Struct, frozen=True):
 
 
 class Learner(Peer):
-    """record: the updates whose weights are in force, oldest first. every: updates between two checkpoints."""
+    """record: the updates whose weights are in force, oldest first. every: updates between two
+    checkpoints."""
 
     def __init__(self, network: Network, rng: random.Random, run: Path, questions: int, every: int):
         super().__init__(network, rng, "learner", ["train", "close"], 4096)
@@ -35,7 +39,11 @@ class Learner(Peer):
     def born(self) -> None:
         """Restore the newest checkpoint, and announce its weights."""
         files = sorted((self.run / "checkpoints").glob("v??????/state.json"))
-        state = msgspec.json.decode(files[-1].read_bytes(), type=frontier.Frontier) if files else frontier.Frontier()
+        state = (
+            msgspec.json.decode(files[-1].read_bytes(), type=frontier.Frontier)
+            if files
+            else frontier.Frontier()
+        )
         self.version = self.durable = state.version
         self.record = [update for update in self.record if update.version <= state.version]
         self.trained = state.groups()
@@ -48,7 +56,8 @@ class Learner(Peer):
         self.busy = False
         self._announce()
 
-    # ------------------------------------------------------------------------------------------ requests
+    # ------------------------------------------------------------------------------------------
+    # requests
 
     def accepted(self, header: Request, body: TrainGroup | TreeClosed) -> None:
         if self._strikes(self.manners.error):
@@ -60,7 +69,10 @@ class Learner(Peer):
         elif body.id in self.trained and body.id not in self.waiting:
             self.reply(header.id, Result(header.id), self._trained(self.trained[body.id]))
         elif not self._whole(body):
-            self.reply(header.id, Error(header.id, "infrastructure", f"group {body.id}: nodes must be resent"))
+            self.reply(
+                header.id,
+                Error(header.id, "infrastructure", f"group {body.id}: nodes must be resent"),
+            )
         else:
             if body.id not in self.trained:
                 self.groups[body.id] = body
@@ -86,11 +98,16 @@ class Learner(Peer):
             return Trained(version, "", "", {}, [])
         return Trained(version, self._weights(version), f"digest {version}", {}, [])
 
-    # ------------------------------------------------------------------------------------------ updates
+    # ------------------------------------------------------------------------------------------
+    # updates
 
     def _ready(self, replaced: bool) -> list[TreeClosed]:
         here = self.groups.keys() | self.trained.keys()
-        whole = [tree for tree in self.closed.values() if tree.replaced == replaced and here >= set(tree.groups)]
+        whole = [
+            tree
+            for tree in self.closed.values()
+            if tree.replaced == replaced and here >= set(tree.groups)
+        ]
         return sorted(whole, key=lambda tree: tree.tree)
 
     def _update_if_ready(self) -> None:
@@ -103,14 +120,23 @@ class Learner(Peer):
         trees = {tree.tree: self._take(tree) for tree in batch}
         update = Update(self.version + 1, trees, replaced, sampled)
         self.trained.update(
-            dict.fromkeys([*replaced, *(group for groups in trees.values() for group in groups)], update.version)
+            dict.fromkeys(
+                [*replaced, *(group for groups in trees.values() for group in groups)],
+                update.version,
+            )
         )
-        self.later(self.rng.random() * 2 * self.manners.seconds["train"], lambda: self._publish(update))
+        self.later(
+            self.rng.random() * 2 * self.manners.seconds["train"], lambda: self._publish(update)
+        )
 
     def _sampled(self, batch: list[TreeClosed]) -> set[int]:
-        groups = [self.groups[group] for tree in batch for group in tree.groups if group in self.groups]
+        groups = [
+            self.groups[group] for tree in batch for group in tree.groups if group in self.groups
+        ]
         nodes = [node for group in groups for node in group.nodes if node.versions is not None]
-        return {int(version) for node in nodes if node.versions is not None for version in node.versions}
+        return {
+            int(version) for node in nodes if node.versions is not None for version in node.versions
+        }
 
     def _take(self, tree: TreeClosed) -> list[int]:
         del self.closed[tree.tree]
@@ -123,12 +149,22 @@ class Learner(Peer):
         self.record.append(update)
         self.note("update", self.name, update)
         self._announce()
-        self.later(self.rng.random() * self.manners.seconds["train"], lambda: self._checkpoint(update))
+        self.later(
+            self.rng.random() * self.manners.seconds["train"], lambda: self._checkpoint(update)
+        )
 
     def _announce(self) -> None:
-        weights = {"version": self.version, "path": self._weights(self.version), "digest": f"digest {self.version}"}
-        trained = {group: version for group, version in self.trained.items() if version > self.durable}
-        (self.run / "learner.json").write_bytes(msgspec.json.encode(weights | {"trained": frontier.runs(trained)}))
+        weights = {
+            "version": self.version,
+            "path": self._weights(self.version),
+            "digest": f"digest {self.version}",
+        }
+        trained = {
+            group: version for group, version in self.trained.items() if version > self.durable
+        }
+        (self.run / "learner.json").write_bytes(
+            msgspec.json.encode(weights | {"trained": frontier.runs(trained)})
+        )
 
     def _checkpoint(self, update: Update) -> None:
         if self.version - self.durable >= self.every:
@@ -141,7 +177,10 @@ class Learner(Peer):
         self.later(self.rng.random() * 0.1, lambda: self._answer_all(update))
 
     def _answer_all(self, update: Update) -> None:
-        for group in [*(group for groups in update.trees.values() for group in groups), *update.replaced]:
+        for group in [
+            *(group for groups in update.trees.values() for group in groups),
+            *update.replaced,
+        ]:
             for number in self.waiting.pop(group, []):
                 self.reply(number, Result(number), self._trained(update.version))
         self.busy = False

@@ -1,4 +1,5 @@
-"""The simulation finds each fault that is planted into the real code, within a bounded number of seeds."""
+"""The simulation finds each fault that is planted into the real code, within a bounded number of
+seeds."""
 
 import pytest
 
@@ -11,7 +12,9 @@ def _name(fault: Planted) -> str:
     return fault.name
 
 
-@pytest.mark.parametrize("name", ["the admission bound is off by one", "a quarantine is not written"])
+@pytest.mark.parametrize(
+    "name", ["the admission bound is off by one", "a quarantine is not written"]
+)
 def test_a_frequent_fault_is_found_at_once(name: str) -> None:
     (fault,) = [fault for fault in FAULTS if fault.name == name]
     assert first_violation(fault, QUICK) is not None

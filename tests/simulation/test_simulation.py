@@ -1,4 +1,5 @@
-"""Runs of the real scheduler on a simulated clock and network: every invariant holds for every seed, and a seed is one history."""
+"""Runs of the real scheduler on a simulated clock and network: every invariant holds for every
+seed, and a seed is one history."""
 
 import os
 import subprocess
@@ -40,7 +41,12 @@ def test_a_seed_has_one_history_in_every_process_and_the_command_prints_it() -> 
     command = [sys.executable, "-m", "tests.simulation", "7"]
     ran = [
         subprocess.run(
-            command, cwd=ROOT, env=os.environ | {"PYTHONHASHSEED": number}, capture_output=True, text=True, check=True
+            command,
+            cwd=ROOT,
+            env=os.environ | {"PYTHONHASHSEED": number},
+            capture_output=True,
+            text=True,
+            check=True,
         )
         for number in ("1", "2")
     ]

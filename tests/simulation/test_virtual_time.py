@@ -38,7 +38,9 @@ def connected(rng: random.Random) -> tuple[Agenda, Network, Dispatcher, Retrieve
     agenda = Agenda(deadline=1e5)
     network = Network(agenda, rng, lambda *event: None, slow=0.01, spikes=0.0)
     config = DispatchConfig(heartbeat_s=2.0, dead_after_s=20.0)
-    dispatcher = Dispatcher("simulated", None, config, router=network.bind(), clock=lambda: agenda.now)
+    dispatcher = Dispatcher(
+        "simulated", None, config, router=network.bind(), clock=lambda: agenda.now
+    )
     peer = Retriever(network, rng, "retriever", ["retrieve"], 1)
     peer.manners = Manners(seconds={"retrieve": 1.0})
     return agenda, network, dispatcher, peer
@@ -85,7 +87,9 @@ def test_messages_of_one_connection_keep_their_order_and_a_cut_loses_those_under
     assert len(arrived) == 20
 
 
-@pytest.mark.parametrize("answered", [False, True], ids=["the request is lost", "the answer is lost"])
+@pytest.mark.parametrize(
+    "answered", [False, True], ids=["the request is lost", "the answer is lost"]
+)
 def test_a_call_that_was_lost_with_the_connection_is_made_again(answered: bool) -> None:
     agenda, network, dispatcher, peer = connected(random.Random(1))
 
@@ -93,7 +97,9 @@ def test_a_call_that_was_lost_with_the_connection_is_made_again(answered: bool) 
         await dispatcher.start()
         peer.start()
         await dispatcher.wait_for("retrieve", 1, 60.0)
-        call = asyncio.create_task(dispatcher.call("retrieve", RetrieveRequest(["q"], 1), deadline=1e4))
+        call = asyncio.create_task(
+            dispatcher.call("retrieve", RetrieveRequest(["q"], 1), deadline=1e4)
+        )
         await asyncio.sleep(0.0)
         if answered:
             while not peer.answers:
@@ -114,7 +120,9 @@ def test_the_death_of_a_worker_ends_its_calls() -> None:
         await dispatcher.start()
         peer.start()
         await dispatcher.wait_for("retrieve", 1, 60.0)
-        call = asyncio.create_task(dispatcher.call("retrieve", RetrieveRequest(["q"], 1), deadline=100.0))
+        call = asyncio.create_task(
+            dispatcher.call("retrieve", RetrieveRequest(["q"], 1), deadline=100.0)
+        )
         await asyncio.sleep(0.0)
         peer.die()
         with pytest.raises(InfrastructureFault, match="took over 100"):

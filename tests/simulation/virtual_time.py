@@ -1,7 +1,9 @@
-"""An event loop whose time is virtual: when nothing is ready, the clock jumps to the next event. Nothing sleeps.
+"""An event loop whose time is virtual: when nothing is ready, the clock jumps to the next event.
+Nothing sleeps.
 
-Two kinds of events share the clock: the timers of the loop, which are the scheduler's, and the agenda, which is everybody else's. A crash of
-the scheduler abandons its loop with its timers, and the agenda goes on with the next loop.
+Two kinds of events share the clock: the timers of the loop, which are the scheduler's, and the
+agenda, which is everybody else's. A crash of the scheduler abandons its loop with its timers, and
+the agenda goes on with the next loop.
 """
 
 import asyncio
@@ -17,7 +19,8 @@ class Stuck(Exception):
 
 
 class Agenda:
-    """The virtual clock (seconds) and the events of everything outside the scheduler. deadline: the moment at which a run counts as stuck."""
+    """The virtual clock (seconds) and the events of everything outside the scheduler. deadline: the
+    moment at which a run counts as stuck."""
 
     def __init__(self, deadline: float = math.inf):
         self.now, self.deadline = 0.0, deadline
@@ -25,7 +28,8 @@ class Agenda:
         self._order = itertools.count()
 
     def at(self, when: float, event: Callable[[], None]) -> None:
-        """Run ``event`` at a moment; events of one moment run in the order in which they were added."""
+        """Run ``event`` at a moment; events of one moment run in the order in which they were
+        added."""
         heapq.heappush(self._events, (max(when, self.now), next(self._order), event))
 
     def after(self, delay: float, event: Callable[[], None]) -> None:
@@ -38,7 +42,8 @@ class Agenda:
         return not self._events
 
     def advance(self, timer: float = math.inf) -> bool:
-        """Move the clock to the next event and run it, or to ``timer`` if that comes first. Returns whether it was an event.
+        """Move the clock to the next event and run it, or to ``timer`` if that comes first. Returns
+        whether it was an event.
 
         Raises Stuck if there is neither.
         """
@@ -46,7 +51,9 @@ class Agenda:
         moment = min(event, timer)
         if math.isinf(moment) or moment > self.deadline:
             raise Stuck(
-                "nothing will ever happen again" if math.isinf(moment) else f"not over after {self.deadline:.0f} s"
+                "nothing will ever happen again"
+                if math.isinf(moment)
+                else f"not over after {self.deadline:.0f} s"
             )
         self.now = max(self.now, moment)
         if event > timer:
@@ -56,12 +63,14 @@ class Agenda:
 
 
 class VirtualLoop(asyncio.BaseEventLoop):
-    """An event loop on the clock of ``agenda``. Work for a thread is done at once, because threads have no order."""
+    """An event loop on the clock of ``agenda``. Work for a thread is done at once, because threads
+    have no order."""
 
     def __init__(self, agenda: Agenda):
         super().__init__()
         self.agenda = agenda
-        self._selector = self  # the base class asks its selector to wait, and here waiting is a jump of the clock
+        # the base class asks its selector to wait, and here waiting is a jump of the clock
+        self._selector = self
         self.set_exception_handler(lambda loop, context: None)
 
     def time(self) -> float:
@@ -75,7 +84,9 @@ class VirtualLoop(asyncio.BaseEventLoop):
             timeout = 0 if self._ready else None  # pyright: ignore[reportAttributeAccessIssue]
         return []
 
-    def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
+    def run_in_executor(
+        self, executor: Any, func: Callable[..., Any], *args: Any
+    ) -> asyncio.Future[Any]:
         """Call ``func`` now."""
         future = self.create_future()
         future.set_result(func(*args))

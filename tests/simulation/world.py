@@ -1,7 +1,9 @@
-"""One simulated run: the real scheduler process on the virtual clock, its peers, faults, crashes and resumes, from the start to the summary.
+"""One simulated run: the real scheduler process on the virtual clock, its peers, faults, crashes
+and resumes, from the start to the summary.
 
-``simulate(seed)`` does all of it and returns a ``History``. The scheduler is ``scheduler.main.Run`` with its real journal (SQLite, a file on
-a file system in memory where there is one). Replaced are the socket, the clock, the metrics' writer and the reading of the tokenizer.
+``simulate(seed)`` does all of it and returns a ``History``. The scheduler is ``scheduler.main.Run``
+with its real journal (SQLite, a file on a file system in memory where there is one). Replaced are
+the socket, the clock, the metrics' writer and the reading of the tokenizer.
 """
 
 import asyncio
@@ -40,7 +42,8 @@ DEADLINE_S = 3000.0
 """Virtual seconds after which a run counts as stuck; a healthy one takes at most a few hundred."""
 MOST_LIVES = 12
 BURIALS = 20
-"""How often the tasks of a dead scheduler are cancelled until none is left; some wait for others."""
+"""How often the tasks of a dead scheduler are cancelled until none is left; some wait for others.
+"""
 TEXTS = (
     "<think>a</think><search>b</search>",
     "<think>a</think><search>c</search>",
@@ -50,11 +53,13 @@ TEXTS = (
 
 
 class Killed(SystemExit):
-    """The scheduler dies here. A SystemExit leaves the event loop at once, wherever it is raised; what ``finally`` does then, no one sees."""
+    """The scheduler dies here. A SystemExit leaves the event loop at once, wherever it is raised;
+    what ``finally`` does then, no one sees."""
 
 
 class History:
-    """What happened, in order. failures: the violated invariants; text: one line per event, the same for every replay of the seed."""
+    """What happened, in order. failures: the violated invariants; text: one line per event, the
+    same for every replay of the seed."""
 
     def __init__(self, seed: int):
         self.seed = seed
@@ -63,7 +68,9 @@ class History:
 
     def lines(self) -> list[str]:
         """One line per event."""
-        return [f"{at:10.3f}  {kind:<15} {' '.join(map(plain, rest))}" for at, kind, rest in self.events]
+        return [
+            f"{at:10.3f}  {kind:<15} {' '.join(map(plain, rest))}" for at, kind, rest in self.events
+        ]
 
 
 @cache
@@ -71,13 +78,18 @@ def materials() -> Path:
     """A folder with a tokenizer of bytes, a prompt, and task files, made once per process."""
     folder = scratch("materials")
     letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    core = tokenizers.Tokenizer(tokenizers.models.BPE({letter: i for i, letter in enumerate(letters)}, []))
+    core = tokenizers.Tokenizer(
+        tokenizers.models.BPE({letter: i for i, letter in enumerate(letters)}, [])
+    )
     core.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore
     core.decoder = tokenizers.decoders.ByteLevel()  # pyright: ignore
     core.save(str(folder / "tokenizer.json"))
     (folder / "prompt.txt").write_text("Question: {question}\n")
     for name, count in (("train", 5), ("heldout", 2)):
-        rows = [{"id": f"{name}{i}", "question": f"q{i}?", "golden_answers": ["Lima"]} for i in range(count)]
+        rows = [
+            {"id": f"{name}{i}", "question": f"q{i}?", "golden_answers": ["Lima"]}
+            for i in range(count)
+        ]
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
 
@@ -91,7 +103,9 @@ def text() -> Text:
 def scratch(name: str) -> Path:
     """A new folder, in memory where the machine has such a file system."""
     memory = Path("/dev/shm")
-    return Path(tempfile.mkdtemp(prefix=f"simulation-{name}-", dir=memory if memory.is_dir() else None))
+    return Path(
+        tempfile.mkdtemp(prefix=f"simulation-{name}-", dir=memory if memory.is_dir() else None)
+    )
 
 
 class Records:
@@ -191,7 +205,8 @@ class World:
     def _rng(self, name: str) -> random.Random:
         return random.Random(f"{name}/{self.seed}")
 
-    # ------------------------------------------------------------------------------------------ the run
+    # ------------------------------------------------------------------------------------------ the
+    # run
 
     def play(self) -> History:
         """Run until the scheduler has written its summary, then check everything."""
@@ -208,8 +223,12 @@ class World:
         except Stuck as stuck:
             self.violated(f"the run is stuck: {stuck}")
         else:
-            journal = Journal(folder(self.folder, self.plan.shard.number) / "journal.sqlite", readonly=True)
-            for failure in invariants.of_the_journal(journal, self.plan, self.learner.record, self.lives):
+            journal = Journal(
+                folder(self.folder, self.plan.shard.number) / "journal.sqlite", readonly=True
+            )
+            for failure in invariants.of_the_journal(
+                journal, self.plan, self.learner.record, self.lives
+            ):
                 self.violated(failure)
             journal.close()
         finally:
@@ -237,7 +256,8 @@ class World:
                 peer.die()
 
     def _live(self, crash: Crash | None) -> bool:
-        """One life of the scheduler. Returns True if the run is over, and False if it must be resumed."""
+        """One life of the scheduler. Returns True if the run is over, and False if it must be
+        resumed."""
         loop = VirtualLoop(self.agenda)
         socket = self.network.bind()
         run: scheduling.Run | None = None
@@ -262,10 +282,13 @@ class World:
         except Stuck:
             raise
         except Exception as error:
-            if not socket.alive:  # it was killed, and its ``finally`` clauses met the dead socket or journal
+            # it was killed, and its ``finally`` clauses met the dead socket or journal
+            if not socket.alive:
                 self.note("CRASH", "while it was unwinding")
                 return False
-            self.violated(f"the scheduler died of {error!r}: {''.join(traceback.format_exception(error)[-3:])}")
+            self.violated(
+                f"the scheduler died of {error!r}: {''.join(traceback.format_exception(error)[-3:])}"
+            )
             raise Stuck("the scheduler died of a fault of its own") from error
         finally:
             socket.close()
@@ -302,7 +325,8 @@ class World:
             batch=p.batch,
         )
         run = scheduling.Run(process, socket, lambda: self.agenda.now)
-        run.dispatcher._numbers = itertools.count(1_000_000 * (self.lives + 1))  # not the time of the machine
+        # not the time of the machine
+        run.dispatcher._numbers = itertools.count(1_000_000 * (self.lives + 1))
         self.note("scheduler", f"life {self.lives + 1}")
         return run
 
@@ -364,7 +388,8 @@ class World:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """The scheduler prints and logs nothing, writes no metrics and no reports, and reads its tokenizer once per process."""
+    """The scheduler prints and logs nothing, writes no metrics and no reports, and reads its
+    tokenizer once per process."""
     before, written = (scheduling.Metrics, scheduling.Text), health.write_whole
     health.write_whole = lambda path, value: None  # pyright: ignore
     scheduling.Metrics, scheduling.Text = Records, lambda *_: text()  # pyright: ignore

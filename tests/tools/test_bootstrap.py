@@ -19,12 +19,23 @@ from tools.bootstrap import ROOT
 SHOW = "import os; print(os.environ['ONEDNN_PRIMITIVE_CACHE_CAPACITY'], os.environ['LRU_CACHE_CAPACITY'])"
 
 
-def test_every_process_of_a_tool_inherits_the_limits_of_the_kernel_caches_and_the_users_own_values() -> None:
+def test_every_process_of_a_tool_inherits_the_limits_of_the_kernel_caches_and_the_users_own_values() -> (
+    None
+):
     tool = f"import subprocess, sys; from tools.bootstrap import ensure; ensure(); subprocess.run([sys.executable, '-c', {SHOW!r}])"
-    shell = {name: value for name, value in os.environ.items() if name != "ONEDNN_PRIMITIVE_CACHE_CAPACITY"}
+    shell = {
+        name: value
+        for name, value in os.environ.items()
+        if name != "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
+    }
     shell |= {"LRU_CACHE_CAPACITY": "7", "COPPICE_VENV": sys.prefix}
     started = subprocess.run(
-        [sys.executable, "-c", tool], cwd=ROOT, env=shell, capture_output=True, text=True, check=True
+        [sys.executable, "-c", tool],
+        cwd=ROOT,
+        env=shell,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert started.stdout == "32 7\n"
 
@@ -33,12 +44,16 @@ def test_every_process_of_a_tool_inherits_the_limits_of_the_kernel_caches_and_th
 def test_the_tools_start_where_python_does_not_put_a_scripts_folder_on_its_path(tool: str) -> None:
     shell = os.environ | {"PYTHONSAFEPATH": "1", "COPPICE_VENV": sys.prefix}
     shell.pop("PYTHONPATH", None)
-    started = subprocess.run([str(ROOT / "tools" / tool), "--help"], cwd="/", env=shell, capture_output=True, text=True)
+    started = subprocess.run(
+        [str(ROOT / "tools" / tool), "--help"], cwd="/", env=shell, capture_output=True, text=True
+    )
     assert started.returncode == 0, started.stderr
     assert "usage: " in started.stdout
 
 
-@pytest.mark.parametrize(("tool", "said"), [("test", "--quick"), ("gpu_check", "--record FILE"), ("launch", "module")])
+@pytest.mark.parametrize(
+    ("tool", "said"), [("test", "--quick"), ("gpu_check", "--record FILE"), ("launch", "module")]
+)
 @pytest.mark.parametrize("packages", [[], ["old"]])
 def test_a_help_installs_nothing(tool: str, said: str, packages: list[str], tmp_path: Path) -> None:
     if packages:  # an environment for an earlier pyproject.toml, in which nothing was installed
@@ -46,7 +61,8 @@ def test_a_help_installs_nothing(tool: str, said: str, packages: list[str], tmp_
         (tmp_path / "venv" / ".coppice").write_text("old cpu")
     before = sorted(tmp_path.rglob("*"))
     shell = os.environ | {"COPPICE_VENV": str(tmp_path / "venv"), "PYTHONDONTWRITEBYTECODE": "1"}
-    command = [sys.executable, "-S", ROOT / "tools" / tool, "--help"]  # -S: without the packages of this environment
+    # -S: without the packages of this environment
+    command = [sys.executable, "-S", ROOT / "tools" / tool, "--help"]
     started = subprocess.run(command, env=shell, capture_output=True, text=True)
     assert (started.returncode, started.stderr) == (0, "")
     assert said in started.stdout
@@ -59,20 +75,32 @@ def test_a_tool_starts_alike_with_a_closed_stdin_a_plain_ascii_shell_and_a_proxy
         "print(os.readlink('/proc/self/fd/0'), open(sys.argv[1]).read(), os.environ['no_proxy'], os.environ['NO_PROXY'])"
     )
     shell = {name: value for name, value in os.environ.items() if name.lower() != "no_proxy"}
-    shell |= {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii"}
+    shell |= {
+        "LC_ALL": "C",
+        "PYTHONCOERCECLOCALE": "0",
+        "PYTHONUTF8": "0",
+        "PYTHONIOENCODING": "ascii",
+    }
     shell |= {"COPPICE_VENV": sys.prefix, "COPPICE_EXTRA": "cpu", "NO_PROXY": "inside.example"}
     with tempfile.NamedTemporaryFile("w", encoding="utf-8") as file:
         file.write("0.8 ±0.1")
         file.flush()
         command = [sys.executable, "-c", show, file.name]
         started = subprocess.run(
-            command, cwd=ROOT, env=shell, capture_output=True, text=True, preexec_fn=lambda: os.close(0)
+            command,
+            cwd=ROOT,
+            env=shell,
+            capture_output=True,
+            text=True,
+            preexec_fn=lambda: os.close(0),
         )
     direct = "inside.example,127.0.0.1,localhost"
     assert started.stdout == f"/dev/null 0.8 ?0.1 {direct} {direct}\n", started.stderr
 
 
-def test_a_driver_without_a_gpu_asks_for_no_gpu_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_driver_without_a_gpu_asks_for_no_gpu_packages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho NVIDIA-SMI has failed\nexit 9\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
@@ -86,38 +114,57 @@ def test_an_environment_whose_python_is_gone_is_named_with_the_remedy(tmp_path: 
     (tmp_path / "bin" / "python").symlink_to(tmp_path / "removed")
     (tmp_path / ".coppice").write_text("cpu")
     shell = os.environ | {"COPPICE_VENV": str(tmp_path)}
-    started = subprocess.run([sys.executable, ROOT / "tools" / "launch"], env=shell, capture_output=True, text=True)
-    assert f"{tmp_path}/bin/python leads to a Python that is gone: remove the environment (rm -r" in started.stderr
+    started = subprocess.run(
+        [sys.executable, ROOT / "tools" / "launch"], env=shell, capture_output=True, text=True
+    )
+    assert (
+        f"{tmp_path}/bin/python leads to a Python that is gone: remove the environment (rm -r"
+        in started.stderr
+    )
 
 
-def test_an_environment_in_a_place_that_cannot_be_written_is_named_with_the_remedy(tmp_path: Path) -> None:
+def test_an_environment_in_a_place_that_cannot_be_written_is_named_with_the_remedy(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "file").touch()
     shell = os.environ | {"COPPICE_VENV": str(tmp_path / "file" / "venv")}
-    started = subprocess.run([sys.executable, ROOT / "tools" / "launch"], env=shell, capture_output=True, text=True)
-    expected = "file/venv cannot be made: File exists; let COPPICE_VENV name a folder that you may write\n"
+    started = subprocess.run(
+        [sys.executable, ROOT / "tools" / "launch"], env=shell, capture_output=True, text=True
+    )
+    expected = (
+        "file/venv cannot be made: File exists; let COPPICE_VENV name a folder that you may write\n"
+    )
     assert started.stderr.endswith(expected)
 
 
 @contextlib.contextmanager
 def set_up_at_its_pip(folder: Path) -> Iterator[tuple[subprocess.Popen[str], Path, Path]]:
-    """A set-up of the environment whose pip is at work: its process, the lock, and the pipe that ends the pip when something is written to it."""
+    """A set-up of the environment whose pip is at work: its process, the lock, and the pipe that
+    ends the pip when something is written to it."""
     place, reached, go_on = folder / "venv", folder / "reached", folder / "go_on"
     (place / "bin").mkdir(parents=True)
     (place / "bin" / "pip").touch()
-    (place / "bin" / "python").write_text(f"#!/bin/sh\necho reached > {reached}\nread line < {go_on}\n")
+    (place / "bin" / "python").write_text(
+        f"#!/bin/sh\necho reached > {reached}\nread line < {go_on}\n"
+    )
     (place / "bin" / "python").chmod(0o755)
     for pipe in (reached, go_on):
         os.mkfifo(pipe)
     listen = (
-        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"  # a shell's background ignores it
+        # a shell's background ignores it
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
     )
     command = f"{listen}; from pathlib import Path; from tools.bootstrap import _install; _install(Path({str(place)!r}), Path('no'), ['cpu'])"
-    with subprocess.Popen([sys.executable, "-c", command], cwd=ROOT, stderr=subprocess.PIPE, text=True) as set_up:
+    with subprocess.Popen(
+        [sys.executable, "-c", command], cwd=ROOT, stderr=subprocess.PIPE, text=True
+    ) as set_up:
         assert reached.read_text() == "reached\n"
         yield set_up, Path(f"{place}.lock"), go_on
 
 
-def test_after_a_set_up_was_killed_no_second_one_begins_before_its_pip_has_ended(tmp_path: Path) -> None:
+def test_after_a_set_up_was_killed_no_second_one_begins_before_its_pip_has_ended(
+    tmp_path: Path,
+) -> None:
     with set_up_at_its_pip(tmp_path) as (set_up, path, go_on):
         set_up.kill()
         set_up.wait()

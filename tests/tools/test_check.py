@@ -1,4 +1,5 @@
-"""tools/test: which tests run once more with plain kernels, and that the kernels then are plain ones."""
+"""tools/test: which tests run once more with plain kernels, and that the kernels then are plain
+ones."""
 
 import os
 import subprocess
@@ -19,7 +20,10 @@ FIRST = ["-k", "not sglang"]
         (["tests"], [*FIRST, *NUMERICAL]),
         (["tests/actors"], [*FIRST, *NUMERICAL[1:]]),
         (["tests/learner"], [*FIRST, "tests/learner"]),
-        (["-x", "tests/learner/test_head.py::test_one"], [*FIRST, "-x", "tests/learner/test_head.py::test_one"]),
+        (
+            ["-x", "tests/learner/test_head.py::test_one"],
+            [*FIRST, "-x", "tests/learner/test_head.py::test_one"],
+        ),
         (["tests/wire"], []),
     ],
 )
@@ -33,7 +37,11 @@ def test_the_numerical_tests_among_those_that_were_asked_for_run_with_plain_kern
 def test_plain_kernels_are_used() -> None:
     program = "import torch; print(torch.backends.cpu.get_cpu_capability())"
     made = subprocess.run(
-        [sys.executable, "-c", program], env=os.environ | PLAIN_KERNELS, capture_output=True, text=True, check=True
+        [sys.executable, "-c", program],
+        env=os.environ | PLAIN_KERNELS,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert made.stdout.strip() in ("DEFAULT", "NO AVX")
 
@@ -41,12 +49,23 @@ def test_plain_kernels_are_used() -> None:
 def test_a_quick_check_leaves_out_the_slow_tests_the_site_and_the_second_numerical_run() -> None:
     whole, quick = steps(["-x"]), steps(["-x", QUICK])
     assert set(whole) - set(quick) == {"documentation", "pytest, plain kernels"}
-    assert quick["pytest"] == ["pytest", "-m", "not slow", "-n", str(PROCESSES), "--dist", "worksteal", "-x"]
+    assert quick["pytest"] == [
+        "pytest",
+        "-m",
+        "not slow",
+        "-n",
+        str(PROCESSES),
+        "--dist",
+        "worksteal",
+        "-x",
+    ]
     assert 1 <= PROCESSES <= 4
     assert whole["pytest"] == ["pytest", "--durations=30", "-x"]
 
 
-def test_a_check_of_everything_runs_every_test_once_and_what_starts_processes_one_after_the_other() -> None:
+def test_a_check_of_everything_runs_every_test_once_and_what_starts_processes_one_after_the_other() -> (
+    None
+):
     everything = steps([])
     assert everything["pytest, alone"] == ["pytest", "--durations=60", "-m", "alone"]
     assert everything["pytest"][2:4] == ["-m", "not alone"]
@@ -54,14 +73,20 @@ def test_a_check_of_everything_runs_every_test_once_and_what_starts_processes_on
     assert everything["pytest, plain kernels"][-4:] == ["-n", str(PROCESSES), "--dist", "worksteal"]
 
 
-def test_a_check_that_fails_is_named_and_what_it_said_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
-    assert finish("style", start("style", ["ruff", "check", "no-such-file.py"], subprocess.PIPE)) == ["style"]
+def test_a_check_that_fails_is_named_and_what_it_said_is_printed(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    assert finish(
+        "style", start("style", ["ruff", "check", "no-such-file.py"], subprocess.PIPE)
+    ) == ["style"]
     assert "no-such-file.py" in capfd.readouterr().out
     assert finish("version", start("version", ["ruff", "--version"])) == []
 
 
 @pytest.mark.slow
-def test_whole_runs_and_tests_with_the_sglang_server_are_slow(request: pytest.FixtureRequest) -> None:
+def test_whole_runs_and_tests_with_the_sglang_server_are_slow(
+    request: pytest.FixtureRequest,
+) -> None:
     collected = [
         sys.executable,
         "-m",
@@ -73,5 +98,7 @@ def test_whole_runs_and_tests_with_the_sglang_server_are_slow(request: pytest.Fi
         "tests/faults",
         "tests/gpu",
     ]
-    left = subprocess.run(collected, cwd=request.config.rootpath, capture_output=True, text=True, check=False)
+    left = subprocess.run(
+        collected, cwd=request.config.rootpath, capture_output=True, text=True, check=False
+    )
     assert left.returncode == pytest.ExitCode.NO_TESTS_COLLECTED, left.stdout

@@ -1,4 +1,5 @@
-"""The help of every tool fits into 80 columns, explains each option and ends with examples that the tool would accept."""
+"""The help of every tool fits into 80 columns, explains each option and ends with examples that the
+tool would accept."""
 
 import argparse
 import re
@@ -22,9 +23,12 @@ def whole(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
 
 
 def printed() -> dict[str, argparse.ArgumentParser]:
-    """The parsers whose help a person can see, by the words before --help. That of tools/evaluate is made for shells only."""
+    """The parsers whose help a person can see, by the words before --help. That of tools/evaluate
+    is made for shells only."""
     tools_ = [parser for parser in shells.parsers() if parser.prog != "tools/evaluate"]
-    tools_ += [tools.evaluating._module(name).parser() for name in ("tictactoe", *tools.evaluating.MODULES)]
+    tools_ += [
+        tools.evaluating._module(name).parser() for name in ("tictactoe", *tools.evaluating.MODULES)
+    ]
     return {parser.prog: parser for tool in tools_ for parser in whole(tool)}
 
 
@@ -42,18 +46,24 @@ def examples(parser: argparse.ArgumentParser) -> list[str]:
 def words(command: str) -> list[str]:
     """The arguments of a command, up to a pipe or another sign of the shell."""
     said = shlex.split(command)
-    end = next((place for place, word in enumerate(said) if word in ("|", "&&", ">", "2>")), len(said))
+    end = next(
+        (place for place, word in enumerate(said) if word in ("|", "&&", ">", "2>")), len(said)
+    )
     return said[:end]
 
 
 def test_every_executable_has_a_help() -> None:
-    executables = {path.name for path in (ROOT / "tools").iterdir() if path.is_file() and not path.suffix}
+    executables = {
+        path.name for path in (ROOT / "tools").iterdir() if path.is_file() and not path.suffix
+    }
     assert {name.removeprefix("tools/").split()[0] for name in PARSERS} == executables
     assert len(executables) > 15
 
 
 @pytest.mark.parametrize("name", PARSERS)
-def test_a_help_fits_into_80_columns_and_explains_every_option(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_help_fits_into_80_columns_and_explains_every_option(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     parser = PARSERS[name]
     assert [line for line in parser.format_help().splitlines() if len(line) > 80] == []

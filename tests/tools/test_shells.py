@@ -48,7 +48,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def completed(command: list[str], folder: Path) -> list[str]:
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, timeout=120, check=False
+    )
     return [line.split("\t")[0].rstrip("/") for line in done.stdout.splitlines()]
 
 
@@ -58,11 +60,16 @@ def test_bash_completes(typed: str, expected: str, folder: Path) -> None:
 
 
 @pytest.mark.skipif(shutil.which("fish") is None, reason="fish is not installed")
-@pytest.mark.parametrize(("typed", "expected"), [case for case in CASES if case[0] not in ONLY_BASH])
+@pytest.mark.parametrize(
+    ("typed", "expected"), [case for case in CASES if case[0] not in ONLY_BASH]
+)
 def test_fish_completes(typed: str, expected: str, folder: Path) -> None:
-    if typed.startswith(("./", "tools/")):  # fish completes what it can run: the project's own commands
+    # fish completes what it can run: the project's own commands
+    if typed.startswith(("./", "tools/")):
         typed = typed.replace("tools/", f"{ROOT}/tools/", 1).removeprefix("./")
-    assert expected in completed(["fish", "--no-config", "-c", f"source script.fish; complete -C '{typed}'"], folder)
+    assert expected in completed(
+        ["fish", "--no-config", "-c", f"source script.fish; complete -C '{typed}'"], folder
+    )
 
 
 ZSH = """
@@ -84,4 +91,7 @@ def test_zsh_completes(typed: str, folder: Path) -> None:
 
 def test_the_scripts_need_no_torch() -> None:
     code = "import sys, tools.shells; tools.shells.script('bash'); sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=300, check=False).returncode == 0
+    assert (
+        subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=300, check=False).returncode
+        == 0
+    )

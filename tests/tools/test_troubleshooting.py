@@ -1,4 +1,5 @@
-"""docs/troubleshooting.md quotes the program's own messages, and has an entry for each message of an operation that fails."""
+"""docs/troubleshooting.md quotes the program's own messages, and has an entry for each message of
+an operation that fails."""
 
 import ast
 import re
@@ -14,7 +15,15 @@ from tools.launching.settings import Config
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
-FOLDERS = ("wire", "scheduler", "learner", "actors/engines", "judges", "tools/launching", "tools/defaults")
+FOLDERS = (
+    "wire",
+    "scheduler",
+    "learner",
+    "actors/engines",
+    "judges",
+    "tools/launching",
+    "tools/defaults",
+)
 FILES = [*(path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))), ROOT / "actors/worker.py", ROOT / "actors/environments/task_files.py", ROOT / "tools/bootstrap.py"]  # fmt: skip
 TREES = {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text()) for path in FILES}
 HOLE = "\0"
@@ -22,7 +31,15 @@ HOLE = "\0"
 LETTERS = 12
 """A message with fewer letters of its own says only what its values say."""
 FAULTS = {"InfrastructureFault", "DataFault", "JournalError", "CheckpointError", "DamagedError", "PackingError", "Rejected", "MemoryError", "TimeoutError"}  # fmt: skip
-SAID = {"terminal.say", "self._say", "screen.say", "self.screen.say", "log.warning", "log.error", "log.exception"}
+SAID = {
+    "terminal.say",
+    "self._say",
+    "screen.say",
+    "self.screen.say",
+    "log.warning",
+    "log.error",
+    "log.exception",
+}
 FUNCTIONS = {
     "tools/launching/failures.py": ("cause_of", "remedy"),
     "tools/launching/rules.py": ("doubts",),
@@ -87,7 +104,9 @@ def told() -> Iterator[tuple[str, str]]:
     for name, tree in TREES.items():
         for node in ast.walk(tree):
             match node:
-                case ast.Raise(exc=ast.Call(func=ast.Name(id=fault), args=[message, *_])) if fault in FAULTS:
+                case ast.Raise(exc=ast.Call(func=ast.Name(id=fault), args=[message, *_])) if (
+                    fault in FAULTS
+                ):
                     yield f"{name}:{node.lineno}", template(message)
                 case ast.Call(func=called, args=[message, *_]) if ast.unparse(called) in SAID:
                     yield f"{name}:{node.lineno}", template(message)
@@ -103,8 +122,12 @@ def told() -> Iterator[tuple[str, str]]:
 
 def test_every_quoted_message_is_one_of_the_code() -> None:
     assert len(QUOTED) > 100, "the quoted messages were not found"
-    assert [quoted for quoted in QUOTED if letters(quoted) < LETTERS] == [], "too short to be told apart"
-    assert [quoted for quoted in QUOTED if not any(pattern(quoted).search(text) for text in CODE)] == []
+    assert [quoted for quoted in QUOTED if letters(quoted) < LETTERS] == [], (
+        "too short to be told apart"
+    )
+    assert [
+        quoted for quoted in QUOTED if not any(pattern(quoted).search(text) for text in CODE)
+    ] == []
 
 
 def test_every_message_of_a_failure_has_an_entry() -> None:
@@ -150,4 +173,6 @@ def test_every_setting_that_the_page_names_exists() -> None:
     named = set(re.findall(rf"[` ](({rooms})\.[a-z_.]*[a-z])[`=]", own))
     assert len(named) > 20, "the settings were not found"
     logs = {"scheduler.log", "scheduler.out"}
-    assert [key for key, _ in named if key not in logs and not known_setting(Config, key.split("."))] == []
+    assert [
+        key for key, _ in named if key not in logs and not known_setting(Config, key.split("."))
+    ] == []

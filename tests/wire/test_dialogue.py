@@ -1,4 +1,5 @@
-"""Equal conversations have equal digests however they are written, and what follows a reply is what the whole rendering has there."""
+"""Equal conversations have equal digests however they are written, and what follows a reply is what
+the whole rendering has there."""
 
 import json
 from pathlib import Path
@@ -56,7 +57,8 @@ ASKED: list[dict[str, Any]] = [
     [
         ('{"a": 1.0}', '{"a":1}', True),
         ('{"a": [2, -0.0, 1e3]}', {"a": [2.0, 0, 1000]}, True),
-        ('{"a": 12345678901234567890}', '{"a":12345678901234567000}', True),  # what JavaScript makes of it
+        # what JavaScript makes of it
+        ('{"a": 12345678901234567890}', '{"a":12345678901234567000}', True),
         ('{"a": 1}', '{"a":"1"}', False),
         ('{"a": 1}', '{"a":true}', False),
         ('{"a": 1}', '{"a":1.5}', False),
@@ -64,7 +66,10 @@ ASKED: list[dict[str, Any]] = [
     ],
 )
 def test_equal_numbers_are_equal_arguments(sampled: str, sent: Any, equal: bool) -> None:
-    one, other = ([{"role": "assistant", "content": "", "tool_calls": [call("f", a, "c")]}] for a in (sampled, sent))
+    one, other = (
+        [{"role": "assistant", "content": "", "tool_calls": [call("f", a, "c")]}]
+        for a in (sampled, sent)
+    )
     assert (histories(one) == histories(other)) == equal
 
 
@@ -88,17 +93,24 @@ def test_a_history_is_known_again_however_a_client_has_written_it() -> None:
         (0, {"content": "Be brief. "}),
         (1, {"role": "system"}),
         (2, {"content": "text"}),
-        (2, {"tool_calls": [call("look", '{"a": 1, "b": [3]}', "call_1"), call("look", "{}", "x")]}),
+        (
+            2,
+            {"tool_calls": [call("look", '{"a": 1, "b": [3]}', "call_1"), call("look", "{}", "x")]},
+        ),
         (2, {"tool_calls": [call("look", '{"a": 1, "b": [2]}', "call_1")]}),
         (3, {"tool_call_id": "call_1"}),
         (4, {"content": "First"}),
     ],
 )
-def test_another_history_has_other_digests_from_its_first_difference_on(place: int, change: dict[str, Any]) -> None:
+def test_another_history_has_other_digests_from_its_first_difference_on(
+    place: int, change: dict[str, Any]
+) -> None:
     other = [message | change if i == place else message for i, message in enumerate(ASKED)]
     same = [a == b for a, b in zip(histories(ASKED, TOOLS), histories(other, TOOLS), strict=True)]
     assert same == [True] * (place + 1) + [False] * (len(ASKED) - place)
-    assert not set(histories(ASKED)) & set(histories(ASKED, TOOLS)), "the tools are part of the history"
+    assert not set(histories(ASKED)) & set(histories(ASKED, TOOLS)), (
+        "the tools are part of the history"
+    )
 
 
 WORDS = st.text(alphabet="ab <|>\n{}", max_size=6)
@@ -113,25 +125,40 @@ MESSAGES = st.lists(
 
 
 @given(MESSAGES, MESSAGES)
-def test_different_conversations_have_different_digests(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> None:
+def test_different_conversations_have_different_digests(
+    one: list[dict[str, Any]], other: list[dict[str, Any]]
+) -> None:
     read = [
-        [{**m, "content": m["content"].strip()} if m["role"] == "assistant" else m for m in messages]
+        [
+            {**m, "content": m["content"].strip()} if m["role"] == "assistant" else m
+            for m in messages
+        ]
         for messages in (one, other)
     ]
     assert (histories(one)[-1] == histories(other)[-1]) == (read[0] == read[1])
 
 
-def test_a_reply_is_known_again_without_its_thoughts_and_a_question_with_other_text_is_not() -> None:
+def test_a_reply_is_known_again_without_its_thoughts_and_a_question_with_other_text_is_not() -> (
+    None
+):
     def said(role: str, text: str) -> str:
         return histories([{"role": "user", "content": "?"}, {"role": role, "content": text}])[-1]
 
-    written = ["<think>\nHm.\n</think>\n\n42", "Hm.</think>42", "<think>\n\n</think>\n\n42", "42", "\n42 "]
+    written = [
+        "<think>\nHm.\n</think>\n\n42",
+        "Hm.</think>42",
+        "<think>\n\n</think>\n\n42",
+        "42",
+        "\n42 ",
+    ]
     assert len({said("assistant", text) for text in written}) == 1
     assert len({said("user", text) for text in written}) == len(written)
 
 
 @pytest.mark.parametrize("source", [QWEN, PLAIN], ids=["with tools", "without tools"])
-def test_what_follows_a_reply_is_what_the_whole_rendering_has_there(tmp_path: Path, source: str) -> None:
+def test_what_follows_a_reply_is_what_the_whole_rendering_has_there(
+    tmp_path: Path, source: str
+) -> None:
     rendered = renderer(tmp_path, source)
     reply = "I look.\n"
     history = [*ASKED[:2], {"role": "assistant", "content": reply}]
@@ -147,7 +174,10 @@ def test_what_follows_a_reply_is_what_the_whole_rendering_has_there(tmp_path: Pa
 
 def test_a_template_without_tools_gets_them_as_text(tmp_path: Path) -> None:
     text = renderer(tmp_path, PLAIN).whole(ASKED, TOOLS)
-    assert json.dumps(TOOLS[0]) in text.split("<|im_end|>")[0] and "Be brief." in text.split("<|im_end|>")[0]
+    assert (
+        json.dumps(TOOLS[0]) in text.split("<|im_end|>")[0]
+        and "Be brief." in text.split("<|im_end|>")[0]
+    )
     assert '<tool_call>\n{"name": "look", "arguments": {"a": 1, "b": [2]}}\n</tool_call>' in text
     assert "<|im_start|>user\n<tool_response>\nsecond\n</tool_response><|im_end|>" in text
     assert "<|im_start|>system" in renderer(tmp_path, PLAIN).whole(ASKED[1:2], TOOLS)
@@ -155,7 +185,9 @@ def test_a_template_without_tools_gets_them_as_text(tmp_path: Path) -> None:
 
 def test_a_template_that_changes_replies_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="does not write replies as they are"):
-        renderer(tmp_path, PLAIN.replace("{{ m.content }}", "{{ m.content | upper }}")).after(ASKED[:1])
+        renderer(tmp_path, PLAIN.replace("{{ m.content }}", "{{ m.content | upper }}")).after(
+            ASKED[:1]
+        )
 
 
 def test_contents_of_other_kinds_are_refused() -> None:

@@ -1,4 +1,5 @@
-"""Which GPUs a process may use, read from a stand-in for nvidia-smi that prints what the real one does."""
+"""Which GPUs a process may use, read from a stand-in for nvidia-smi that prints what the real one
+does."""
 
 import sys
 from pathlib import Path
@@ -40,7 +41,13 @@ def test_a_driver_without_gpus_means_none(smi: Path) -> None:
 
 @pytest.mark.parametrize(
     ("named", "expected"),
-    [("", []), ("-1", []), ("3", ["3"]), ("1,0", ["1", "0"]), ("GPU-2d1c6a0e,MIG-a1b2", ["GPU-2d1c6a0e", "MIG-a1b2"])],
+    [
+        ("", []),
+        ("-1", []),
+        ("3", ["3"]),
+        ("1,0", ["1", "0"]),
+        ("GPU-2d1c6a0e,MIG-a1b2", ["GPU-2d1c6a0e", "MIG-a1b2"]),
+    ],
 )
 def test_the_environment_goes_before_the_list(
     smi: Path, monkeypatch: pytest.MonkeyPatch, named: str, expected: list[str]

@@ -1,4 +1,5 @@
-"""The HTTP client: every call ends in the decoded answer or in a classified fault that names the URL and the cause."""
+"""The HTTP client: every call ends in the decoded answer or in a classified fault that names the
+URL and the cause."""
 
 import asyncio
 import socket
@@ -174,7 +175,11 @@ async def test_a_server_that_is_not_there_and_an_address_that_is_none_are_faults
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    for url, said in ((f"http://127.0.0.1:{port}", f"{port}/x: Client"), ("http://", "is no URL"), ("x y", "x y/x")):
+    for url, said in (
+        (f"http://127.0.0.1:{port}", f"{port}/x: Client"),
+        ("http://", "is no URL"),
+        ("x y", "x y/x"),
+    ):
         c = JsonClient(url, attempts=1)
         await c.start()
         with pytest.raises(InfrastructureFault, match=said):
@@ -182,18 +187,24 @@ async def test_a_server_that_is_not_there_and_an_address_that_is_none_are_faults
         await c.close()
 
 
-async def test_the_key_travels_as_a_bearer_token_and_stands_in_no_message(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_key_travels_as_a_bearer_token_and_stands_in_no_message(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("TEST_HTTP_KEY", " s3cret\n")
     seen: list[str] = []
 
     async def reply(request: web.Request) -> web.Response:
         seen.append(request.headers["Authorization"])
         status = {"/busy": 503, "/bad": 400, "/moved": 307}.get(request.path, 403)
-        return web.Response(status=status, text=f"no {seen[-1]}", headers={"Location": f"/?{seen[-1]}"})
+        return web.Response(
+            status=status, text=f"no {seen[-1]}", headers={"Location": f"/?{seen[-1]}"}
+        )
 
     async with client(reply, api_key_env="TEST_HTTP_KEY", attempts=1) as c:
         for path in ("/busy", "/bad", "/moved", "/else"):
-            with pytest.raises((InfrastructureFault, DataFault), match=r"Bearer \(the key\)") as caught:
+            with pytest.raises(
+                (InfrastructureFault, DataFault), match=r"Bearer \(the key\)"
+            ) as caught:
                 await c.get(path)
             assert "s3cret" not in str(caught.value)
     assert seen == ["Bearer s3cret"] * 4
@@ -238,13 +249,17 @@ async def test_no_more_requests_are_open_than_allowed_and_a_pause_takes_no_place
     async with client(reply, concurrency=1) as c:
         waiting = asyncio.create_task(c.get("/limited"))
         await limited.wait()
-        assert await asyncio.gather(*(c.get(f"/{i}") for i in range(5))) == [f"/{i}" for i in range(5)]
+        assert await asyncio.gather(*(c.get(f"/{i}") for i in range(5))) == [
+            f"/{i}" for i in range(5)
+        ]
         assert not waiting.done()
         assert await waiting == "/limited"
     assert most == 1
 
 
-async def test_a_missing_key_and_a_key_in_the_url_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_missing_key_and_a_key_in_the_url_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.delenv("TEST_HTTP_KEY", raising=False)
     with pytest.raises(ValueError, match=r"TEST_HTTP_KEY is empty.*http://h"):
         await JsonClient("http://h", api_key_env="TEST_HTTP_KEY").start()

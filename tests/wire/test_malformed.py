@@ -17,10 +17,17 @@ from wire.arrays import decode_body, decode_header, encode
 from wire.faults import WireError
 from wire.messages import SERVICES, GenerateResult, Result, Sample, TrainGroup
 
-KINDS = sorted({kind for pair in SERVICES.values() for kind in pair}, key=lambda kind: kind.__name__)
+KINDS = sorted(
+    {kind for pair in SERVICES.values() for kind in pair}, key=lambda kind: kind.__name__
+)
 WORDS = st.sampled_from(["", "tokens", "int32", "float32", "object", "stop", "\u00e9"])
 VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | WORDS | st.binary(max_size=9),
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.floats()
+    | WORDS
+    | st.binary(max_size=9),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(WORDS, inner, max_size=4),
     max_leaves=8,
 )
@@ -36,7 +43,9 @@ def test_arbitrary_frames_are_a_message_or_a_wire_error(frames: list[bytes]) -> 
 
 
 @given(st.sampled_from(KINDS), st.data())
-def test_arbitrary_fields_are_a_body_or_a_wire_error(kind: type[msgspec.Struct], data: st.DataObject) -> None:
+def test_arbitrary_fields_are_a_body_or_a_wire_error(
+    kind: type[msgspec.Struct], data: st.DataObject
+) -> None:
     fields = {name: data.draw(VALUES) for name in kind.__struct_fields__}
     for arrays in ([], [b"\0" * 8]):
         with contextlib.suppress(WireError):
@@ -76,7 +85,12 @@ def test_an_array_in_foreign_byte_order_is_not_sent_as_if_it_were_native() -> No
 
 def test_several_arrays_find_their_own_frames() -> None:
     samples = [
-        Sample(np.arange(n, dtype=np.int32), np.full(n, -0.5, np.float32), np.full(n, n, np.int32), "stop")
+        Sample(
+            np.arange(n, dtype=np.int32),
+            np.full(n, -0.5, np.float32),
+            np.full(n, n, np.int32),
+            "stop",
+        )
         for n in (0, 3, 5)
     ]
     back = decode_body(encode(Result(1), GenerateResult(samples, 7, 4)), GenerateResult)

@@ -1,4 +1,5 @@
-"""A key may do what its role says and nothing else, and a living worker's name and connection stay its own."""
+"""A key may do what its role says and nothing else, and a living worker's name and connection stay
+its own."""
 
 import asyncio
 import os
@@ -28,13 +29,17 @@ async def thief(request: EchoRequest, call: Call) -> EchoResult:
 
 
 async def answered_by(b: Bench) -> int:
-    return (await b.dispatcher.call("echo", EchoRequest(np.zeros(1, np.float32)), deadline=30)).version
+    return (
+        await b.dispatcher.call("echo", EchoRequest(np.zeros(1, np.float32)), deadline=30)
+    ).version
 
 
 async def refused(b: Bench, name: str, services: list[str], keys: PeerKeys) -> str:
     """Try to register; return the words in which the scheduler refused."""
     with pytest.raises(Rejected) as error:
-        await Service(name, dict.fromkeys(services, thief), 4).run(b.dispatcher.endpoint, keys, signals=False)
+        await Service(name, dict.fromkeys(services, thief), 4).run(
+            b.dispatcher.endpoint, keys, signals=False
+        )
     return str(error.value)
 
 
@@ -57,7 +62,9 @@ async def test_the_same_key_takes_its_name_again_as_a_restarted_worker_does(tmp_
     async with bench(tmp_path) as b:
         await b.work("actor-0", {"echo": thief})
         again = Service("actor-0", {"echo": honest}, 4)
-        b.tasks["again"] = asyncio.create_task(again.run(b.dispatcher.endpoint, b.keys, signals=False))
+        b.tasks["again"] = asyncio.create_task(
+            again.run(b.dispatcher.endpoint, b.keys, signals=False)
+        )
         async with asyncio.timeout(30):
             while not again.registered.is_set():
                 await asyncio.sleep(0.005)
@@ -66,7 +73,9 @@ async def test_the_same_key_takes_its_name_again_as_a_restarted_worker_does(tmp_
 
 
 @pytest.mark.parametrize("role", sorted(ROLES))
-async def test_every_role_offers_its_own_services_and_is_refused_every_other(tmp_path: Path, role: str) -> None:
+async def test_every_role_offers_its_own_services_and_is_refused_every_other(
+    tmp_path: Path, role: str
+) -> None:
     async with bench(tmp_path) as b:
         keys = PeerKeys.load(tmp_path / "keys", role)
         for kind in sorted(set(SERVICES) - {"echo"} - set(ROLES[role])):
@@ -81,13 +90,19 @@ async def test_every_role_offers_its_own_services_and_is_refused_every_other(tmp
 async def test_a_key_for_one_judge_serves_no_other_judge(tmp_path: Path) -> None:
     async with bench(tmp_path) as b:
         _, invitation = b.run_keys.invite("judge.mine", b.dispatcher.endpoint)
-        assert "and not judge.exact_match" in await refused(b, "j", ["judge.mine", "judge.exact_match"], invitation)
+        assert "and not judge.exact_match" in await refused(
+            b, "j", ["judge.mine", "judge.exact_match"], invitation
+        )
         assert "and not judge" in await refused(b, "j", ["judge"], invitation)
 
 
-async def test_a_key_minted_by_another_process_is_good_at_once_and_a_revoked_one_is_sent_away(tmp_path: Path) -> None:
+async def test_a_key_minted_by_another_process_is_good_at_once_and_a_revoked_one_is_sent_away(
+    tmp_path: Path,
+) -> None:
     async with bench(tmp_path, DispatchConfig(heartbeat_s=0.05)) as b:
-        name, invitation = RunKeys.load(tmp_path / "keys").invite("judge.mine", b.dispatcher.endpoint)
+        name, invitation = RunKeys.load(tmp_path / "keys").invite(
+            "judge.mine", b.dispatcher.endpoint
+        )
         guest = Service("guest", {"judge.mine": honest}, 4)
         serving = asyncio.create_task(guest.run(b.dispatcher.endpoint, invitation, signals=False))
         await b.dispatcher.wait_for("judge.mine", 1, 30)
@@ -96,12 +111,16 @@ async def test_a_key_minted_by_another_process_is_good_at_once_and_a_revoked_one
             await asyncio.wait_for(serving, 30)
         assert b.dispatcher.workers() == []
         late = Service("guest", {"judge.mine": honest}, 4, give_up_s=0.5)
-        with pytest.raises(Rejected, match="a key that was not revoked"):  # the handshake itself is refused
+        # the handshake itself is refused
+        with pytest.raises(Rejected, match="a key that was not revoked"):
             await late.run(b.dispatcher.endpoint, invitation, signals=False)
 
 
-async def test_a_message_under_a_lost_workers_identity_is_refused_when_another_key_sends_it(tmp_path: Path) -> None:
-    """The identity is the peer's own choice: only the key that registered may speak for it, whether well or malformed."""
+async def test_a_message_under_a_lost_workers_identity_is_refused_when_another_key_sends_it(
+    tmp_path: Path,
+) -> None:
+    """The identity is the peer's own choice: only the key that registered may speak for it, whether
+    well or malformed."""
     async with bench(tmp_path) as b:
         identity = b"actor-0/1/known"
         victim = Dealer(b.dispatcher.endpoint, b.keys, identity)
@@ -132,7 +151,9 @@ async def test_a_message_under_a_lost_workers_identity_is_refused_when_another_k
         asked.cancel()
 
 
-async def test_a_run_folder_from_before_roles_is_resumed_and_its_shared_key_opens_nothing_more(tmp_path: Path) -> None:
+async def test_a_run_folder_from_before_roles_is_resumed_and_its_shared_key_opens_nothing_more(
+    tmp_path: Path,
+) -> None:
     folder = tmp_path / "keys"
     folder.mkdir()
     pairs = [key for _ in range(2) for key in zmq.curve_keypair()]
@@ -143,7 +164,9 @@ async def test_a_run_folder_from_before_roles_is_resumed_and_its_shared_key_open
         assert b.run_keys.server_public.encode() == pairs[0]
         old = PeerKeys(*(key.decode() for key in (pairs[0], pairs[2], pairs[3])))
         with pytest.raises(Rejected, match="no scheduler answered"):
-            await Service("old", {"echo": thief}, 1, give_up_s=0.5).run(b.dispatcher.endpoint, old, signals=False)
+            await Service("old", {"echo": thief}, 1, give_up_s=0.5).run(
+                b.dispatcher.endpoint, old, signals=False
+            )
         b.tasks["r"] = asyncio.create_task(
             Service("r", {"retrieve": honest}, 1).run(
                 b.dispatcher.endpoint, PeerKeys.load(folder, "retriever"), signals=False
@@ -152,7 +175,9 @@ async def test_a_run_folder_from_before_roles_is_resumed_and_its_shared_key_open
         await b.dispatcher.wait_for("retrieve", 1, 30)
 
 
-def test_a_damaged_key_file_grants_nothing_and_a_name_cannot_leave_the_folder(tmp_path: Path) -> None:
+def test_a_damaged_key_file_grants_nothing_and_a_name_cannot_leave_the_folder(
+    tmp_path: Path,
+) -> None:
     keys = RunKeys.create(tmp_path / "keys")
     pair = keys.mint("mine", ("judge",))
     (tmp_path / "keys" / "peers" / "mine.json").write_text('{"public": 3')
@@ -167,8 +192,12 @@ def test_a_damaged_key_file_grants_nothing_and_a_name_cannot_leave_the_folder(tm
     assert os.path.exists(tmp_path / "outside.json")
 
 
-@pytest.mark.parametrize("service", ["train", "generate", "close", "load", "retrieve", "judge/../x", "nothing", ""])
-def test_nobody_is_invited_to_what_only_the_runs_own_processes_do(tmp_path: Path, service: str) -> None:
+@pytest.mark.parametrize(
+    "service", ["train", "generate", "close", "load", "retrieve", "judge/../x", "nothing", ""]
+)
+def test_nobody_is_invited_to_what_only_the_runs_own_processes_do(
+    tmp_path: Path, service: str
+) -> None:
     with pytest.raises(ValueError, match="no peer can be invited"):
         RunKeys.create(tmp_path / "keys").invite(service, "tcp://127.0.0.1:1")
 
@@ -176,7 +205,9 @@ def test_nobody_is_invited_to_what_only_the_runs_own_processes_do(tmp_path: Path
 async def test_without_keys_on_the_loopback_everybody_may_register() -> None:
     dispatcher = Dispatcher("tcp://127.0.0.1:0", None)
     await dispatcher.start()
-    serving = asyncio.create_task(Service("w", {"echo": honest}, 1).run(dispatcher.endpoint, None, signals=False))
+    serving = asyncio.create_task(
+        Service("w", {"echo": honest}, 1).run(dispatcher.endpoint, None, signals=False)
+    )
     await dispatcher.wait_for("echo", 1, 30)
     serving.cancel()
     await asyncio.gather(serving, return_exceptions=True)

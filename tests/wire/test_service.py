@@ -1,4 +1,5 @@
-"""Every request that a worker accepted gets exactly one Result or Error, unless it was cancelled or moved elsewhere."""
+"""Every request that a worker accepted gets exactly one Result or Error, unless it was cancelled or
+moved elsewhere."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -13,7 +14,18 @@ import pytest
 from tests.services import EchoRequest, EchoResult
 from wire.arrays import Frame, decode_header, encode
 from wire.faults import DataFault, InfrastructureFault
-from wire.messages import Cancel, Drain, Error, Goodbye, Heartbeat, Message, Register, Registered, Request, Result
+from wire.messages import (
+    Cancel,
+    Drain,
+    Error,
+    Goodbye,
+    Heartbeat,
+    Message,
+    Register,
+    Registered,
+    Request,
+    Result,
+)
 from wire.service import PINNED_ROOM, REGISTER_AGAIN, Call, Rejected, Service
 from wire.sockets import Dealer, Router
 
@@ -37,19 +49,24 @@ class Scheduler:
         self.router.send([self.peer, *encode(header, body)])
 
     async def next(self, kind: type[Kind]) -> Kind:
-        """The next message of ``kind``; others before it are skipped, an answer that nobody expects is not."""
+        """The next message of ``kind``; others before it are skipped, an answer that nobody expects
+        is not."""
         async with asyncio.timeout(10):
             while True:
                 header, self.frames = await self.inbox.get()
                 if isinstance(header, kind):
                     return header
-                assert isinstance(header, Heartbeat | Register), f"{header} came instead of {kind.__name__}"
+                assert isinstance(header, Heartbeat | Register), (
+                    f"{header} came instead of {kind.__name__}"
+                )
 
     async def admit(self, admission: str = "first", heartbeat_s: float = 0.02) -> None:
         await self.next(Register)
         self.send(Registered(heartbeat_s, admission))
 
-    def ask(self, number: int, value: float = 0.0, deadline_s: float = 60.0, service: str = "echo") -> None:
+    def ask(
+        self, number: int, value: float = 0.0, deadline_s: float = 60.0, service: str = "echo"
+    ) -> None:
         self.send(Request(number, service, deadline_s), EchoRequest(np.array([value], np.float32)))
 
 
@@ -72,7 +89,9 @@ async def serving(service: Service, endpoint: str) -> AsyncIterator[asyncio.Task
 
 
 @asynccontextmanager
-async def pair(handler: Any, capacity: int = 4, **options: float) -> AsyncIterator[tuple[Scheduler, Service]]:
+async def pair(
+    handler: Any, capacity: int = 4, **options: float
+) -> AsyncIterator[tuple[Scheduler, Service]]:
     scheduler, service = Scheduler(), Service("w", {"echo": handler}, capacity, **options)  # pyright: ignore[reportArgumentType]
     async with serving(service, scheduler.router.endpoint):
         await scheduler.admit()
@@ -82,7 +101,9 @@ async def pair(handler: Any, capacity: int = 4, **options: float) -> AsyncIterat
 
 async def test_a_worker_registers_its_services_and_capacity_and_beats_with_its_stats() -> None:
     scheduler = Scheduler()
-    service = Service("w", {"echo": echo, "load": forever}, 3, stats=lambda: {"decoded_tokens": 7.0})
+    service = Service(
+        "w", {"echo": echo, "load": forever}, 3, stats=lambda: {"decoded_tokens": 7.0}
+    )
     async with serving(service, scheduler.router.endpoint):
         hello = await scheduler.next(Register)
         assert (hello.worker, hello.services, hello.capacity) == ("w", ["echo", "load"], 3)
@@ -174,7 +195,9 @@ async def test_a_request_cancelled_before_its_first_step_leaves_nothing_behind()
         assert not service.calls
 
 
-async def test_a_worker_refuses_what_is_over_its_capacity_and_the_room_for_pinned_requests() -> None:
+async def test_a_worker_refuses_what_is_over_its_capacity_and_the_room_for_pinned_requests() -> (
+    None
+):
     async with pair(forever, capacity=2) as (scheduler, service):
         for number in range(2 + PINNED_ROOM + 1):
             scheduler.ask(number)
@@ -204,7 +227,9 @@ async def test_draining_finishes_what_is_in_flight_and_then_says_goodbye() -> No
 
 async def test_a_worker_without_scheduler_gives_up_with_a_message() -> None:
     with pytest.raises(Rejected, match="w: no scheduler answered for 0 s"):
-        await Service("w", {"echo": echo}, 1, give_up_s=0.3).run("tcp://127.0.0.1:1", None, signals=False)
+        await Service("w", {"echo": echo}, 1, give_up_s=0.3).run(
+            "tcp://127.0.0.1:1", None, signals=False
+        )
 
 
 async def test_a_refused_worker_ends_with_the_schedulers_reason() -> None:
@@ -231,7 +256,9 @@ async def test_a_silent_scheduler_is_asked_again_and_the_open_work_goes_on() -> 
         assert (await scheduler.next(Result)).id == 1
 
 
-async def test_a_worker_whose_connection_broke_is_heard_before_the_scheduler_has_let_the_old_one_go() -> None:
+async def test_a_worker_whose_connection_broke_is_heard_before_the_scheduler_has_let_the_old_one_go() -> (
+    None
+):
     scheduler, heard = Scheduler(), asyncio.Queue[list[Frame]]()
     old = Dealer(scheduler.router.endpoint, None, b"w/1/a")
     old.send(encode(Heartbeat(1, {}, [], 0)))
@@ -259,7 +286,9 @@ async def test_an_old_worker_that_is_asked_to_register_again_has_the_whole_time_
         assert (await scheduler.next(Result)).id == 1
 
 
-async def test_a_new_scheduler_at_the_same_address_finds_the_worker_and_old_work_is_abandoned(tmp_path: Path) -> None:
+async def test_a_new_scheduler_at_the_same_address_finds_the_worker_and_old_work_is_abandoned(
+    tmp_path: Path,
+) -> None:
     entered, stopped = asyncio.Event(), asyncio.Event()
 
     async def first_hangs(request: EchoRequest, call: Call) -> EchoResult:

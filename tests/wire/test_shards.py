@@ -1,4 +1,5 @@
-"""Several schedulers share one stream of tasks and one space of ids: each position and each id belongs to exactly one of them."""
+"""Several schedulers share one stream of tasks and one space of ids: each position and each id
+belongs to exactly one of them."""
 
 from pathlib import Path
 
@@ -12,13 +13,20 @@ COUNTS = st.integers(1, 7)
 
 @given(COUNTS, st.integers(0, 300))
 def test_all_shards_together_draw_what_one_scheduler_would(count: int, draws: int) -> None:
-    drawn = [Shard(number, count).position(draw) for number in range(count) for draw in range(draws)]
+    drawn = [
+        Shard(number, count).position(draw) for number in range(count) for draw in range(draws)
+    ]
     assert sorted(drawn) == list(range(count * draws))
 
 
 @given(COUNTS, st.data())
-def test_a_resumed_shard_goes_on_with_the_draw_behind_its_last(count: int, data: st.DataObject) -> None:
-    shard, draws = Shard(data.draw(st.integers(0, count - 1)), count), data.draw(st.integers(0, 300))
+def test_a_resumed_shard_goes_on_with_the_draw_behind_its_last(
+    count: int, data: st.DataObject
+) -> None:
+    shard, draws = (
+        Shard(data.draw(st.integers(0, count - 1)), count),
+        data.draw(st.integers(0, 300)),
+    )
     last = max((shard.position(draw) for draw in range(draws)), default=-1)
     assert shard.draws(last + 1) == draws
 

@@ -23,7 +23,8 @@ def version(folder: Path, number: int) -> Path:
 
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The URL of a server of the folder ``store``, for which fsspec finds user and password in the environment."""
+    """The URL of a server of the folder ``store``, for which fsspec finds user and password in the
+    environment."""
     (tmp_path / "store").mkdir()
     monkeypatch.setenv("FSSPEC_FTP_USERNAME", ftp.USER)
     monkeypatch.setenv("FSSPEC_FTP_PASSWORD", ftp.PASSWORD)
@@ -42,14 +43,23 @@ def reload_configuration() -> None:
 
 
 @pytest.mark.parametrize("kind", ["file", "ftp"])
-def test_a_version_reaches_a_node_that_does_not_see_the_run_folder(kind: str, server: str, tmp_path: Path) -> None:
-    url, weights = {"file": f"file://{tmp_path}/store/run", "ftp": f"{server}/run"}[kind], tmp_path / "node" / "weights"
+def test_a_version_reaches_a_node_that_does_not_see_the_run_folder(
+    kind: str, server: str, tmp_path: Path
+) -> None:
+    url, weights = (
+        {"file": f"file://{tmp_path}/store/run", "ftp": f"{server}/run"}[kind],
+        tmp_path / "node" / "weights",
+    )
     for number in range(1, 6):
         storage.put(version(tmp_path / "run", number), url, keep=3)
         path = storage.fetched(f"/elsewhere/weights/v{number:06d}", url, weights)
         assert Path(path).parent == weights
         assert (Path(path) / "adapter_model.safetensors").read_bytes() == bytes([number]) * 1000
-    assert sorted(p.name for p in (tmp_path / "store" / "run").iterdir()) == ["v000003", "v000004", "v000005"]
+    assert sorted(p.name for p in (tmp_path / "store" / "run").iterdir()) == [
+        "v000003",
+        "v000004",
+        "v000005",
+    ]
     assert sorted(p.name for p in weights.iterdir()) == ["v000004", "v000005"]
 
 
@@ -68,10 +78,14 @@ def test_a_version_without_its_manifest_is_not_whole_and_leaves_nothing(tmp_path
     assert list(weights.iterdir()) == []
 
 
-def test_an_upload_is_tried_again_and_then_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_upload_is_tried_again_and_then_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(storage, "_PAUSE_S", 0.0)
     (tmp_path / "store").touch()
-    with pytest.raises(OSError, match=r"learner\.publish_url: version v000001 could not be written"):
+    with pytest.raises(
+        OSError, match=r"learner\.publish_url: version v000001 could not be written"
+    ):
         storage.put(version(tmp_path / "run", 1), f"file://{tmp_path}/store/run", keep=3)
 
 
@@ -89,14 +103,19 @@ def test_a_storage_with_errors_of_its_own_costs_a_try_and_no_task(
         storage.check(url)
 
 
-@pytest.mark.parametrize(("kind", "reason"), [("nosuch", "Protocol not known: nosuch"), ("absent", "Install absentfs")])
+@pytest.mark.parametrize(
+    ("kind", "reason"), [("nosuch", "Protocol not known: nosuch"), ("absent", "Install absentfs")]
+)
 def test_a_storage_that_cannot_be_opened_is_refused_with_the_remedy(
     kind: str, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The kind is unknown, or its package is not installed."""
-    monkeypatch.setitem(known_implementations, "absent", {"class": "absentfs.Store", "err": "Install absentfs"})
+    monkeypatch.setitem(
+        known_implementations, "absent", {"class": "absentfs.Store", "err": "Install absentfs"}
+    )
     with pytest.raises(
-        ValueError, match=rf"learner\.publish_url = '{kind}://bucket'.*{reason}.*expected such as 's3://"
+        ValueError,
+        match=rf"learner\.publish_url = '{kind}://bucket'.*{reason}.*expected such as 's3://",
     ):
         storage.check(f"{kind}://bucket")
 
@@ -112,7 +131,9 @@ def test_an_upload_that_fails_and_then_works_is_whole(
     assert "v000001 could not be written to file://" in said
 
 
-def test_an_error_of_our_own_is_not_one_of_the_storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_our_own_is_not_one_of_the_storage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def mistaken(store: AbstractFileSystem, place: str) -> list[str]:
         return [{}["name"]]
 

@@ -46,7 +46,9 @@ def test_numbers_that_do_not_end_or_are_too_long_are_refused(blob: bytes) -> Non
 
 
 @given(st.lists(st.lists(ids, min_size=1, max_size=4), min_size=1, max_size=5))
-def test_joined_supports_are_the_support_of_the_stretches_in_order(stretches: list[list[list[int]]]) -> None:
+def test_joined_supports_are_the_support_of_the_stretches_in_order(
+    stretches: list[list[list[int]]],
+) -> None:
     parts = [decode(encode(stretch), len(stretch)) for stretch in stretches]
     expected = [row for stretch in stretches for row in stretch]
     whole = joined(parts, list(map(len, stretches)))
@@ -66,7 +68,8 @@ def test_has_says_at_which_places_a_token_was_left() -> None:
 
 
 @pytest.mark.parametrize(
-    ("first", "second"), [([[1, 5], [], [7]], [[2], [3, 9]]), ([[], [], []], [[2], []]), ([[4], [], [6]], [[], []])]
+    ("first", "second"),
+    [([[1, 5], [], [7]], [[2], [3, 9]]), ([[], [], []], [[2], []]), ([[4], [], [6]], [[], []])],
 )
 @pytest.mark.parametrize("kept", [0, 2, 3])
 def test_a_forked_action_has_the_support_of_what_it_kept_and_of_what_was_sampled(

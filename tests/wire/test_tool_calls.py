@@ -1,4 +1,5 @@
-"""Tool calls are read as each family writes them; whatever else stands there makes the reply invalid."""
+"""Tool calls are read as each family writes them; whatever else stands there makes the reply
+invalid."""
 
 import json
 
@@ -18,12 +19,22 @@ CALL = ToolCall("look", '{"a": "</x> é"}')
     [
         ("hermes", "Just text.", Parsed("Just text.")),
         ("hermes", f"I look.\n<tool_call>\n{ONE}\n</tool_call>", Parsed("I look.", [CALL])),
-        ("hermes", f"<tool_call>{ONE}</tool_call>\n<tool_call>{ONE}</tool_call>\n", Parsed("", [CALL, CALL])),
-        ("llama3", '<|python_tag|>{"name": "look", "parameters": {"a": "</x> é"}}', Parsed("", [CALL])),
+        (
+            "hermes",
+            f"<tool_call>{ONE}</tool_call>\n<tool_call>{ONE}</tool_call>\n",
+            Parsed("", [CALL, CALL]),
+        ),
+        (
+            "llama3",
+            '<|python_tag|>{"name": "look", "parameters": {"a": "</x> é"}}',
+            Parsed("", [CALL]),
+        ),
         ("mistral", f"Well.[TOOL_CALLS][{ONE}, {ONE}]", Parsed("Well.", [CALL, CALL])),
     ],
 )
-def test_calls_are_read_as_their_family_writes_them(family: str, reply: str, expected: Parsed) -> None:
+def test_calls_are_read_as_their_family_writes_them(
+    family: str, reply: str, expected: Parsed
+) -> None:
     assert parse(reply, family, ["look"]) == expected
 
 
@@ -33,28 +44,42 @@ def test_an_opening_begins_a_call_that_is_read(family: str) -> None:
     end = f' {{"a": 1}}}}{kind.closing}{kind.end}'
     one, several = opening(family, ["look é"]), opening(family, ["look é", "go"])
     assert parse(one + end, family, ["look é"]).calls == [ToolCall("look é", '{"a": 1}')]
-    assert parse(f'{several} "go", "{kind.key}":{end}', family, ["look é", "go"]).calls == [ToolCall("go", '{"a": 1}')]
+    assert parse(f'{several} "go", "{kind.key}":{end}', family, ["look é", "go"]).calls == [
+        ToolCall("go", '{"a": 1}')
+    ]
 
 
 @pytest.mark.parametrize(
     ("reply", "problem"),
     [
-        (f"<tool_call>{ONE}</tool_call> and more", "expected <tool_call> and nothing else there, got 'and more'"),
+        (
+            f"<tool_call>{ONE}</tool_call> and more",
+            "expected <tool_call> and nothing else there, got 'and more'",
+        ),
         (f"<tool_call>{ONE}", "nothing else there"),
         ("<tool_call>{}</tool_call>", 'expected an object of "name" and "arguments"'),
         ("<tool_call>not json</tool_call>", "Expecting value"),
-        ('<tool_call>{"name": "go", "arguments": {}}</tool_call>', "'go' was not offered; there are look"),
+        (
+            '<tool_call>{"name": "go", "arguments": {}}</tool_call>',
+            "'go' was not offered; there are look",
+        ),
         ('<tool_call>{"name": "look", "arguments": "{}"}</tool_call>', "expected an object"),
         ("<tool_call>" + "[" * 100_000 + "</tool_call>", "recursion"),
-        ('<tool_call>{"name": "look", "arguments": {"a": "\\ud800"}}</tool_call>', "surrogates not allowed"),
         (
-            '<tool_call>{"name": "look", "arguments": {"a": %s}}</tool_call>' % ("[" * 100 + "]" * 100),
+            '<tool_call>{"name": "look", "arguments": {"a": "\\ud800"}}</tool_call>',
+            "surrogates not allowed",
+        ),
+        (
+            '<tool_call>{"name": "look", "arguments": {"a": %s}}</tool_call>'
+            % ("[" * 100 + "]" * 100),
             "nested more than",
         ),
         ("<tool_call>", "without a call"),
     ],
 )
-def test_a_call_that_cannot_be_read_makes_the_reply_invalid_and_is_explained(reply: str, problem: str) -> None:
+def test_a_call_that_cannot_be_read_makes_the_reply_invalid_and_is_explained(
+    reply: str, problem: str
+) -> None:
     parsed = parse(reply, "hermes", ["look"])
     assert (parsed.text, parsed.calls) == (reply, [])
     assert problem in parsed.problem
@@ -78,8 +103,14 @@ def test_without_tools_a_mark_is_text() -> None:
     assert parse(f"<tool_call>{ONE}</tool_call>", "hermes", []).calls == []
 
 
-@given(st.sampled_from(sorted(FAMILIES)), st.text(), st.dictionaries(st.text(), st.integers() | st.text()))
-def test_what_is_read_is_what_was_written(family: str, text: str, arguments: dict[str, object]) -> None:
+@given(
+    st.sampled_from(sorted(FAMILIES)),
+    st.text(),
+    st.dictionaries(st.text(), st.integers() | st.text()),
+)
+def test_what_is_read_is_what_was_written(
+    family: str, text: str, arguments: dict[str, object]
+) -> None:
     kind = FAMILIES[family]
     written = json.dumps({"name": "look", kind.key: arguments})
     calls = {
@@ -107,7 +138,11 @@ def test_the_family_is_that_of_the_template() -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("thought", ["<think> a <tool_call> b </think>", " a <tool_call> b </think>"])
+@pytest.mark.parametrize(
+    "thought", ["<think> a <tool_call> b </think>", " a <tool_call> b </think>"]
+)
 def test_a_thought_is_neither_text_nor_calls(thought: str) -> None:
-    parsed = parse(thought + ' 7 <tool_call>{"name": "look", "arguments": {}}</tool_call>', "hermes", ["look"])
+    parsed = parse(
+        thought + ' 7 <tool_call>{"name": "look", "arguments": {}}</tool_call>', "hermes", ["look"]
+    )
     assert (parsed.think, parsed.text, len(parsed.calls)) == ("a <tool_call> b", "7", 1)

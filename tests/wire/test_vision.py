@@ -1,4 +1,5 @@
-"""Tokens, positions and pixel values of pictures, against the processor and the positions of transformers."""
+"""Tokens, positions and pixel values of pictures, against the processor and the positions of
+transformers."""
 
 import io
 from pathlib import Path
@@ -79,10 +80,16 @@ def test_positions_are_those_of_transformers(folder: Path, seed: int) -> None:
     pictures = {n: squares(n, *rng.integers(1, 5, 2)) for n in range(1, 4)}
     pieces = [np.arange(rng.integers(1, 6))]
     for number in rng.integers(1, 4, seed):
-        pieces += [ids(int(number), int(np.prod(seen.grid(pictures[int(number)])))), np.arange(rng.integers(1, 6))]
+        pieces += [
+            ids(int(number), int(np.prod(seen.grid(pictures[int(number)])))),
+            np.arange(rng.integers(1, 6)),
+        ]
     tokens = np.concatenate(pieces)
     model = vision.load(folder, torch.float32, "eager")
-    grid = [[1, 2 * rows, 2 * columns] for rows, columns in (seen.grid(pictures[run.number]) for run in runs(tokens))]
+    grid = [
+        [1, 2 * rows, 2 * columns]
+        for rows, columns in (seen.grid(pictures[run.number]) for run in runs(tokens))
+    ]
     expected, delta = model.model.get_rope_index(
         torch.from_numpy(tokens)[None].clamp(min=0),
         torch.from_numpy(tokens < 0)[None].int(),
@@ -97,7 +104,9 @@ def test_wrong_pictures_are_refused(seeing: Path, llama: Path, tmp_path: Path) -
     seen = Vision.of(seeing)
     assert seen is not None
     tokens = np.concatenate([np.arange(2), ids(1, 4)])
-    with pytest.raises(ValueError, match=r"pictures \[1\] are in the prefix and their bytes are not"):
+    with pytest.raises(
+        ValueError, match=r"pictures \[1\] are in the prefix and their bytes are not"
+    ):
         seen.sequence(tokens, {0: squares(0)})
     with pytest.raises(ValueError, match="has 4 tokens in the prefix: expected 3 x 2"):
         seen.sequence(tokens, {1: squares(0, 3, 2)})

@@ -24,7 +24,8 @@ from wire.service import Call
 from wire.sockets import Router
 
 ARRAYS = hnp.arrays(
-    st.sampled_from(sorted(DTYPES)).map(np.dtype), hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=5)
+    st.sampled_from(sorted(DTYPES)).map(np.dtype),
+    hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=5),
 )
 
 
@@ -38,7 +39,9 @@ def test_arrays_survive_the_wire_with_dtype_and_shape(array: np.ndarray) -> None
 
 
 @pytest.mark.parametrize("length", [10, SMALL // 4])
-def test_neither_way_copies_a_large_array_and_a_small_one_keeps_no_message_alive(length: int) -> None:
+def test_neither_way_copies_a_large_array_and_a_small_one_keeps_no_message_alive(
+    length: int,
+) -> None:
     array = np.arange(length, dtype=np.int32)
     frames = encode(Result(1), EchoRequest(array))
     assert np.shares_memory(np.frombuffer(frames[2], np.int32), array) == (array.nbytes >= SMALL)
@@ -133,14 +136,19 @@ async def test_a_stranger_without_the_runs_keys_never_reaches_the_decoder(tmp_pa
         context.term()
 
 
-async def test_garbage_from_a_peer_with_keys_drops_that_peer_and_harms_no_other(tmp_path: Path) -> None:
+async def test_garbage_from_a_peer_with_keys_drops_that_peer_and_harms_no_other(
+    tmp_path: Path,
+) -> None:
     async with bench(tmp_path) as b:
         await b.work("honest", {"echo": echo})
         context = zmq.asyncio.Context()
         socket = context.socket(zmq.DEALER)
         socket.linger = 0
         socket.curve_serverkey = b.keys.server_public.encode()
-        socket.curve_publickey, socket.curve_secretkey = b.keys.public.encode(), b.keys.secret.encode()
+        socket.curve_publickey, socket.curve_secretkey = (
+            b.keys.public.encode(),
+            b.keys.secret.encode(),
+        )
         socket.connect(b.dispatcher.endpoint)
         rng = np.random.default_rng(0)
         garbage = [[rng.bytes(n)] for n in (0, 1, 50, 5000)] + [[b"\x81\xa4type"] * 50]
@@ -155,7 +163,9 @@ async def test_garbage_from_a_peer_with_keys_drops_that_peer_and_harms_no_other(
         context.term()
 
 
-async def test_a_request_that_only_a_scheduler_sends_gets_its_sender_dropped(tmp_path: Path) -> None:
+async def test_a_request_that_only_a_scheduler_sends_gets_its_sender_dropped(
+    tmp_path: Path,
+) -> None:
     async with bench(tmp_path) as b:
         service = await b.work("odd", {"echo": echo})
         service.send(Request(1, "echo", 1.0), EchoRequest(np.zeros(1, np.float32)))

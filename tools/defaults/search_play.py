@@ -1,8 +1,10 @@
-"""Warm start of the tiny search policy: from random behaviour on made-up countries it learns the notation, and no skill.
+"""Warm start of the tiny search policy: from random behaviour on made-up countries it learns the
+notation, and no skill.
 
-Names, values and passages are drawn at random from the vocabulary, so no fact of the corpus is taught. Each turn takes one of many
-actions: search for the right fact, for half of it or for something else, answer too early, or answer with any name that was shown.
-Which of these actions pays is left to reinforcement learning. The tokens are exactly those of a rollout.
+Names, values and passages are drawn at random from the vocabulary, so no fact of the corpus is
+taught. Each turn takes one of many actions: search for the right fact, for half of it or for
+something else, answer too early, or answer with any name that was shown. Which of these actions
+pays is left to reinforcement learning. The tokens are exactly those of a rollout.
 """
 
 import random
@@ -27,13 +29,15 @@ ANSWERS = (0.05, 0.5)
 QUERIES = {"right": 0.6, "subject": 0.15, "field": 0.1, "other": 0.15}
 """The shares of queries by what they name."""
 ANSWERED = {"first": 0.65, "second": 0.12, "title": 0.1, "asked": 0.13}
-"""The shares of answers by what they name: the value of the first or second passage shown, a title shown, a name of the question."""
+"""The shares of answers by what they name: the value of the first or second passage shown, a title
+shown, a name of the question."""
 NEED, LOOK = " I need the {field} of{subject}. ", " I look it up. "
 FOUND, KNOWN = " The {field} is{value}. ", " I know it. "
 
 
 class Wanted(msgspec.Struct):
-    """The fact that has to be found next: a field of a subject (" Name"), with the title and value that the right search returns."""
+    """The fact that has to be found next: a field of a subject (" Name"), with the title and value
+    that the right search returns."""
 
     subject: str
     field: str
@@ -42,7 +46,8 @@ class Wanted(msgspec.Struct):
 
 
 class Notation(Protocol):
-    """How a kind of episode is written. topk: the passages that a search shows. shown: everything on which the texts depend."""
+    """How a kind of episode is written. topk: the passages that a search shows. shown: everything
+    on which the texts depend."""
 
     topk: int
     shown: list[Any]
@@ -80,7 +85,12 @@ class Tags:
 
 
 def search_play(
-    text: Text, notation: Notation, names: Sequence[str], fields: Sequence[str], count: int, config: WarmStart
+    text: Text,
+    notation: Notation,
+    names: Sequence[str],
+    fields: Sequence[str],
+    count: int,
+    config: WarmStart,
 ) -> list[Example]:
     """Return ``count`` turns, shuffled, of random episodes."""
     rng = random.Random(config.seed)
@@ -92,8 +102,21 @@ def search_play(
 
 
 class _Episode:
-    def __init__(self, text: Text, notation: Notation, names: Sequence[str], fields: Sequence[str], rng: random.Random):
-        self.text, self.notation, self.names, self.fields, self.rng = text, notation, names, fields, rng
+    def __init__(
+        self,
+        text: Text,
+        notation: Notation,
+        names: Sequence[str],
+        fields: Sequence[str],
+        rng: random.Random,
+    ):
+        self.text, self.notation, self.names, self.fields, self.rng = (
+            text,
+            notation,
+            names,
+            fields,
+            rng,
+        )
         self.tokens: list[int] = []
         self.examples: list[Example] = []
         self.shown: list[Passage] = []
@@ -140,9 +163,13 @@ class _Episode:
         self._act(self.notation.searched(think, query))
         passages = [self._passage() for _ in range(self.notation.topk)]
         if kind == "right":
-            passages[0] = Passage("", wanted.title, f"{wanted.field.capitalize()}: {wanted.value}", 1.0)
+            passages[0] = Passage(
+                "", wanted.title, f"{wanted.field.capitalize()}: {wanted.value}", 1.0
+            )
         elif kind == "subject":
-            passages = [msgspec.structs.replace(passage, title=wanted.title) for passage in passages]
+            passages = [
+                msgspec.structs.replace(passage, title=wanted.title) for passage in passages
+            ]
         if rng.random() < 0.2:
             rng.shuffle(passages)
         self.shown = passages
@@ -175,7 +202,8 @@ class _Episode:
 def ensure_search_play(
     model: Path, corpus: Path, notation: Notation, config: WarmStart, cache: Path, threads: int
 ) -> Path:
-    """Return the warm-started model, cached by everything it depends on, or ``model`` itself when config.steps is 0."""
+    """Return the warm-started model, cached by everything it depends on, or ``model`` itself when
+    config.steps is 0."""
     mixture = [COOLDOWN, TURNS, ANSWERS, QUERIES, ANSWERED, NEED, LOOK, FOUND, KNOWN]
     recipe = [*notation.shown, msgspec.to_builtins(config), mixture]
 

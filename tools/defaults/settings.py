@@ -15,9 +15,11 @@ def cache_folder() -> Path:
 
 
 class WarmStart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Section [warm_start]. steps = 0 switches the warm start off. two_hop: share of two-hop questions among the traces' questions.
+    """Section [warm_start]. steps = 0 switches the warm start off. two_hop: share of two-hop
+    questions among the traces' questions.
 
-    skill: the share of a game's moves that are good ones (``Game.good_moves``) instead of random ones.
+    skill: the share of a game's moves that are good ones (``Game.good_moves``) instead of random
+    ones.
     """
 
     steps: Natural = 7

@@ -1,6 +1,8 @@
-"""The tiny search policy for agents: it calls a tool instead of writing search tags, and answers in plain text.
+"""The tiny search policy for agents: it calls a tool instead of writing search tags, and answers in
+plain text.
 
-Its warm start is that of ``search_play`` in this notation: random calls about made-up countries, with which it learns how a call is written and no skill.
+Its warm start is that of ``search_play`` in this notation: random calls about made-up countries,
+with which it learns how a call is written and no skill.
 """
 
 from pathlib import Path
@@ -14,7 +16,8 @@ from wire.messages import Passage
 NAME = "tiny-agent"
 """The value of ``model.name`` that selects this policy."""
 INSTRUCTIONS = "Answer the question."
-"""The system message of the warm start. An agent that sends another one begins with a policy that has never read it."""
+"""The system message of the warm start. An agent that sends another one begins with a policy that
+has never read it."""
 SEARCH = {"type": "function", "function": {"name": "search", "parameters": {"type": "object"}}}
 CALL, CALLED = '<tool_call>{"name": "search", "arguments": {"query": "', '"}}</tool_call>'
 """What stands around a query. Each is one token of plain text, which decoding keeps."""
@@ -34,7 +37,8 @@ END = "</s>"
 
 
 def make_tiny_agent(folder: Path, corpus: Path) -> Path:
-    """Write a model folder with random weights, tokenizer and chat template, of about 0.6 million parameters."""
+    """Write a model folder with random weights, tokenizer and chat template, of about 0.6 million
+    parameters."""
     words = tokenizer(*names_and_fields(corpus), f"Tool: search {INSTRUCTIONS}")
     words.add_tokens([tokenizers.AddedToken(text, normalized=False) for text in (CALL, CALLED)])  # pyright: ignore[reportArgumentType]
     words.chat_template = TEMPLATE
@@ -42,14 +46,18 @@ def make_tiny_agent(folder: Path, corpus: Path) -> Path:
 
 
 class Calls:
-    """The notation of an agent that searches with a tool and answers in plain text (``search_play.Notation``)."""
+    """The notation of an agent that searches with a tool and answers in plain text
+    (``search_play.Notation``)."""
 
     def __init__(self):
         self.topk, self.shown = TOPK, [NAME, TOPK, INSTRUCTIONS, SEARCH, CALL, CALLED]
 
     def opening(self, text: Text, question: str) -> str:
         """Return the prompt, as an agent's first request is rendered."""
-        messages = [{"role": "system", "content": INSTRUCTIONS}, {"role": "user", "content": question}]
+        messages = [
+            {"role": "system", "content": INSTRUCTIONS},
+            {"role": "user", "content": question},
+        ]
         return text.prompt(messages, tools=[SEARCH])
 
     def searched(self, think: str, query: str) -> str:
@@ -58,7 +66,9 @@ class Calls:
 
     def results(self, passages: list[Passage]) -> str:
         """Return what stands between a call and the next reply."""
-        documents = "\n".join(f"Doc {i}(Title: {p.title}) {p.text}" for i, p in enumerate(passages, 1))
+        documents = "\n".join(
+            f"Doc {i}(Title: {p.title}) {p.text}" for i, p in enumerate(passages, 1)
+        )
         return f"\n{documents}\n"
 
     def answered(self, think: str, answer: str) -> str:

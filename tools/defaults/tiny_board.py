@@ -1,7 +1,9 @@
-"""A policy so small that two CPU cores train it in minutes: a Llama with random weights that reads and writes characters.
+"""A policy so small that two CPU cores train it in minutes: a Llama with random weights that reads
+and writes characters.
 
-Each printable ASCII character, the newline and each action tag is one token, so that a move is a handful of tokens. The policy knows
-nothing: ``legal_play`` teaches it the notation and the rules, and all skill is left to reinforcement learning.
+Each printable ASCII character, the newline and each action tag is one token, so that a move is a
+handful of tokens. The policy knows nothing: ``legal_play`` teaches it the notation and the rules,
+and all skill is left to reinforcement learning.
 """
 
 import string
@@ -22,15 +24,18 @@ TAGS = ("<action>", "</action>")
 """Each tag is one token of plain text, which decoding keeps."""
 CHARACTERS = "\n" + "".join(sorted(set(string.printable) - set(string.whitespace) | {" "}))
 INITIAL = 0.12
-"""Standard deviation of the initial weights. With the usual 0.02, attention starts uniform and for long singles out no cell."""
+"""Standard deviation of the initial weights. With the usual 0.02, attention starts uniform and for
+long singles out no cell."""
 ROPE_BASE = 100.0
-"""Base of the rotary wavelengths. It is small because a board is tens of characters away, not thousands."""
+"""Base of the rotary wavelengths. It is small because a board is tens of characters away, not
+thousands."""
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{{ '\\n' }}{% endfor %}"
 """Writes a newline after each message, so that the policy's turn is a new line."""
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """Return the character tokenizer. Text of ``CHARACTERS`` and ``TAGS`` survives encoding and decoding unchanged."""
+    """Return the character tokenizer. Text of ``CHARACTERS`` and ``TAGS`` survives encoding and
+    decoding unchanged."""
     vocabulary = {token: i for i, token in enumerate((*SPECIAL, *CHARACTERS))}
     core = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, [], unk_token="<unk>"))
     core.decoder = tokenizers.decoders.Fuse()  # pyright: ignore
@@ -49,9 +54,15 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_tiny_policy(
-    folder: Path, seed: int = 0, hidden: int = 128, layers: int = 4, heads: int = 16, intermediate: int = 256
+    folder: Path,
+    seed: int = 0,
+    hidden: int = 128,
+    layers: int = 4,
+    heads: int = 16,
+    intermediate: int = 256,
 ) -> Path:
-    """Write a model folder with random weights, tokenizer and chat template. The default sizes give 0.7 million parameters."""
+    """Write a model folder with random weights, tokenizer and chat template. The default sizes give
+    0.7 million parameters."""
     shape = {"hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads}
     shape |= {"intermediate_size": intermediate}
     return save_random(folder, tokenizer(), seed, shape, initial=INITIAL, rope_base=ROPE_BASE)
@@ -66,7 +77,8 @@ def save_random(
     rope_base: float,
     prepare: Callable[[Any], None] = lambda model: None,
 ) -> Path:
-    """Save a Llama with random weights and its tokenizer (``words``) as a model folder. prepare: changes the weights before saving."""
+    """Save a Llama with random weights and its tokenizer (``words``) as a model folder. prepare:
+    changes the weights before saving."""
     import torch
     from transformers import AutoModelForCausalLM, LlamaConfig
 

@@ -1,9 +1,12 @@
-"""A policy so small that two CPU cores train it many times: a Llama with random weights and one token per name of the default corpus.
+"""A policy so small that two CPU cores train it many times: a Llama with random weights and one
+token per name of the default corpus.
 
-The rest of the vocabulary is byte-level BPE over the words of questions, passages and actions. A query is then two tokens and an answer
-one, so the policy copies a name without spelling it. Each attention layer starts by writing back what it reads (its output matrix is the
-transpose of its orthogonal value matrix), so that the policy has only to learn where to look; other initial weights needed many times
-as many steps. The policy knows nothing: ``search_play`` teaches it the notation with made-up countries.
+The rest of the vocabulary is byte-level BPE over the words of questions, passages and actions. A
+query is then two tokens and an answer one, so the policy copies a name without spelling it. Each
+attention layer starts by writing back what it reads (its output matrix is the transpose of its
+orthogonal value matrix), so that the policy has only to learn where to look; other initial weights
+needed many times as many steps. The policy knows nothing: ``search_play`` teaches it the notation
+with made-up countries.
 """
 
 import json
@@ -19,7 +22,9 @@ from tools.defaults.tiny_board import TEMPLATE, save_random
 NAME = "tiny-search"
 """The value of ``model.name`` that selects this policy."""
 SPECIAL = ("<s>", "</s>", "<pad>")
-TAGS = tuple(f"<{end}{tag}>" for tag in ("think", "search", "answer", "information") for end in ("", "/"))
+TAGS = tuple(
+    f"<{end}{tag}>" for tag in ("think", "search", "answer", "information") for end in ("", "/")
+)
 """Each tag is one token of plain text, which decoding keeps."""
 SENTENCES = (
     "Question: What is the of the country whose is ?",
@@ -30,7 +35,8 @@ SENTENCES = (
 )
 """Sentences whose words become tokens, in addition to the fields of the corpus."""
 INITIAL = 0.05
-"""Standard deviation of the other initial weights. With the usual 0.02, attention stays uniform for long."""
+"""Standard deviation of the other initial weights. With the usual 0.02, attention stays uniform for
+long."""
 WRITTEN = 0.5
 """The share of its input that an attention layer writes back at the start."""
 ROPE_BASE = 1000.0
@@ -38,7 +44,8 @@ ROPE_BASE = 1000.0
 
 
 def names_and_fields(corpus: Path) -> tuple[list[str], list[str]]:
-    """Return, each sorted, the distinct names (titles and values) and the distinct fields of a corpus of one-fact passages."""
+    """Return, each sorted, the distinct names (titles and values) and the distinct fields of a
+    corpus of one-fact passages."""
     names: set[str] = set()
     fields: set[str] = set()
     for line in corpus.read_text().splitlines():
@@ -50,7 +57,8 @@ def names_and_fields(corpus: Path) -> tuple[list[str], list[str]]:
 
 
 def tokenizer(names: list[str], fields: list[str], *sentences: str) -> PreTrainedTokenizerFast:
-    """Return the tokenizer. Any text survives encoding and decoding unchanged, and " Name" is one token. sentences: whose words are tokens too."""
+    """Return the tokenizer. Any text survives encoding and decoding unchanged, and " Name" is one
+    token. sentences: whose words are tokens too."""
     core = tokenizers.Tokenizer(tokenizers.models.BPE())
     core.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore
     core.decoder = tokenizers.decoders.ByteLevel()  # pyright: ignore
@@ -65,7 +73,11 @@ def tokenizer(names: list[str], fields: list[str], *sentences: str) -> PreTraine
     core.add_tokens([tokenizers.AddedToken(tag, normalized=False) for tag in TAGS])
     core.add_tokens([tokenizers.AddedToken(f" {name}", normalized=False) for name in names])
     wrapped = PreTrainedTokenizerFast(
-        tokenizer_object=core, bos_token="<s>", eos_token="</s>", pad_token="<pad>", clean_up_tokenization_spaces=False
+        tokenizer_object=core,
+        bos_token="<s>",
+        eos_token="</s>",
+        pad_token="<pad>",
+        clean_up_tokenization_spaces=False,
     )
     wrapped.chat_template = TEMPLATE
     return wrapped
@@ -80,11 +92,14 @@ def make_tiny_search(
     heads: int = 4,
     words: PreTrainedTokenizerFast | None = None,
 ) -> Path:
-    """Write a model folder with random weights, tokenizer and chat template, of about 0.6 million parameters. words: another tokenizer."""
+    """Write a model folder with random weights, tokenizer and chat template, of about 0.6 million
+    parameters. words: another tokenizer."""
     shape = {"hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads}
     shape |= {"intermediate_size": 2 * hidden}
     words = tokenizer(*names_and_fields(corpus)) if words is None else words
-    return save_random(folder, words, seed, shape, initial=INITIAL, rope_base=ROPE_BASE, prepare=_write_back)
+    return save_random(
+        folder, words, seed, shape, initial=INITIAL, rope_base=ROPE_BASE, prepare=_write_back
+    )
 
 
 def _write_back(model: Any) -> None:

@@ -1,7 +1,8 @@
-"""Supervised warm start: a few steps on synthetic traces, stopped early on purpose, after which the policy writes usable actions.
+"""Supervised warm start: a few steps on synthetic traces, stopped early on purpose, after which the
+policy writes usable actions.
 
-Traces use only the warm split (no entity of the held-out split) and the passages of the real index, in exactly the token format of a
-rollout. The loss covers the action tokens alone.
+Traces use only the warm split (no entity of the held-out split) and the passages of the real index,
+in exactly the token format of a rollout. The loss covers the action tokens alone.
 """
 
 import hashlib
@@ -35,9 +36,14 @@ _BRIDGE = (
     "Let me find out what has the {field} {value}.",
 )
 DTYPE = "float32"
-"""Number type of every warm start, so that machines agree. Training in bfloat16 gives a fifth of the weights other values on another
-processor. In float32 only the order of sums differs, and after saving in bfloat16 two of 100,000 weights differ (docs/engines.md)."""
-_KNOWN = ("The {field} is {value}.", "It says that the {field} of {title} is {value}.", "Now I know: {value}.")
+"""Number type of every warm start, so that machines agree. Training in bfloat16 gives a fifth of
+the weights other values on another processor. In float32 only the order of sums differs, and after
+saving in bfloat16 two of 100,000 weights differ (docs/engines.md)."""
+_KNOWN = (
+    "The {field} is {value}.",
+    "It says that the {field} of {title} is {value}.",
+    "Now I know: {value}.",
+)
 
 
 class _Row(msgspec.Struct):
@@ -48,23 +54,35 @@ class _Row(msgspec.Struct):
 
 
 def traces(
-    rows: Sequence[_Row], text: Text, environment: SearchQA, index: Index, count: int, config: WarmStart
+    rows: Sequence[_Row],
+    text: Text,
+    environment: SearchQA,
+    index: Index,
+    count: int,
+    config: WarmStart,
 ) -> list[Example]:
     """Return ``count`` single turns, shuffled, of synthetic episodes."""
     rng = random.Random(config.seed)
     by_hops = {
-        hops: rng.sample([r for r in rows if r.hops == hops], k=sum(r.hops == hops for r in rows)) for hops in (1, 2)
+        hops: rng.sample([r for r in rows if r.hops == hops], k=sum(r.hops == hops for r in rows))
+        for hops in (1, 2)
     }
     examples: list[Example] = []
     while len(examples) < count and any(by_hops.values()):
         wanted = 2 if rng.random() < config.two_hop else 1
-        examples += _episode((by_hops[wanted] or by_hops[3 - wanted]).pop(), text, environment, index, rng)
+        examples += _episode(
+            (by_hops[wanted] or by_hops[3 - wanted]).pop(), text, environment, index, rng
+        )
     rng.shuffle(examples)
     return examples[:count]
 
 
-def _episode(row: _Row, text: Text, environment: SearchQA, index: Index, rng: random.Random) -> list[Example]:
-    prompt = text.prompt([{"role": "user", "content": environment.template.replace("{question}", row.question)}])
+def _episode(
+    row: _Row, text: Text, environment: SearchQA, index: Index, rng: random.Random
+) -> list[Example]:
+    prompt = text.prompt(
+        [{"role": "user", "content": environment.template.replace("{question}", row.question)}]
+    )
     tokens, examples = text.encode(prompt).tolist(), []
 
     def turn(action: str) -> None:
@@ -101,7 +119,8 @@ def ensure_warm_start(
     cache: Path,
     threads: int,
 ) -> Path:
-    """Return the warm-started model, cached by everything it depends on, or ``model`` itself when config.steps is 0."""
+    """Return the warm-started model, cached by everything it depends on, or ``model`` itself when
+    config.steps is 0."""
     if config.steps == 0:
         return model
     source = facts / "warm.jsonl"
@@ -110,18 +129,34 @@ def ensure_warm_start(
     out = cache / "warm_start" / key
     if (out / "config.json").is_file():
         return out
-    print(f"supervised warm start, {config.steps} steps of {config.rows} examples (cached afterwards)", flush=True)
-    torch.set_num_threads(threads)
-    rows = [msgspec.json.decode(line, type=_Row) for line in source.read_bytes().splitlines() if line.strip()]
-    examples = traces(
-        rows, Text(str(model)), environment, Index(index, Encoder(encoder, threads)), config.steps * config.rows, config
+    print(
+        f"supervised warm start, {config.steps} steps of {config.rows} examples (cached afterwards)",
+        flush=True,
     )
-    recipe = Recipe(steps=config.steps, batch=config.rows, lr=config.lr, warmup=config.warmup, dtype=DTYPE)
+    torch.set_num_threads(threads)
+    rows = [
+        msgspec.json.decode(line, type=_Row)
+        for line in source.read_bytes().splitlines()
+        if line.strip()
+    ]
+    examples = traces(
+        rows,
+        Text(str(model)),
+        environment,
+        Index(index, Encoder(encoder, threads)),
+        config.steps * config.rows,
+        config,
+    )
+    recipe = Recipe(
+        steps=config.steps, batch=config.rows, lr=config.lr, warmup=config.warmup, dtype=DTYPE
+    )
     _learn(model, examples, out, recipe, threads)
     return out
 
 
-def _learn(model: Path, examples: Sequence[Example], out: Path, recipe: Recipe, threads: int) -> None:
+def _learn(
+    model: Path, examples: Sequence[Example], out: Path, recipe: Recipe, threads: int
+) -> None:
     try:
         apart(fine_tune, model, examples, out, recipe, threads)
     except Killed:
@@ -131,8 +166,8 @@ def _learn(model: Path, examples: Sequence[Example], out: Path, recipe: Recipe, 
 
 
 COOLDOWN = 0.4
-"""The share of a tiny policy's steps, at the end, over which the learning rate falls to 0. Without it a few per cent of the actions stay
-unusable."""
+"""The share of a tiny policy's steps, at the end, over which the learning rate falls to 0. Without
+it a few per cent of the actions stay unusable."""
 
 
 def from_play(
@@ -145,9 +180,11 @@ def from_play(
     cache: Path,
     threads: int,
 ) -> Path:
-    """Return ``model`` after it has learnt from random play, or ``model`` itself when config.steps is 0.
+    """Return ``model`` after it has learnt from random play, or ``model`` itself when config.steps
+    is 0.
 
-    The result is cached by ``recipe`` and by the bytes of ``sources`` and of the model. examples: makes as many examples as asked for.
+    The result is cached by ``recipe`` and by the bytes of ``sources`` and of the model. examples:
+    makes as many examples as asked for.
     """
     if config.steps == 0:
         return model
@@ -157,10 +194,18 @@ def from_play(
     out = cache / "warm_start" / digest.hexdigest()[:16]
     if (out / "config.json").is_file():
         return out
-    print(f"warm start on {play}, {config.steps} steps of {config.rows} examples (cached afterwards)", flush=True)
+    print(
+        f"warm start on {play}, {config.steps} steps of {config.rows} examples (cached afterwards)",
+        flush=True,
+    )
     cooldown = int(COOLDOWN * config.steps)
     trained = Recipe(
-        steps=config.steps, batch=config.rows, lr=config.lr, warmup=config.warmup, cooldown=cooldown, dtype=DTYPE
+        steps=config.steps,
+        batch=config.rows,
+        lr=config.lr,
+        warmup=config.warmup,
+        cooldown=cooldown,
+        dtype=DTYPE,
     )
     _learn(model, examples(config.steps * config.rows), out, trained, threads)
     return out

@@ -1,7 +1,9 @@
-"""An extension of griffe, which reads the docstrings for the reference: fields and parameters become tables.
+"""An extension of griffe, which reads the docstrings for the reference: fields and parameters
+become tables.
 
-The docstrings of this project describe fields in their text: "count: how many there are. seed: of the draws." Each field, with its type and
-its default, becomes a row of a table; what stands before the first field stays text.
+The docstrings of this project describe fields in their text: "count: how many there are. seed: of
+the draws." Each field, with its type and its default, becomes a row of a table; what stands before
+the first field stays text.
 """
 
 import re
@@ -13,7 +15,8 @@ _ENTRY = r"(?:^|(?<=[.;:]\s))((?:%s)(?:,\s(?:%s))*):\s"
 
 
 def described(text: str, names: list[str]) -> tuple[str, dict[str, str]]:
-    """Split a docstring into its text and the descriptions of ``names``; names that share one ("epochs, minibatches: ..") each get it.
+    """Split a docstring into its text and the descriptions of ``names``; names that share one
+    ("epochs, minibatches: ..") each get it.
 
     A description ends before the next name, and at the end of its paragraph.
     """
@@ -23,12 +26,15 @@ def described(text: str, names: list[str]) -> tuple[str, dict[str, str]]:
         start, *entries = re.split(_ENTRY % (either, either), paragraph)
         paragraphs.append(start.strip())
         for together, description in zip(entries[::2], entries[1::2], strict=True):
-            descriptions |= dict.fromkeys(re.split(r",\s", together), description.strip().rstrip(";"))
+            descriptions |= dict.fromkeys(
+                re.split(r",\s", together), description.strip().rstrip(";")
+            )
     return "\n\n".join(filter(None, paragraphs)), descriptions
 
 
 def readable(text: str) -> str:
-    """Return the text of a docstring as Markdown: drawings and indented examples as code, and tags such as <think> as they are written."""
+    """Return the text of a docstring as Markdown: drawings and indented examples as code, and tags
+    such as <think> as they are written."""
     blocks = re.split(r"\n\s*\n", text)
     return "\n\n".join(
         f"```text\n{block}\n```"
@@ -39,7 +45,8 @@ def readable(text: str) -> str:
 
 
 class Fields(griffe.Extension):
-    """Gives mkdocstrings the sections of each docstring. griffe calls it for every object that it has read."""
+    """Gives mkdocstrings the sections of each docstring. griffe calls it for every object that it
+    has read."""
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         if obj.docstring is not None:
@@ -47,20 +54,37 @@ class Fields(griffe.Extension):
 
 
 def sections(thing: griffe.Object, docstring: str) -> list[griffe.DocstringSection]:
-    """Return the text of a docstring and, below it, a table of the parameters that it describes or of the fields of a class."""
+    """Return the text of a docstring and, below it, a table of the parameters that it describes or
+    of the fields of a class."""
     table = list[griffe.DocstringParameter]()
     if isinstance(thing, griffe.Function):
-        docstring, descriptions = described(docstring, [parameter.name for parameter in thing.parameters])
-        described_ones = [parameter for parameter in thing.parameters if parameter.name in descriptions]
-        table = [_row(one.name, one.annotation, one.default, descriptions[one.name]) for one in described_ones]
+        docstring, descriptions = described(
+            docstring, [parameter.name for parameter in thing.parameters]
+        )
+        described_ones = [
+            parameter for parameter in thing.parameters if parameter.name in descriptions
+        ]
+        table = [
+            _row(one.name, one.annotation, one.default, descriptions[one.name])
+            for one in described_ones
+        ]
     elif isinstance(thing, griffe.Class):
-        own = [field for name, field in thing.attributes.items() if name[0] != "_" and "property" not in field.labels]
+        own = [
+            field
+            for name, field in thing.attributes.items()
+            if name[0] != "_" and "property" not in field.labels
+        ]
         docstring, descriptions = described(docstring, [field.name for field in own])
         for field in own:
             described_here = field.docstring.value if field.docstring else ""
             if field.name in descriptions or field.annotation:
                 table.append(
-                    _row(field.name, field.annotation, field.value, descriptions.get(field.name, described_here))
+                    _row(
+                        field.name,
+                        field.annotation,
+                        field.value,
+                        descriptions.get(field.name, described_here),
+                    )
                 )
                 field.docstring = None  # the row says it
     title = "Parameters:" if isinstance(thing, griffe.Function) else "Fields:"
@@ -69,4 +93,6 @@ def sections(thing: griffe.Object, docstring: str) -> list[griffe.DocstringSecti
 
 
 def _row(name: str, annotation: Any, default: Any, description: str) -> griffe.DocstringParameter:
-    return griffe.DocstringParameter(name, description=readable(description), annotation=annotation, value=default)
+    return griffe.DocstringParameter(
+        name, description=readable(description), annotation=annotation, value=default
+    )

@@ -1,8 +1,11 @@
-"""A hook of mkdocs (mkdocs.yml): the site shows the files of the repository as they are, so no text is written twice.
+"""A hook of mkdocs (mkdocs.yml): the site shows the files of the repository as they are, so no text
+is written twice.
 
-README.md, CONTRIBUTING.md and CHANGELOG.md become pages beside those of docs/, and README.md is the first. Links work in the site as they do
-on a code host: a linked file of the repository becomes a page that shows it, or the place of the reference that documents the module. The
-reference pages are those that ``extra.reference`` of mkdocs.yml lists: the title of a page, then what mkdocstrings documents there.
+README.md, CONTRIBUTING.md and CHANGELOG.md become pages beside those of docs/, and README.md is the
+first. Links work in the site as they do on a code host: a linked file of the repository becomes a
+page that shows it, or the place of the reference that documents the module. The reference pages are
+those that ``extra.reference`` of mkdocs.yml lists: the title of a page, then what mkdocstrings
+documents there.
 """
 
 import json
@@ -24,11 +27,13 @@ ROOT = Path(__file__).resolve().parents[2]
 OUTSIDE = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")
 """Documents outside docs/. mkdocs takes README.md as the first page of the site."""
 ASSETS = ("iframe-worker.js", "site.css")
-"""Files beside this one that mkdocs.yml names below assets/. The first lets the search work from files, where browsers start no workers."""
+"""Files beside this one that mkdocs.yml names below assets/. The first lets the search work from
+files, where browsers start no workers."""
 
 
 def page_of(path: str, reference: dict[str, list[str]]) -> str:
-    """Return the place in the site, as "page.md" or "page.md#anchor", of a file or folder of the repository."""
+    """Return the place in the site, as "page.md" or "page.md#anchor", of a file or folder of the
+    repository."""
     name = path.removesuffix(".py").replace("/", ".")
     for page, names in reference.items():
         if name in names:
@@ -41,7 +46,8 @@ def page_of(path: str, reference: dict[str, list[str]]) -> str:
 
 
 def target(link: str, document: str) -> str:
-    """Return the path in the repository that a link of ``document`` means; "" if it points into the document itself or at another site."""
+    """Return the path in the repository that a link of ``document`` means; "" if it points into the
+    document itself or at another site."""
     parts = urlsplit(link)
     if parts.scheme or parts.netloc or not parts.path:
         return ""
@@ -49,27 +55,40 @@ def target(link: str, document: str) -> str:
 
 
 def rewritten(link: str, document: str, reference: dict[str, list[str]]) -> str:
-    """Return the link between pages of the site that says what ``link`` says between files of the repository."""
+    """Return the link between pages of the site that says what ``link`` says between files of the
+    repository."""
     path = target(link, document)
     if not path:
         return link
     page, _, anchor = page_of(path, reference).partition("#")
     folder = posixpath.dirname(page_of(document, reference))
-    return urlunsplit(("", "", posixpath.relpath(page, folder or "."), "", urlsplit(link).fragment or anchor))
+    return urlunsplit(
+        ("", "", posixpath.relpath(page, folder or "."), "", urlsplit(link).fragment or anchor)
+    )
 
 
 def source_page(path: Path) -> str:
-    """Return the page of a source file, or of a folder, which names its files. The search leaves it out."""
+    """Return the page of a source file, or of a folder, which names its files. The search leaves it
+    out."""
     kind = path.suffix.removeprefix(".")
-    names = [] if path.is_file() else sorted(entry.name for entry in path.iterdir() if entry.name != "__pycache__")
+    names = (
+        []
+        if path.is_file()
+        else sorted(entry.name for entry in path.iterdir() if entry.name != "__pycache__")
+    )
     text = path.read_text() if path.is_file() else "\n".join(names)
     return f"---\nsearch:\n  exclude: true\n---\n\n# {path.relative_to(ROOT)}\n\n~~~~~~~~ {kind}\n{text}\n~~~~~~~~\n"
 
 
 def notebook_page(path: Path) -> str:
     """Return the cells of a notebook."""
-    cells = [(cell["cell_type"], "".join(cell["source"])) for cell in json.loads(path.read_text())["cells"]]
-    return "\n\n".join(text if kind == "markdown" else f"```python\n{text}\n```" for kind, text in cells)
+    cells = [
+        (cell["cell_type"], "".join(cell["source"]))
+        for cell in json.loads(path.read_text())["cells"]
+    ]
+    return "\n\n".join(
+        text if kind == "markdown" else f"```python\n{text}\n```" for kind, text in cells
+    )
 
 
 def reference_page(page: str, names: list[str]) -> str:
@@ -80,7 +99,8 @@ def reference_page(page: str, names: list[str]) -> str:
 
 
 class Links(Treeprocessor, Extension):
-    """Rewrite the links and pictures of a page, before mkdocs checks them. document: the path in the repository of the page's text."""
+    """Rewrite the links and pictures of a page, before mkdocs checks them. document: the path in
+    the repository of the page's text."""
 
     document = ""
 
@@ -89,7 +109,8 @@ class Links(Treeprocessor, Extension):
         self.reference = reference
 
     def extendMarkdown(self, md: Markdown) -> None:
-        md.treeprocessors.register(self, "repository", 1)  # after links are read (20), before mkdocs resolves them (0)
+        # after links are read (20), before mkdocs resolves them (0)
+        md.treeprocessors.register(self, "repository", 1)
 
     def run(self, root: Element) -> None:
         for element in root.iter() if self.document else ():
@@ -109,7 +130,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for path in OUTSIDE:
         files.append(File.generated(config, path, abs_src_path=str(ROOT / path)))
     for page, names in reference.items():
-        files.append(File.generated(config, f"reference/{page}.md", content=reference_page(page, names)))
+        files.append(
+            File.generated(config, f"reference/{page}.md", content=reference_page(page, names))
+        )
     for path in (ROOT / "docs").rglob("*.ipynb"):
         place = page_of(str(path.relative_to(ROOT)), reference)
         files.append(File.generated(config, place, content=notebook_page(path)))
@@ -117,27 +140,42 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         place = page_of(path, reference)
         if place.startswith("source/") and (ROOT / path).exists():
             page = source_page(ROOT / path)
-            files.append(File.generated(config, place, content=page, inclusion=InclusionLevel.NOT_IN_NAV))
+            files.append(
+                File.generated(config, place, content=page, inclusion=InclusionLevel.NOT_IN_NAV)
+            )
     for name in ASSETS:
-        files.append(File.generated(config, f"assets/{name}", abs_src_path=str(Path(__file__).with_name(name))))
+        files.append(
+            File.generated(
+                config, f"assets/{name}", abs_src_path=str(Path(__file__).with_name(name))
+            )
+        )
     return files
 
 
 def linked() -> set[str]:
     """Return the paths of everything in the repository that a document links to."""
     documents = [*OUTSIDE, *(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))]
-    links = {(link, name) for name in documents for link in re.findall(r"\]\(([^)\s]+)\)", (ROOT / name).read_text())}
-    return {path for link, name in links if (path := target(link, name)) and not path.startswith("..")}
+    links = {
+        (link, name)
+        for name in documents
+        for link in re.findall(r"\]\(([^)\s]+)\)", (ROOT / name).read_text())
+    }
+    return {
+        path for link, name in links if (path := target(link, name)) and not path.startswith("..")
+    }
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> None:
     path = page.file.src_uri
     generated = path.startswith(("reference/", "source/"))
-    config.extra["links"].document = "" if generated else path if path in OUTSIDE else f"docs/{path}"
+    config.extra["links"].document = (
+        "" if generated else path if path in OUTSIDE else f"docs/{path}"
+    )
 
 
 def misread(html: str) -> str:
-    """Return the first item of a list that became part of a paragraph, as happens here but not on code hosts; "" if there is none."""
+    """Return the first item of a list that became part of a paragraph, as happens here but not on
+    code hosts; "" if there is none."""
     lost = re.search(r"<p>(?:(?!</p>).)*?^([-*] [^<\n]*)", html, re.DOTALL | re.MULTILINE)
     return lost[1] if lost else ""
 
@@ -145,6 +183,8 @@ def misread(html: str) -> str:
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Keep the search from finding the source code that stands folded below each docstring."""
     if config.extra["links"].document and (lost := misread(html)):
-        log.warning(f"Doc file '{page.file.src_uri}' needs an empty line before the list that begins with: {lost}")
+        log.warning(
+            f"Doc file '{page.file.src_uri}' needs an empty line before the list that begins with: {lost}"
+        )
     source = 'class="mkdocstrings-source"'
     return html.replace(f"<details {source}", f"<details data-search-exclude {source}")

@@ -1,4 +1,5 @@
-"""The command tools/evaluate: a game (tools/evaluate ENV), question answering (qa), or judges of processes (nvprocess)."""
+"""The command tools/evaluate: a game (tools/evaluate ENV), question answering (qa), or judges of
+processes (nvprocess)."""
 
 import argparse
 import importlib

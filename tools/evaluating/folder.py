@@ -1,6 +1,8 @@
-"""What all evaluations share: an exclusive folder, tasks that count once, a ledger of the costs, and the end of a command.
+"""What all evaluations share: an exclusive folder, tasks that count once, a ledger of the costs,
+and the end of a command.
 
-Invariant: every task is a tree of the folder's journal and counts once, however often the evaluation was interrupted.
+Invariant: every task is a tree of the folder's journal and counts once, however often the
+evaluation was interrupted.
 """
 
 import asyncio
@@ -26,7 +28,8 @@ from wire.messages import Sample
 
 INTERRUPTED = 130
 PATIENCE_S = 3600.0
-"""The deadline of a call. It is long because no other engine or service could take over from the one in this process."""
+"""The deadline of a call. It is long because no other engine or service could take over from the
+one in this process."""
 HOPELESS = 10
 """If so many tasks fail before the first one succeeds, the evaluation ends."""
 SETTINGS = "evaluation.json"
@@ -38,37 +41,54 @@ Grow = Callable[[Tree, list[Sample]], Awaitable[None]]
 
 
 class NotStarted(RuntimeError):
-    """The player could not be started, for example because the model does not fit or an API key is not set."""
+    """The player could not be started, for example because the model does not fit or an API key is
+    not set."""
 
 
 class Measured(msgspec.Struct, frozen=True):
-    """Mean and half width of the 95% interval over ``n`` values: one per task, or one per turn if each turn is measured."""
+    """Mean and half width of the 95% interval over ``n`` values: one per task, or one per turn if
+    each turn is measured."""
 
     mean: float
     half: float
     n: int
 
 
-# ---------------------------------------------------------------------------------------------- the folder
+# ---------------------------------------------------------------------------------------------- the
+# folder
 
 
-def claim(out: Path, settings: msgspec.Struct, parts: Sequence[tuple[str, msgspec.Struct]] = ()) -> Any:
-    """Claim the folder for this evaluation alone. Returns the lock file, which holds the lock while it is open.
+def claim(
+    out: Path, settings: msgspec.Struct, parts: Sequence[tuple[str, msgspec.Struct]] = ()
+) -> Any:
+    """Claim the folder for this evaluation alone. Returns the lock file, which holds the lock while
+    it is open.
 
-    parts: inner folders with their own settings. Raises ValueError if the folder holds another evaluation or cannot be written.
+    parts: inner folders with their own settings. Raises ValueError if the folder holds another
+    evaluation or cannot be written.
     """
     try:
         return _claimed(out, settings, parts)
     except OSError as error:
-        raise ValueError(f"--out {out} cannot be written ({error.strerror or error}): choose another folder") from None
+        raise ValueError(
+            f"--out {out} cannot be written ({error.strerror or error}): choose another folder"
+        ) from None
 
 
-def _claimed(out: Path, settings: msgspec.Struct, parts: Sequence[tuple[str, msgspec.Struct]]) -> Any:
+def _claimed(
+    out: Path, settings: msgspec.Struct, parts: Sequence[tuple[str, msgspec.Struct]]
+) -> Any:
     if out.exists() and not out.is_dir():
-        raise ValueError(f"--out {out} is a file: expected a folder of this evaluation, or one that does not exist yet")
+        raise ValueError(
+            f"--out {out} is a file: expected a folder of this evaluation, or one that does not exist yet"
+        )
     saved = out / SETTINGS
     ours = {"lock", f"{SETTINGS}{DRAFT}"}
-    if out.exists() and not saved.is_file() and any(path.name not in ours for path in out.iterdir()):
+    if (
+        out.exists()
+        and not saved.is_file()
+        and any(path.name not in ours for path in out.iterdir())
+    ):
         raise ValueError(f"--out {out} holds something else (no {SETTINGS}): choose another folder")
     out.mkdir(parents=True, exist_ok=True)
     lock = locked(out / "lock", f"--out {out}")
@@ -86,27 +106,34 @@ def _claimed(out: Path, settings: msgspec.Struct, parts: Sequence[tuple[str, msg
 
 
 def own_folder(name: str) -> Path:
-    """Make a folder for an evaluation that was given none: its name, and the time. Raises ValueError if it cannot be made."""
+    """Make a folder for an evaluation that was given none: its name, and the time. Raises
+    ValueError if it cannot be made."""
     out = Path("evaluations") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     try:
         return fresh(out)
     except OSError as error:
-        raise ValueError(f"--out {out} cannot be written ({error.strerror or error}): choose another folder") from None
+        raise ValueError(
+            f"--out {out} cannot be written ({error.strerror or error}): choose another folder"
+        ) from None
 
 
 def locked(path: Path, subject: str) -> Any:
-    """Open ``path`` and lock it while it is open. Raises ValueError, naming the locked ``subject``, if another process holds the lock."""
+    """Open ``path`` and lock it while it is open. Raises ValueError, naming the locked ``subject``,
+    if another process holds the lock."""
     lock = path.open("a")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         lock.close()
-        raise ValueError(f"{subject} is in use by another process: stop it, or choose another --out") from None
+        raise ValueError(
+            f"{subject} is in use by another process: stop it, or choose another --out"
+        ) from None
     return lock
 
 
 def check_same(saved: Path, settings: msgspec.Struct, subject: str) -> None:
-    """Raises ValueError that names the first key in which ``saved``, if it exists, differs. subject: the work with these settings."""
+    """Raises ValueError that names the first key in which ``saved``, if it exists, differs.
+    subject: the work with these settings."""
     if not saved.is_file():
         return
     current = msgspec.json.decode(msgspec.json.encode(settings))
@@ -125,20 +152,23 @@ def check_same(saved: Path, settings: msgspec.Struct, subject: str) -> None:
 
 
 def keep(path: Path, settings: msgspec.Struct, subject: str) -> None:
-    """Write the settings of work that may be continued later. Raises ValueError as ``check_same`` does."""
+    """Write the settings of work that may be continued later. Raises ValueError as ``check_same``
+    does."""
     check_same(path, settings, subject)
     if not path.is_file():
         write_whole(path, settings)
 
 
 def append(path: Path, row: Any) -> None:
-    """Append one JSON line to a file. A reader calls ``cut_torn_tail`` first, then reads line by line."""
+    """Append one JSON line to a file. A reader calls ``cut_torn_tail`` first, then reads line by
+    line."""
     with path.open("ab") as file:
         file.write(msgspec.json.encode(row) + b"\n")
 
 
 def cut_torn_tail(path: Path) -> None:
-    """Remove an incomplete last line from a file, if the file exists. A full disk or a killed process leaves such a line."""
+    """Remove an incomplete last line from a file, if the file exists. A full disk or a killed
+    process leaves such a line."""
     if path.is_file():
         whole = path.read_bytes()
         kept = whole.rfind(b"\n") + 1
@@ -146,11 +176,13 @@ def cut_torn_tail(path: Path) -> None:
             os.truncate(path, kept)
 
 
-# ---------------------------------------------------------------------------------------------- its tasks
+# ---------------------------------------------------------------------------------------------- its
+# tasks
 
 
 class Progress:
-    """Counts finished pieces of work, and prints a line on stderr after every tenth of the total. who: the beginning of that line."""
+    """Counts finished pieces of work, and prints a line on stderr after every tenth of the total.
+    who: the beginning of that line."""
 
     def __init__(self, total: int, unit: str, before: int = 0, who: str = ""):
         self.total, self.unit, self.done, self.who = total, unit, before, who
@@ -161,18 +193,26 @@ class Progress:
         self.done += 1
         if self.done * 10 // self.total != (self.done - 1) * 10 // self.total:
             seconds = time.monotonic() - self.start_s
-            print(f"{self.who}{self.done} of {self.total} {self.unit}, {seconds:.0f} s", file=sys.stderr, flush=True)
+            print(
+                f"{self.who}{self.done} of {self.total} {self.unit}, {seconds:.0f} s",
+                file=sys.stderr,
+                flush=True,
+            )
 
 
 class Kept:
-    """The tasks of one journal, by position. ``task`` does one task, unless it was done before; ``concurrency`` run at a time.
+    """The tasks of one journal, by position. ``task`` does one task, unless it was done before;
+    ``concurrency`` run at a time.
 
-    unit: the plural name of a task ("games"); failed: how it fails ("not be played"), for the error that gives up all tasks.
+    unit: the plural name of a task ("games"); failed: how it fails ("not be played"), for the error
+    that gives up all tasks.
     """
 
     def __init__(self, folder: Path, total: int, unit: str, failed: str, concurrency: int):
         self.journal = Journal(folder / "journal.sqlite")
-        self.rows: dict[int, TreeRow] = {row.id: row for row in self.journal.trees("split='heldout'")}
+        self.rows: dict[int, TreeRow] = {
+            row.id: row for row in self.journal.trees("split='heldout'")
+        }
         self.before = sum(row.status == "closed" for row in self.rows.values())
         """The number of tasks done in earlier sessions."""
         self.progress = Progress(total, unit, self.before)
@@ -185,12 +225,16 @@ class Kept:
         """The number of tasks done in this session."""
         return self.progress.done - self.before
 
-    async def task(self, position: int, task: str, version: int, grow: Grow, name: str = "") -> Tree | None:
-        """The finished tree of a task, from the journal or grown now; None if the task cannot be done.
+    async def task(
+        self, position: int, task: str, version: int, grow: Grow, name: str = ""
+    ) -> Tree | None:
+        """The finished tree of a task, from the journal or grown now; None if the task cannot be
+        done.
 
-        ``grow`` gets a new tree, and the samples that the player gave before an interruption. name: the task's name if its id is not
-        unique. An exception that is not the evaluation's (``scheduler.failures``) gives up its task alone. Raises InfrastructureFault if the
-        first ``HOPELESS`` tasks could not be done.
+        ``grow`` gets a new tree, and the samples that the player gave before an interruption. name:
+        the task's name if its id is not unique. An exception that is not the evaluation's
+        (``scheduler.failures``) gives up its task alone. Raises InfrastructureFault if the first
+        ``HOPELESS`` tasks could not be done.
         """
         await self.room.acquire()
         row = self.rows.get(position)
@@ -200,7 +244,9 @@ class Kept:
             tree = Tree(position, task, "heldout")
             self.journal.start_tree(tree, position, version)
             tree = await self._grown(tree, said, grow, name or task)
-        self.room.release()  # after a fault the room stays taken, so that no further task begins while the evaluation ends
+        # after a fault the room stays taken, so that no further task begins while the evaluation
+        # ends
+        self.room.release()
         return tree
 
     async def _grown(self, tree: Tree, said: list[Sample], grow: Grow, name: str) -> Tree | None:
@@ -237,7 +283,8 @@ def _sample(action: Node) -> Sample:
     return Sample(action.tokens, action.logprobs, action.versions, action.finish)  # pyright: ignore[reportArgumentType]
 
 
-# ---------------------------------------------------------------------------------------------- costs
+# ----------------------------------------------------------------------------------------------
+# costs
 
 
 class Spent(msgspec.Struct, frozen=True):
@@ -248,7 +295,8 @@ class Spent(msgspec.Struct, frozen=True):
 
 
 class Ledger:
-    """FOLDER/sessions.jsonl: one line with the costs of each session that ended or was interrupted; a killed session has no line."""
+    """FOLDER/sessions.jsonl: one line with the costs of each session that ended or was interrupted;
+    a killed session has no line."""
 
     def __init__(self, folder: Path, unit: str, start_s: float):
         self.path, self.unit, self.start_s = folder / "sessions.jsonl", unit, start_s
@@ -259,17 +307,23 @@ class Ledger:
         self.stats = stats
 
     def close(self, done: int) -> None:
-        """End the session, in which ``done`` tasks were finished. Has no effect if no session is open."""
+        """End the session, in which ``done`` tasks were finished. Has no effect if no session is
+        open."""
         if self.stats is None:
             return
         counters = {key: value for key, value in self.stats().items() if key not in GAUGES}
-        line = {self.unit: done, "seconds": round(time.monotonic() - self.start_s, 3), "engine": counters}
+        line = {
+            self.unit: done,
+            "seconds": round(time.monotonic() - self.start_s, 3),
+            "engine": counters,
+        }
         self.stats = None
         cut_torn_tail(self.path)
         append(self.path, line)
 
     def total(self) -> Spent:
-        """The costs of all sessions. Raises InfrastructureFault that names a line which is not a session."""
+        """The costs of all sessions. Raises InfrastructureFault that names a line which is not a
+        session."""
         cut_torn_tail(self.path)
         lines = self.path.read_bytes().splitlines() if self.path.exists() else []
         sessions = [self._session(number, line) for number, line in enumerate(lines, 1)]
@@ -287,11 +341,13 @@ class Ledger:
             ) from None
 
 
-# ---------------------------------------------------------------------------------------------- how a command ends
+# ---------------------------------------------------------------------------------------------- how
+# a command ends
 
 
 class Playing(Protocol[Outcome]):  # pyright: ignore[reportInvalidTypeVarUse]
-    """An evaluation: ``play`` may be cancelled at any moment and continued by a later command; ``close`` releases everything."""
+    """An evaluation: ``play`` may be cancelled at any moment and continued by a later command;
+    ``close`` releases everything."""
 
     async def play(self) -> Outcome: ...
 
@@ -299,15 +355,20 @@ class Playing(Protocol[Outcome]):  # pyright: ignore[reportInvalidTypeVarUse]
 
 
 def conduct(
-    evaluation: Callable[[], Playing[Outcome]], again: str, kept: str, command: str = "tools/evaluate"
+    evaluation: Callable[[], Playing[Outcome]],
+    again: str,
+    kept: str,
+    command: str = "tools/evaluate",
 ) -> Outcome | int:
-    """Run an evaluation. Returns its result, or an exit status after printing the reason. again: the command that continues it."""
+    """Run an evaluation. Returns its result, or an exit status after printing the reason. again:
+    the command that continues it."""
     try:
         result = loop.run(_to_end(evaluation))
     except NotStarted as error:
         print(f"{command}: {error}", file=sys.stderr)
         return 2
-    except (Fault, OSError, sqlite3.Error) as fault:  # a JournalError, or a full disk under another file or a read
+    # a JournalError, or a full disk under another file or a read
+    except (Fault, OSError, sqlite3.Error) as fault:
         reason = (
             f"a database of the evaluation failed ({fault}): is its disk full?"
             if isinstance(fault, sqlite3.Error)

@@ -1,6 +1,8 @@
-"""The command tools/evaluate measures a player on the tasks that an environment makes, with intervals, in one process.
+"""The command tools/evaluate measures a player on the tasks that an environment makes, with
+intervals, in one process.
 
-Invariant: every game is a tree of OUT/journal.sqlite and counts once, however often the evaluation was interrupted.
+Invariant: every game is a tree of OUT/journal.sqlite and counts once, however often the evaluation
+was interrupted.
 """
 
 import argparse
@@ -42,7 +44,8 @@ class SeedResult(msgspec.Struct, frozen=True):
 
 
 class Result(msgspec.Struct, frozen=True):
-    """OUT/result.json. seconds, generated_tokens, engine: summed over all sessions that were not killed."""
+    """OUT/result.json. seconds, generated_tokens, engine: summed over all sessions that were not
+    killed."""
 
     settings: Settings
     headline: str
@@ -54,7 +57,8 @@ class Result(msgspec.Struct, frozen=True):
     engine: dict[str, float]
 
 
-# ---------------------------------------------------------------------------------------------- command line
+# ----------------------------------------------------------------------------------------------
+# command line
 
 
 EXAMPLES = """\
@@ -74,14 +78,22 @@ def parser() -> argparse.ArgumentParser:
         EXAMPLES,
         "tools/evaluate ENV PLAYER [options]",
     )
-    parser.add_argument("environment", metavar="ENV", help=f"one of {', '.join(registry.KNOWN)}, or module:Class")
+    parser.add_argument(
+        "environment", metavar="ENV", help=f"one of {', '.join(registry.KNOWN)}, or module:Class"
+    )
     _add_players(parser)
     _add_games(parser.add_argument_group("games"))
     parser.add_argument(
-        "--out", type=Path, help="folder; an evaluation in it is continued (default: evaluations/ENV-TIME)"
+        "--out",
+        type=Path,
+        help="folder; an evaluation in it is continued (default: evaluations/ENV-TIME)",
     )
-    parser.add_argument("--json", action="store_true", help="print the result as JSON instead of a table")
-    parser.add_argument("--concurrency", type=int, default=16, help="games played at once (default: %(default)s)")
+    parser.add_argument(
+        "--json", action="store_true", help="print the result as JSON instead of a table"
+    )
+    parser.add_argument(
+        "--concurrency", type=int, default=16, help="games played at once (default: %(default)s)"
+    )
     return parser
 
 
@@ -89,11 +101,16 @@ def _add_players(parser: argparse.ArgumentParser) -> None:
     one = parser.add_argument_group("player").add_mutually_exclusive_group(required=True)
     one.add_argument("--model", metavar="NAME", help="a model folder, a built-in name or a hub id")
     one.add_argument(
-        "--run", type=Path, metavar="RUN", help="a run folder: its newest weights, and its settings of ENV"
+        "--run",
+        type=Path,
+        metavar="RUN",
+        help="a run folder: its newest weights, and its settings of ENV",
     )
     one.add_argument("--endpoint", metavar="URL", help="an OpenAI-compatible endpoint, up to /v1")
     one.add_argument(
-        "--baseline", choices=sorted(NO_MODEL), help="no model: a random reply of those listed, or the first"
+        "--baseline",
+        choices=sorted(NO_MODEL),
+        help="no model: a random reply of those listed, or the first",
     )
     players.add_endpoint(parser)
     players.add_local(parser)
@@ -101,16 +118,30 @@ def _add_players(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_games(games: Any) -> None:
-    games.add_argument("--games", type=int, default=100, help="games per set of tasks (default: %(default)s)")
-    games.add_argument("--seed", type=int, default=HELD_OUT_SEEDS.start, help="first task seed (default: held-out)")
-    games.add_argument("--seeds", type=int, default=1, help="the number of sets of tasks (default: %(default)s)")
     games.add_argument(
-        "--option", action="append", default=[], metavar="KEY=VALUE", help="option of ENV, a TOML value; repeatable"
+        "--games", type=int, default=100, help="games per set of tasks (default: %(default)s)"
     )
     games.add_argument(
-        "--opponent", metavar="NAME", help=f"random, one of {', '.join(PLAYERS)}, or module:Class (default: MCTS)"
+        "--seed", type=int, default=HELD_OUT_SEEDS.start, help="first task seed (default: held-out)"
     )
-    games.add_argument("--simulations", type=int, help=f"simulations of the MCTS opponent (default: {SIMULATIONS})")
+    games.add_argument(
+        "--seeds", type=int, default=1, help="the number of sets of tasks (default: %(default)s)"
+    )
+    games.add_argument(
+        "--option",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="option of ENV, a TOML value; repeatable",
+    )
+    games.add_argument(
+        "--opponent",
+        metavar="NAME",
+        help=f"random, one of {', '.join(PLAYERS)}, or module:Class (default: MCTS)",
+    )
+    games.add_argument(
+        "--simulations", type=int, help=f"simulations of the MCTS opponent (default: {SIMULATIONS})"
+    )
     oracle = "label moves by the built-in oracle (default: yes)"
     games.add_argument("--oracle", action=argparse.BooleanOptionalAction, default=True, help=oracle)
     games.add_argument(
@@ -129,11 +160,13 @@ def _add_games(games: Any) -> None:
     )
 
 
-# ---------------------------------------------------------------------------------------------- playing
+# ----------------------------------------------------------------------------------------------
+# playing
 
 
 class Evaluation:
-    """The games of one match in one folder. ``play`` may be cancelled at any moment and continued later; then ``close``."""
+    """The games of one match in one folder. ``play`` may be cancelled at any moment and continued
+    later; then ``close``."""
 
     def __init__(self, match: Match, out: Path, concurrency: int):
         self.match, self.settings, self.out = match, match.settings, out
@@ -156,7 +189,8 @@ class Evaluation:
         self.ledger.open(self.match.engine.stats if self.match.engine is not None else dict)
 
     async def play(self) -> Result:
-        """Play the games that are not played yet. Raises Fault if they cannot go on, NotStarted if they cannot begin."""
+        """Play the games that are not played yet. Raises Fault if they cannot go on, NotStarted if
+        they cannot begin."""
         s = self.settings
         if self.kept.before < s.games * s.seeds:
             await self._start()
@@ -164,7 +198,9 @@ class Evaluation:
         pairs = [pair for pair in games if pair is not None]
         unplayed = self.kept.undone
         if not pairs:
-            raise InfrastructureFault(f"no game could be played; the last reason: {list(unplayed.values())[-1]}")
+            raise InfrastructureFault(
+                f"no game could be played; the last reason: {list(unplayed.values())[-1]}"
+            )
         self.ledger.close(self.kept.now)
         spent = self.ledger.total()
         by_seed = []
@@ -186,10 +222,12 @@ class Evaluation:
         return (task, tree) if tree is not None else None
 
     async def _grow(self, task: Task, tree: Tree, said: list[Sample]) -> None:
-        # The draws are the same as in a run's held-out evaluation of this task, and the same again after an interruption.
+        # The draws are the same as in a run's held-out evaluation of this task, and the same again
+        # after an interruption.
         rng = random.Random(f"heldout/{tree.id}")
         context = Context(self.shop, task, tree, rng)
-        # The partner's replies would not be the same again, so an interrupted conversation begins anew.
+        # The partner's replies would not be the same again, so an interrupted conversation begins
+        # anew.
         seat = Seat(self.services, [] if self.match.environment.speakers else said)
         if self.settings.player == "baseline":  # a baseline makes the same moves again by itself
             name, rules = NO_MODEL[self.settings.source], self.match.environment
@@ -202,10 +240,17 @@ class Evaluation:
         counts: Counter[str] = Counter()
         for task, tree in pairs:
             turns = [{**action.scores, "forced": float(action.forced)} for action in tree.actions()]
-            counts.update({name: len(values) for name, values in self.match.environment.measures(task, turns).items()})
+            counts.update(
+                {
+                    name: len(values)
+                    for name, values in self.match.environment.measures(task, turns).items()
+                }
+            )
         summary = summarise(self.settings.version, self.match.environment, pairs)
         estimates = summary.measures.items()
-        measures = {name: Measured(e.mean, e.half, counts[name]) for name, e in estimates if counts[name]}
+        measures = {
+            name: Measured(e.mean, e.half, counts[name]) for name, e in estimates if counts[name]
+        }
         return SeedResult(seed, len(pairs), measures)
 
     async def close(self) -> None:
@@ -216,11 +261,13 @@ class Evaluation:
             await self.services.close()
 
 
-# ---------------------------------------------------------------------------------------------- the printed result
+# ---------------------------------------------------------------------------------------------- the
+# printed result
 
 
 def lines(result: Result) -> str:
-    """The result as a table: the overall measures, and the means of each set of tasks if there are several sets."""
+    """The result as a table: the overall measures, and the means of each set of tasks if there are
+    several sets."""
     s = result.settings
     names = sorted(result.overall.measures, key=lambda name: (name != result.headline, name))
     each = result.by_seed if len(result.by_seed) > 1 else []
@@ -231,17 +278,30 @@ def lines(result: Result) -> str:
         rows.append([name, f"{m.mean:.3f} ±{m.half:.3f}", str(m.n), *means])
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     printed = [f"{s.environment}, {result.overall.games} games, {_player(s)}{_against(s)}"]
-    printed += ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    printed += [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
     for task, reason in list(result.unplayed.items())[:3]:
         printed.append(f"not played: {task}: {reason}")
     if len(result.unplayed) > 3:
         printed.append(f"not played: {len(result.unplayed) - 3} more, see result.json")
-    return "\n".join([*printed, f"{result.seconds:.0f} s, {result.generated_tokens} generated tokens"])
+    return "\n".join(
+        [*printed, f"{result.seconds:.0f} s, {result.generated_tokens} generated tokens"]
+    )
 
 
 def _player(s: Settings) -> str:
-    how = "" if s.player == "baseline" else ", greedy" if s.temperature == 0 else f", temperature {s.temperature:g}"
-    name = {"run": f"{s.source} version {s.version}", "endpoint": f"{s.model} at {s.source}"}.get(s.player, s.source)
+    how = (
+        ""
+        if s.player == "baseline"
+        else ", greedy"
+        if s.temperature == 0
+        else f", temperature {s.temperature:g}"
+    )
+    name = {"run": f"{s.source} version {s.version}", "endpoint": f"{s.model} at {s.source}"}.get(
+        s.player, s.source
+    )
     return f"{s.player} {name}{how}"
 
 
@@ -272,5 +332,9 @@ def _report(flags: argparse.Namespace, match: Match, out: Path, arguments: list[
     result = conduct(lambda: Evaluation(match, out, flags.concurrency), again, "played")
     if isinstance(result, int):
         return result
-    print(msgspec.json.encode(result).decode() if flags.json else f"{lines(result)}\nresult {out / 'result.json'}")
+    print(
+        msgspec.json.encode(result).decode()
+        if flags.json
+        else f"{lines(result)}\nresult {out / 'result.json'}"
+    )
     return 0

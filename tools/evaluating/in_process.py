@@ -1,4 +1,5 @@
-"""The services of an evaluation in one process. They take the place of a run's dispatcher and workers."""
+"""The services of an evaluation in one process. They take the place of a run's dispatcher and
+workers."""
 
 import asyncio
 import random
@@ -29,12 +30,16 @@ Handler = Callable[[Any], Awaitable[Any]]
 
 
 class InProcess:
-    """Serves ``generate`` by an engine, and judges, opponents and speakers by workers, through the dispatcher's ``call``.
+    """Serves ``generate`` by an engine, and judges, opponents and speakers by workers, through the
+    dispatcher's ``call``.
 
-    Call ``begin`` or ``start`` first and ``close`` last. engine: None for a player without a model. more: handlers of other services.
+    Call ``begin`` or ``start`` first and ``close`` last. engine: None for a player without a model.
+    more: handlers of other services.
     """
 
-    def __init__(self, engine: Engine | None, workers: Sequence[Worker], more: Mapping[str, Handler] = {}):
+    def __init__(
+        self, engine: Engine | None, workers: Sequence[Worker], more: Mapping[str, Handler] = {}
+    ):
         self.engine, self.workers = engine, workers
         self.handlers: dict[str, Handler] = dict(more)
         if engine is not None:
@@ -43,7 +48,8 @@ class InProcess:
             self.handlers[service_of(worker)] = _handling(worker)
 
     async def start(self) -> None:
-        """Start the engine, then the workers. Their errors pass through, such as MemoryError for a model that does not fit."""
+        """Start the engine, then the workers. Their errors pass through, such as MemoryError for a
+        model that does not fit."""
         if self.engine is not None:
             await self.engine.start()
         for worker in self.workers:
@@ -66,9 +72,12 @@ class InProcess:
             await self.engine.close()
 
     async def call(self, service: str, request: Any, *, deadline: float, **_: Any) -> Any:
-        """The answer of a service. Raises InfrastructureFault if the service does not exist or ``deadline`` seconds have passed."""
+        """The answer of a service. Raises InfrastructureFault if the service does not exist or
+        ``deadline`` seconds have passed."""
         if service not in self.handlers:
-            raise InfrastructureFault(f"no {service} in this process: there are {sorted(self.handlers)}")
+            raise InfrastructureFault(
+                f"no {service} in this process: there are {sorted(self.handlers)}"
+            )
         try:
             async with asyncio.timeout(deadline):
                 return await self.handlers[service](request)
@@ -82,7 +91,8 @@ def _handling(worker: Worker) -> Handler:
 
 
 def config_of(settings: Any, judge: str, **more: Any) -> SchedulerConfig:
-    """The scheduler's settings for a player: one trajectory per task, with deadlines that allow slow services."""
+    """The scheduler's settings for a player: one trajectory per task, with deadlines that allow
+    slow services."""
     s = settings
     return SchedulerConfig(
         judge=judge, temperature=s.temperature, top_p=s.top_p, top_k=s.top_k, max_action_tokens=s.max_tokens,
@@ -91,12 +101,15 @@ def config_of(settings: Any, judge: str, **more: Any) -> SchedulerConfig:
 
 
 class Seat:
-    """The services as one game sees them. The samples ``said`` before an interruption come first, then ``generate`` gives new ones.
+    """The services as one game sees them. The samples ``said`` before an interruption come first,
+    then ``generate`` gives new ones.
 
     The opponent's moves follow from the game's seed, so the game repeats up to the interruption.
     """
 
-    def __init__(self, services: InProcess, said: Sequence[Sample], generate: Handler | None = None):
+    def __init__(
+        self, services: InProcess, said: Sequence[Sample], generate: Handler | None = None
+    ):
         self.services, self.said, self.generate = services, list(said), generate
 
     async def call(self, service: str, request: Any, **settings: Any) -> Any:
@@ -111,7 +124,8 @@ class Seat:
 
 
 def without_model(name: str, environment: Environment, text: Text, context: Context) -> Handler:
-    """The ``generate`` of player ``name`` in scheduler/baselines.py, who replies in the state at the tip of the tree."""
+    """The ``generate`` of player ``name`` in scheduler/baselines.py, who replies in the state at
+    the tip of the tree."""
     rng = random.Random(f"{name}/{context.task.id}")
 
     async def generate(request: GenerateRequest) -> GenerateResult:
@@ -119,7 +133,9 @@ def without_model(name: str, environment: Environment, text: Text, context: Cont
         if context.tree.nodes and (kept := context.tree.tip().state):
             state = msgspec.convert(kept, context.state_type)
         tokens = text.encode(PLAYERS[name](environment.replies(state), rng))
-        sample = Sample(tokens, np.zeros(len(tokens), np.float32), np.zeros(len(tokens), np.int32), "stop")
+        sample = Sample(
+            tokens, np.zeros(len(tokens), np.float32), np.zeros(len(tokens), np.int32), "stop"
+        )
         return GenerateResult([sample], len(request.tokens), 0)
 
     return generate

@@ -1,4 +1,5 @@
-"""Journaled turns as the judges of a run receive them: the run's environment reads the actions again."""
+"""Journaled turns as the judges of a run receive them: the run's environment reads the actions
+again."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +21,8 @@ class _Scheduler(msgspec.Struct, frozen=True):
 
 
 class Process(msgspec.Struct, frozen=True):
-    """The fields of RUN/processes/scheduler.json that say what a run plays, also one of an earlier release."""
+    """The fields of RUN/processes/scheduler.json that say what a run plays, also one of an earlier
+    release."""
 
     environment: str
     train: str | list[str]
@@ -34,7 +36,9 @@ def process(folder: Path) -> Process:
     """Return what a run plays. Raises FileNotFoundError or ValueError if ``folder`` is not a run's."""
     path = folder / "processes" / "scheduler.json"
     if not path.is_file():
-        raise FileNotFoundError(f"{folder} has no processes/scheduler.json: expected the folder of a run")
+        raise FileNotFoundError(
+            f"{folder} has no processes/scheduler.json: expected the folder of a run"
+        )
     try:
         return msgspec.json.decode(path.read_bytes(), type=Process)
     except msgspec.DecodeError as error:
@@ -42,7 +46,8 @@ def process(folder: Path) -> Process:
 
 
 def turns(folder: Path, row: TreeRow, tree: Tree) -> list[tuple[Node, JudgedTurn]]:
-    """Return every action of a tree with what a judge sees of it. Raises FileNotFoundError or ValueError if the run or its task is not there."""
+    """Return every action of a tree with what a judge sees of it. Raises FileNotFoundError or
+    ValueError if the run or its task is not there."""
     of = process(folder)
     environment = registry.load(of.environment, of.options)
     task = next((task for task in _tasks(of, environment, row) if task.id == row.task), None)
@@ -55,9 +60,15 @@ def turns(folder: Path, row: TreeRow, tree: Tree) -> list[tuple[Node, JudgedTurn
 def _tasks(of: Process, environment: Environment, row: TreeRow) -> Iterator[Task]:
     if registry.makes_tasks(environment):
         generated = GeneratedTasks(environment.task, of.seed)  # pyright: ignore[reportAttributeAccessIssue]
-        yield from [generated.at(row.position)] if row.split == "train" else generated.held_out(row.position + 1)
+        yield from (
+            [generated.at(row.position)]
+            if row.split == "train"
+            else generated.held_out(row.position + 1)
+        )
     else:
-        yield from load_tasks(of.train if row.split == "train" else of.heldout, environment.verbatim)[0]
+        yield from load_tasks(
+            of.train if row.split == "train" else of.heldout, environment.verbatim
+        )[0]
 
 
 def turn(environment: Environment, tree: Tree, node: Node, task: Task, budget: int) -> JudgedTurn:
@@ -69,4 +80,6 @@ def turn(environment: Environment, tree: Tree, node: Node, task: Task, budget: i
     seen = environment.recalled(seen, state, turns_of(tree.path(node)))
     answers = [child.text for child in tree.children(node) if child.kind == "observation"]
     transcript = "".join(above.text for above in tree.path(node)[1:-1])
-    return msgspec.structs.replace(seen, transcript=transcript, observation=answers[0] if answers else None)
+    return msgspec.structs.replace(
+        seen, transcript=transcript, observation=answers[0] if answers else None
+    )

@@ -1,4 +1,5 @@
-"""The match of an evaluation: environment, opponents, oracle and player of the command line, checked before anything is started."""
+"""The match of an evaluation: environment, opponents, oracle and player of the command line,
+checked before anything is started."""
 
 import argparse
 import inspect
@@ -29,10 +30,12 @@ SIMULATIONS = 1000
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything on which the result depends, saved as OUT/evaluation.json; a resumed evaluation must have the same settings.
+    """Everything on which the result depends, saved as OUT/evaluation.json; a resumed evaluation
+    must have the same settings.
 
-    source: the model folder, the run, the endpoint's URL or the baseline. weights: the digest of local weights. sides: "half each", or
-    "as drawn" by the environment's option second. opponents: those that are served, with their options. oracle: "" for none.
+    source: the model folder, the run, the endpoint's URL or the baseline. weights: the digest of
+    local weights. sides: "half each", or "as drawn" by the environment's option second. opponents:
+    those that are served, with their options. oracle: "" for none.
     """
 
     environment: str
@@ -58,7 +61,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HalfEach:
-    """A game in which the opponent begins every second task, so exactly half of an even number of consecutive seeds."""
+    """A game in which the opponent begins every second task, so exactly half of an even number of
+    consecutive seeds."""
 
     def __init__(self, environments: Sequence[Game]):
         self.environments = environments
@@ -76,7 +80,8 @@ class HalfEach:
 
 
 class Match(msgspec.Struct, frozen=True):
-    """Everything that an evaluation needs; nothing is started or paid for yet. load: weights that replace the model's."""
+    """Everything that an evaluation needs; nothing is started or paid for yet. load: weights that
+    replace the model's."""
 
     settings: Settings
     environment: Environment
@@ -88,28 +93,39 @@ class Match(msgspec.Struct, frozen=True):
 
 
 def prepare(flags: argparse.Namespace) -> Match:
-    """The match that a command line describes. Raises ValueError, OSError or MemoryError with the remedy."""
+    """The match that a command line describes. Raises ValueError, OSError or MemoryError with the
+    remedy."""
     check(flags)
     run = players.read_run(flags.run, flags.version) if flags.run else None
     options = table("--option", flags.option)
     same = run is not None and run.scheduler.environment == flags.environment
-    if run is not None and same:  # the run's own prompt, but the fixed opponents, because results must be comparable
+    # the run's own prompt, but the fixed opponents, because results must be comparable
+    if run is not None and same:
         trained = run.scheduler.options | run.scheduler.scheduler.evaluation.options
         kept = {k: v for k, v in trained.items() if k not in ("opponents", "second")}
         options = kept | options
     environment = _environment(flags.environment, options)
     options, opponents, workers = _opponents(flags, environment, options)
-    halves = "second" in inspect.signature(type(environment).__init__).parameters and "second" not in options
+    halves = (
+        "second" in inspect.signature(type(environment).__init__).parameters
+        and "second" not in options
+    )
     environment = _environment(flags.environment, options)
     if halves:
         each = [_environment(flags.environment, options | {"second": side}) for side in (0.0, 1.0)]
         environment: Any = HalfEach(each)
     outcome = environment.outcome_judge
-    oracle = environment.name if flags.oracle and environment.name in BUILT_IN and not outcome else ""
+    oracle = (
+        environment.name if flags.oracle and environment.name in BUILT_IN and not outcome else ""
+    )
     oracle_options = table("--oracle-option", flags.oracle_option)
     if oracle_options and not oracle and not outcome:
-        raise ValueError(f"--oracle-option has no effect: {flags.environment} has no built-in oracle or judge")
-    judges = [_worker(name, oracle_options, "--oracle-option") for name in (oracle, outcome) if name]
+        raise ValueError(
+            f"--oracle-option has no effect: {flags.environment} has no built-in oracle or judge"
+        )
+    judges = [
+        _worker(name, oracle_options, "--oracle-option") for name in (oracle, outcome) if name
+    ]
     speakers = _speakers(flags, environment)
     workers += [_worker(name, one, "--speaker-option") for name, one in speakers.items()]
     default = run.scheduler.scheduler if run is not None and same else SchedulerConfig()
@@ -122,24 +138,31 @@ def prepare(flags: argparse.Namespace) -> Match:
     )  # fmt: skip
     engine, text = _engine(flags, settings, run)
     judge = judges[0].name if oracle else UNJUDGED
-    return Match(settings, environment, [*workers, *judges], engine, text, judge, run.load if run else None)
+    return Match(
+        settings, environment, [*workers, *judges], engine, text, judge, run.load if run else None
+    )
 
 
 def _environment(name: str, options: dict[str, Any]) -> Any:
     try:
         environment = registry.load(name, options)
     except ValueError as error:
-        message = str(error).replace("data.environment = ", "ENV ").replace("data.options", "--option")
+        message = (
+            str(error).replace("data.environment = ", "ENV ").replace("data.options", "--option")
+        )
         raise ValueError(message) from None
     if not registry.makes_tasks(environment):
-        raise ValueError(f"ENV {name!r} reads task files: expected an environment that makes its own tasks (a game)")
+        raise ValueError(
+            f"ENV {name!r} reads task files: expected an environment that makes its own tasks (a game)"
+        )
     return environment
 
 
 def _opponents(
     flags: argparse.Namespace, environment: Environment, options: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, dict[str, Any]], list[Worker]]:
-    """The environment's options with its opponents, the options of the served opponents, and the players that serve them."""
+    """The environment's options with its opponents, the options of the served opponents, and the
+    players that serve them."""
     if not hasattr(environment, "opponents"):
         for flag in ("opponent", "simulations"):
             if getattr(flags, flag) is not None:
@@ -152,7 +175,11 @@ def _opponents(
         specs = {name: name for name in options["opponents"]}
     else:
         asked = flags.opponent or mcts
-        specs = {asked: f"{environment.name}_{asked}" if f"{environment.name}_{asked}" in PLAYERS else asked}
+        specs = {
+            asked: f"{environment.name}_{asked}"
+            if f"{environment.name}_{asked}" in PLAYERS
+            else asked
+        }
     served: dict[str, dict[str, Any]] = {}
     workers: list[Worker] = []
     for spec in specs.values():
@@ -169,9 +196,14 @@ def _opponents(
 
 def _speakers(flags: argparse.Namespace, environment: Environment) -> dict[str, dict[str, Any]]:
     """The options of the served speakers of a conversation, which are those of --speaker-option."""
-    options, served = table("--speaker-option", flags.speaker_option), {*environment.speakers} - {POLICY}
+    options, served = (
+        table("--speaker-option", flags.speaker_option),
+        {*environment.speakers} - {POLICY},
+    )
     if options and not served:
-        raise ValueError(f"--speaker-option has no effect: {flags.environment} asks no served speaker")
+        raise ValueError(
+            f"--speaker-option has no effect: {flags.environment} asks no served speaker"
+        )
     return dict.fromkeys(sorted(served), options)
 
 
@@ -187,14 +219,17 @@ def _worker(spec: str, options: dict[str, Any], flag: str) -> Worker:
     return worker
 
 
-# ---------------------------------------------------------------------------------------------- the player
+# ---------------------------------------------------------------------------------------------- the
+# player
 
 
 def _player(flags: argparse.Namespace, run: Trained | None, environment: Any) -> dict[str, Any]:
     """The player's part of the settings. Raises ValueError."""
     if flags.baseline:
         if not baselines.offered(environment):
-            raise ValueError(f"--baseline: {flags.environment} lists no replies to choose from (Environment.replies)")
+            raise ValueError(
+                f"--baseline: {flags.environment} lists no replies to choose from (Environment.replies)"
+            )
         return {"player": "baseline", "source": flags.baseline}
     if run is not None:
         source = str(flags.run.resolve())
@@ -207,10 +242,17 @@ def _player(flags: argparse.Namespace, run: Trained | None, environment: Any) ->
         raise ValueError(f"--endpoint: {flags.environment} shows no fresh prompt each turn")
     players.check_url(flags.endpoint)
     fields = table("--endpoint-field", flags.endpoint_field)
-    return {"player": "endpoint", "source": flags.endpoint, "model": flags.endpoint_model, "fields": fields}
+    return {
+        "player": "endpoint",
+        "source": flags.endpoint,
+        "model": flags.endpoint_model,
+        "fields": fields,
+    }
 
 
-def _engine(flags: argparse.Namespace, settings: Settings, run: Trained | None) -> tuple[Engine | None, Any]:
+def _engine(
+    flags: argparse.Namespace, settings: Settings, run: Trained | None
+) -> tuple[Engine | None, Any]:
     """The player's engine, not started (None: a baseline), and its text."""
     if settings.player == "baseline":
         return None, EndpointText()
@@ -221,14 +263,26 @@ def _engine(flags: argparse.Namespace, settings: Settings, run: Trained | None) 
     return players.local_engine(folder, config, flags), Text(folder)
 
 
-# ---------------------------------------------------------------------------------------------- checks
+# ----------------------------------------------------------------------------------------------
+# checks
 
 
 def check(flags: argparse.Namespace) -> None:
     """Refuse values out of range and settings without effect. Raises ValueError."""
-    positive = ("games", "seeds", "concurrency", "timeout", "attempts", "max_tokens", "threads", "max_context")
+    positive = (
+        "games",
+        "seeds",
+        "concurrency",
+        "timeout",
+        "attempts",
+        "max_tokens",
+        "threads",
+        "max_context",
+    )
     players.check(flags, positive)
     if flags.baseline and (flags.temperature or flags.max_tokens):
-        raise ValueError("--temperature and --max-tokens have no effect with --baseline: leave them out")
+        raise ValueError(
+            "--temperature and --max-tokens have no effect with --baseline: leave them out"
+        )
     if flags.oracle_option and not flags.oracle:
         raise ValueError("--oracle-option has no effect with --no-oracle")

@@ -1,4 +1,5 @@
-"""The measured player: a model folder, a run's weights or an endpoint, from the command line to an engine that is not started."""
+"""The measured player: a model folder, a run's weights or an endpoint, from the command line to an
+engine that is not started."""
 
 import argparse
 import hashlib
@@ -21,14 +22,17 @@ from wire.options import option
 MAX_CONTEXT = 4096
 """Tokens of prompt and action, unless a run's settings say otherwise."""
 _READ_WHOLE = 2**30
-"""Bytes of weights up to which the whole files are read for their digest, which takes about a second."""
+"""Bytes of weights up to which the whole files are read for their digest, which takes about a
+second."""
 
 
 def add_endpoint(parser: Any) -> None:
     """Add the flags that say how an endpoint is asked."""
     remote = parser.add_argument_group("with --endpoint")
     remote.add_argument("--endpoint-model", metavar="NAME", help="the model to ask for")
-    remote.add_argument("--api-key-env", metavar="VARIABLE", help="the environment variable that holds the API key")
+    remote.add_argument(
+        "--api-key-env", metavar="VARIABLE", help="the environment variable that holds the API key"
+    )
     remote.add_argument(
         "--endpoint-field",
         action="append",
@@ -49,7 +53,11 @@ def add_local(parser: Any) -> None:
         metavar="VERSION",
         help="of --run: this version, or best (on its held-out tasks), instead of the newest; 0 is the start",
     )
-    local.add_argument("--no-thinking", action="store_true", help="ask a chat template that knows the switch for none")
+    local.add_argument(
+        "--no-thinking",
+        action="store_true",
+        help="ask a chat template that knows the switch for none",
+    )
     local.add_argument("--threads", type=int, help="compute threads (default: 1)")
     local.add_argument(
         "--max-context",
@@ -62,32 +70,46 @@ def add_actions(parser: Any) -> None:
     """Add the flags that say how actions are sampled."""
     actions = parser.add_argument_group("actions")
     actions.add_argument("--temperature", type=float, default=0.0, help="0, the default, is greedy")
-    nucleus = "sample from the likeliest tokens of this total probability (default: %(default)s, all)"
+    nucleus = (
+        "sample from the likeliest tokens of this total probability (default: %(default)s, all)"
+    )
     actions.add_argument("--top-p", type=float, default=1.0, help=nucleus)
     top = "sample from so many likeliest tokens (default: %(default)s, all)"
     actions.add_argument("--top-k", type=int, default=0, help=top)
-    actions.add_argument("--max-tokens", type=int, help="tokens of one action, at most (default: the run's, else 500)")
+    actions.add_argument(
+        "--max-tokens",
+        type=int,
+        help="tokens of one action, at most (default: the run's, else 500)",
+    )
 
 
-# ---------------------------------------------------------------------------------------------- checks
+# ----------------------------------------------------------------------------------------------
+# checks
 
 
 def check(flags: argparse.Namespace, positive: Sequence[str]) -> None:
-    """Refuse values and sampling out of range or without effect, and a flag without its player. Raises ValueError. positive: flags above 0."""
+    """Refuse values and sampling out of range or without effect, and a flag without its player.
+    Raises ValueError. positive: flags above 0."""
     for name in positive:
         value = getattr(flags, name)
         if value is not None and value <= 0:
             raise ValueError(f"{flag(name)} {value}: expected more than 0")
     if not (flags.temperature == 0 or flags.temperature >= 1e-3):
-        raise ValueError(f"--temperature {flags.temperature}: expected 0 (greedy) or at least 0.001")
+        raise ValueError(
+            f"--temperature {flags.temperature}: expected 0 (greedy) or at least 0.001"
+        )
     if not 0 < flags.top_p <= 1 or flags.top_k < 0 or flags.seed < 0:
-        raise ValueError("--top-p: expected above 0 and at most 1; --top-k and --seed: expected 0 or more")
+        raise ValueError(
+            "--top-p: expected above 0 and at most 1; --top-k and --seed: expected 0 or more"
+        )
     if flags.temperature == 0 and (flags.top_p, flags.top_k) != (1.0, 0):
         raise ValueError("--top-p and --top-k have no effect with --temperature 0: leave them out")
     if flags.endpoint and not flags.endpoint_model:
         raise ValueError("--endpoint needs --endpoint-model, the name of a model served there")
     local = "--model or --run"
-    needs = dict.fromkeys(("endpoint_model", "api_key_env", "endpoint_field", "timeout", "attempts"), "--endpoint")
+    needs = dict.fromkeys(
+        ("endpoint_model", "api_key_env", "endpoint_field", "timeout", "attempts"), "--endpoint"
+    )
     needs |= {"version": "--run", "threads": local, "max_context": local, "no_thinking": local}
     for name, needed in needs.items():
         if getattr(flags, name) not in (None, [], False) and not any(
@@ -106,18 +128,21 @@ def _name(one: str) -> str:
 
 
 def table(name: str, texts: list[str]) -> dict[str, Any]:
-    """The KEY=VALUE texts of the flag ``name``. A value is read as TOML; a bare word is a string. Raises ValueError."""
+    """The KEY=VALUE texts of the flag ``name``. A value is read as TOML; a bare word is a string.
+    Raises ValueError."""
     try:
         return dict(option(text) for text in texts)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
 
 
-# ---------------------------------------------------------------------------------------------- players
+# ----------------------------------------------------------------------------------------------
+# players
 
 
 class Trained(msgspec.Struct, frozen=True):
-    """A run folder as a player: its process files, and the weights to load (None: the weights of its model folder)."""
+    """A run folder as a player: its process files, and the weights to load (None: the weights of
+    its model folder)."""
 
     scheduler: SchedulerProcess
     actor: ActorProcess
@@ -135,16 +160,23 @@ class Trained(msgspec.Struct, frozen=True):
 
 
 def read_run(run: Path, version: int | str | None) -> Trained:
-    """The run with one version (None: the newest, "best": on its held-out tasks). Raises ValueError or FileNotFoundError."""
+    """The run with one version (None: the newest, "best": on its held-out tasks). Raises ValueError
+    or FileNotFoundError."""
     folder = run / "processes"
     if not (folder / "scheduler.json").is_file():
-        raise FileNotFoundError(f"--run {run}: no processes/scheduler.json there; expected the folder of a run")
+        raise FileNotFoundError(
+            f"--run {run}: no processes/scheduler.json there; expected the folder of a run"
+        )
     scheduler = saved(folder / "scheduler.json", SchedulerProcess)
     actor = saved(folder / "actor-0.json", ActorProcess)
     number, weights = versions.chosen(run, version)
     load = None
     if weights is not None:
-        load = LoadRequest(number, str(weights.resolve()), saved(weights / published.NAME, published.Manifest).digest)
+        load = LoadRequest(
+            number,
+            str(weights.resolve()),
+            saved(weights / published.NAME, published.Manifest).digest,
+        )
     return Trained(scheduler, actor, load)
 
 
@@ -152,7 +184,8 @@ _Read = TypeVar("_Read")
 
 
 def saved(path: Path, kind: type[_Read]) -> _Read:
-    """Read a file that a run wrote. Raises ValueError with the remedy if the file is missing, torn or of another form."""
+    """Read a file that a run wrote. Raises ValueError with the remedy if the file is missing, torn
+    or of another form."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=kind)
     except (OSError, msgspec.DecodeError) as error:
@@ -170,13 +203,16 @@ def model_folder(name: str) -> str:
     try:
         return str(ensure_model(name, cache_folder()))
     except (FileNotFoundError, ValueError) as error:
-        raise ValueError(f"--model {name}: {str(error).removeprefix(f'model.name = {name!r}: ')}") from None
+        raise ValueError(
+            f"--model {name}: {str(error).removeprefix(f'model.name = {name!r}: ')}"
+        ) from None
 
 
 def weights_digest(folder: str) -> str:
     """A digest that changes when other weights replace those in a model folder.
 
-    It is computed from the contents of the files, or from their names, sizes and times if the files are large.
+    It is computed from the contents of the files, or from their names, sizes and times if the files
+    are large.
     """
     files = sorted(Path(folder).glob("*.safetensors"))
     small = sum(file.stat().st_size for file in files) <= _READ_WHOLE
@@ -193,20 +229,34 @@ def weights_digest(folder: str) -> str:
 def check_url(url: str) -> None:
     """Raises ValueError if ``url`` is not the address of an endpoint."""
     parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or "@" in parts.netloc:
-        raise ValueError("--endpoint: expected http(s)://host[:port]/v1, without a key (see --api-key-env)")
+    if (
+        parts.scheme not in ("http", "https")
+        or not parts.hostname
+        or parts.query
+        or "@" in parts.netloc
+    ):
+        raise ValueError(
+            "--endpoint: expected http(s)://host[:port]/v1, without a key (see --api-key-env)"
+        )
 
 
 def endpoint_of(flags: argparse.Namespace) -> Reached:
     """The endpoint that a command line describes."""
-    more = {"timeout_s": flags.timeout, "attempts": flags.attempts, "api_key_env": flags.api_key_env}
+    more = {
+        "timeout_s": flags.timeout,
+        "attempts": flags.attempts,
+        "api_key_env": flags.api_key_env,
+    }
     more = {key: value for key, value in more.items() if value is not None}
     fields = table("--endpoint-field", flags.endpoint_field)
-    return Reached(flags.endpoint, flags.endpoint_model, concurrency=flags.concurrency, fields=fields, **more)
+    return Reached(
+        flags.endpoint, flags.endpoint_model, concurrency=flags.concurrency, fields=fields, **more
+    )
 
 
 def local_engine(folder: str, config: ActorsConfig, flags: argparse.Namespace) -> Engine:
-    """The embedded engine, with a batch that holds all concurrent requests of the command line (at most 64)."""
+    """The embedded engine, with a batch that holds all concurrent requests of the command line (at
+    most 64)."""
     from transformers.utils import logging  # these import torch, which the other players do without
 
     from actors.engines.local import LocalEngine

@@ -1,4 +1,5 @@
-"""The policy versions that a run still holds: the newest ones (learner.keep), and the best one on the held-out tasks."""
+"""The policy versions that a run still holds: the newest ones (learner.keep), and the best one on
+the held-out tasks."""
 
 import argparse
 from pathlib import Path
@@ -16,9 +17,11 @@ def argument(text: str) -> int | str:
 
 
 def chosen(run: Path, version: int | str | None) -> tuple[int, Path | None]:
-    """The chosen version and the folder of its weights. Raises ValueError that names the versions the run holds.
+    """The chosen version and the folder of its weights. Raises ValueError that names the versions
+    the run holds.
 
-    version: None chooses the newest, "best" the best, and 0 the model of the start, which has no folder.
+    version: None chooses the newest, "best" the best, and 0 the model of the start, which has no
+    folder.
     """
     kept = {int(path.name[1:]): path for path in (run / "weights").glob("v??????")}
     record = best.read(run)
@@ -26,11 +29,16 @@ def chosen(run: Path, version: int | str | None) -> tuple[int, Path | None]:
         kept = {record[0].version: record[1]} | kept
     if version == BEST:
         if record is None:
-            raise ValueError(f"--version best: {run} has no held-out evaluation that was kept (scheduler.evaluation)")
-        # Not kept[version]: a run that was resumed from a checkpoint may have trained another version of that number.
+            raise ValueError(
+                f"--version best: {run} has no held-out evaluation that was kept (scheduler.evaluation)"
+            )
+        # Not kept[version]: a run that was resumed from a checkpoint may have trained another
+        # version of that number.
         return record[0].version, record[1] if record[0].version else None
     number = max(kept, default=0) if version is None else int(version)
     if number and number not in kept:
         best_one = f", best {record[0].version}" if record is not None else ""
-        raise ValueError(f"--version {number}: {run} holds {sorted(kept)} (the newest learner.keep{best_one}), and 0")
+        raise ValueError(
+            f"--version {number}: {run} holds {sorted(kept)} (the newest learner.keep{best_one}), and 0"
+        )
     return number, kept.get(number)

@@ -1,1 +1,2 @@
-"""tools/sft makes a fine-tuned judge or a benchmark: trajectories of runs -> labels of two judges -> review -> rows or benchmark."""
+"""tools/sft makes a fine-tuned judge or a benchmark: trajectories of runs -> labels of two judges
+-> review -> rows or benchmark."""

@@ -1,4 +1,5 @@
-"""The command tools/sft. Each subcommand reads files and writes files, so that every stage can be inspected and repeated."""
+"""The command tools/sft. Each subcommand reads files and writes files, so that every stage can be
+inspected and repeated."""
 
 import argparse
 import functools
@@ -25,7 +26,8 @@ MODEL_MAKERS = ("train", "warm-start")
 def main(arguments: list[str] | None = None) -> int:
     """Run the command and return its exit status."""
     options = parser().parse_args(arguments)
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM cleans up as Ctrl-C does
+    # SIGTERM cleans up as Ctrl-C does
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         if options.command not in MODEL_MAKERS:
             files.check(options)
@@ -59,7 +61,9 @@ EXAMPLES = """\
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of tools/sft."""
-    parser = command_parser("tools/sft", "Make a fine-tuned judge from trajectories of runs (docs/sft.md).", EXAMPLES)
+    parser = command_parser(
+        "tools/sft", "Make a fine-tuned judge from trajectories of runs (docs/sft.md).", EXAMPLES
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     _add_stages(commands)
     _add_training(commands)
@@ -69,19 +73,37 @@ def parser() -> argparse.ArgumentParser:
 def _add_stages(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     one = commands.add_parser("collect", help="trajectories of search runs, from their journals")
     one.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders")
-    one.add_argument("--split", choices=("train", "heldout"), default="train", help="which tasks (default: train)")
     one.add_argument(
-        "--prefix", default="", help="put before the ids, which begin with the folder's name (for runs of one name)"
+        "--split",
+        choices=("train", "heldout"),
+        default="train",
+        help="which tasks (default: train)",
+    )
+    one.add_argument(
+        "--prefix",
+        default="",
+        help="put before the ids, which begin with the folder's name (for runs of one name)",
     )
     one.add_argument("--out", required=True, type=Path, help="what is written")
     one.set_defaults(run=collect)
 
-    one = commands.add_parser("label", help="two judges score every step; steps on which they differ are dropped")
+    one = commands.add_parser(
+        "label", help="two judges score every step; steps on which they differ are dropped"
+    )
     one.add_argument("trajectories", type=Path, help="file of `collect`")
     for side in "ab":
-        one.add_argument(f"--judge-{side}", required=True, metavar="SPEC", help="a built-in judge or module:Class")
         one.add_argument(
-            f"--option-{side}", action="append", default=[], metavar="KEY=VALUE", help="its option, a TOML value"
+            f"--judge-{side}",
+            required=True,
+            metavar="SPEC",
+            help="a built-in judge or module:Class",
+        )
+        one.add_argument(
+            f"--option-{side}",
+            action="append",
+            default=[],
+            metavar="KEY=VALUE",
+            help="its option, a TOML value",
         )
     one.add_argument(
         "--most-difference",
@@ -102,8 +124,12 @@ def _add_stages(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
 
     one = commands.add_parser("rows", help="training rows of a process reward model")
     one.add_argument("labelled", nargs="+", type=Path, help="labelled or corrected trajectories")
-    one.add_argument("--balance", action="store_true", help="as many rows of good steps as of bad ones")
-    one.add_argument("--most", type=int, default=0, help="take at most so many rows at random (default: all)")
+    one.add_argument(
+        "--balance", action="store_true", help="as many rows of good steps as of bad ones"
+    )
+    one.add_argument(
+        "--most", type=int, default=0, help="take at most so many rows at random (default: all)"
+    )
     one.add_argument("--seed", type=int, default=0, help="of every random draw (default: 0)")
     one.add_argument("--out", required=True, type=Path, help="what is written")
     one.set_defaults(run=rows)
@@ -112,7 +138,9 @@ def _add_stages(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     one.add_argument("labelled", nargs="+", type=Path, help="labelled or corrected trajectories")
     one.add_argument("--size", required=True, type=int, help="trajectories in the benchmark")
     one.add_argument(
-        "--threshold", default=str(THRESHOLD), help="good scores exceed it: a number, or mean (default: %(default)s)"
+        "--threshold",
+        default=str(THRESHOLD),
+        help="good scores exceed it: a number, or mean (default: %(default)s)",
     )
     excluded = "leave out these labelled trajectories and every other trajectory of their questions"
     one.add_argument("--exclude", type=Path, action="append", default=[], help=excluded)
@@ -122,24 +150,36 @@ def _add_stages(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
 
 
 def _add_training(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    one = commands.add_parser("train", help="fine-tune a model on rows of {prompt or messages, completion}")
+    one = commands.add_parser(
+        "train", help="fine-tune a model on rows of {prompt or messages, completion}"
+    )
     one.add_argument("--model", required=True, help="a model folder, a built-in name or a hub id")
-    one.add_argument("--rows", required=True, type=Path, help="JSONL file of `rows`, or of your own")
+    one.add_argument(
+        "--rows", required=True, type=Path, help="JSONL file of `rows`, or of your own"
+    )
     one.add_argument("--out", required=True, type=Path, help="what is written")
     length = one.add_mutually_exclusive_group()
-    length.add_argument("--epochs", type=float, default=3, help="passes over the rows (default: %(default)s)")
+    length.add_argument(
+        "--epochs", type=float, default=3, help="passes over the rows (default: %(default)s)"
+    )
     length.add_argument("--steps", type=int, help="instead of epochs")
     one.add_argument("--batch", type=int, default=32, help="rows per step (default: %(default)s)")
-    one.add_argument("--lr", type=float, default=2e-5, help="peak learning rate (default: %(default)s)")
+    one.add_argument(
+        "--lr", type=float, default=2e-5, help="peak learning rate (default: %(default)s)"
+    )
     one.add_argument(
         "--schedule",
         choices=("cosine", "constant", "linear"),
         default="cosine",
         help="of the learning rate (default: cosine)",
     )
-    one.add_argument("--warmup-ratio", type=float, default=0.1, help="share of the steps (default: %(default)s)")
+    one.add_argument(
+        "--warmup-ratio", type=float, default=0.1, help="share of the steps (default: %(default)s)"
+    )
     one.add_argument("--lora-rank", type=int, default=0, help="0, the default, trains all weights")
-    one.add_argument("--lora-alpha", type=float, default=32.0, help="scale of LoRA (default: %(default)s)")
+    one.add_argument(
+        "--lora-alpha", type=float, default=32.0, help="scale of LoRA (default: %(default)s)"
+    )
     one.add_argument(
         "--packing",
         action=argparse.BooleanOptionalAction,
@@ -147,13 +187,21 @@ def _add_training(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
         help="read a batch as one forest, shared prefixes once",
     )
     one.add_argument(
-        "--forward-tokens", type=int, default=8192, help="tokens of one forward pass (default: %(default)s)"
+        "--forward-tokens",
+        type=int,
+        default=8192,
+        help="tokens of one forward pass (default: %(default)s)",
     )
     one.add_argument(
-        "--max-tokens", type=int, help="longer rows are left out and counted (default: the model's context)"
+        "--max-tokens",
+        type=int,
+        help="longer rows are left out and counted (default: the model's context)",
     )
     one.add_argument(
-        "--held-out", type=float, default=0.1, help="share to measure on, in whole groups (default: %(default)s)"
+        "--held-out",
+        type=float,
+        default=0.1,
+        help="share to measure on, in whole groups (default: %(default)s)",
     )
     one.add_argument(
         "--end-token",
@@ -163,18 +211,26 @@ def _add_training(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
     )
     one.add_argument("--seed", type=int, default=0, help="of every random draw (default: 0)")
     one.add_argument(
-        "--threads", type=int, default=len(os.sched_getaffinity(0)), help="compute threads (default: all, %(default)s)"
+        "--threads",
+        type=int,
+        default=len(os.sched_getaffinity(0)),
+        help="compute threads (default: all, %(default)s)",
     )
     one.set_defaults(run=training.train)
 
-    one = commands.add_parser("warm-start", help="the supervised warm start of a run's policy, as a folder")
+    one = commands.add_parser(
+        "warm-start", help="the supervised warm start of a run's policy, as a folder"
+    )
     one.add_argument("--config", required=True, type=Path, help="TOML file of the run to come")
-    one.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change a key; repeatable")
+    one.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="change a key; repeatable"
+    )
     one.add_argument("--out", required=True, type=Path, help="what is written")
     one.set_defaults(run=training.warm_start)
 
 
-# ---------------------------------------------------------------------------------------------- stages
+# ----------------------------------------------------------------------------------------------
+# stages
 
 
 def collect(options: argparse.Namespace) -> None:
@@ -185,20 +241,29 @@ def collect(options: argparse.Namespace) -> None:
     record.write(options.out, trajectories)
     steps = sum(len(one.steps) for one in trajectories)
     right = sum(one.outcome for one in trajectories)
-    print(f"{len(trajectories)} trajectories ({right} with a correct answer), {steps} turns to judge, in {options.out}")
+    print(
+        f"{len(trajectories)} trajectories ({right} with a correct answer), {steps} turns to judge, in {options.out}"
+    )
     _say("skipped", skipped)
 
 
 def label_(options: argparse.Namespace) -> int:
     """Read trajectories; write labelled trajectories and a file to review. Returns the exit status."""
     if options.review.exists():
-        raise ValueError(f"--review {options.review} exists: it may hold corrections; move it away first")
+        raise ValueError(
+            f"--review {options.review} exists: it may hold corrections; move it away first"
+        )
     if not 0 <= options.most_difference <= 1:
-        raise ValueError(f"--most-difference {options.most_difference:g}: expected a difference of scores, 0 to 1")
+        raise ValueError(
+            f"--most-difference {options.most_difference:g}: expected a difference of scores, 0 to 1"
+        )
     trajectories = record.read(options.trajectories, Trajectory[Step])
     if options.deadline <= 0:
         raise ValueError(f"--deadline {options.deadline:g}: expected more than 0 seconds")
-    asked = [_asked("a", options.judge_a, options.option_a), _asked("b", options.judge_b, options.option_b)]
+    asked = [
+        _asked("a", options.judge_a, options.option_a),
+        _asked("b", options.judge_b, options.option_b),
+    ]
     settings = label.Settings(record.digest(options.trajectories), judging.lasting(asked))
     _, settings_file, lock = files.answers_of(options.out)
     with locked(lock, f"--out {options.out}"):
@@ -206,15 +271,22 @@ def label_(options: argparse.Namespace) -> int:
         return _label(options, trajectories, asked)
 
 
-def _label(options: argparse.Namespace, trajectories: list[Trajectory[Step]], asked: list[judging.Asked]) -> int:
+def _label(
+    options: argparse.Namespace, trajectories: list[Trajectory[Step]], asked: list[judging.Asked]
+) -> int:
     answers = judging.Answers(files.answers_of(options.out)[0])
     session = functools.partial(judging.Session, asked, trajectories, answers, options.deadline)
-    failed = conduct(session, "the same command", f"answered (in {answers.path})", "tools/sft label")
+    failed = conduct(
+        session, "the same command", f"answered (in {answers.path})", "tools/sft label"
+    )
     if isinstance(failed, int):
         return failed
     if failed:
         judging.say_failed(failed, "tools/sft label")
-        print(f"the answers so far are kept in {answers.path}; go on with the same command", file=sys.stderr)
+        print(
+            f"the answers so far are kept in {answers.path}; go on with the same command",
+            file=sys.stderr,
+        )
         return 1
     kept, counts = label.labelled(trajectories, answers, "a", "b", options.most_difference)
     if not kept:
@@ -246,7 +318,9 @@ def rows(options: argparse.Namespace) -> None:
     labelled = record.read_all(options.labelled, Trajectory[Labelled])
     training_rows, left_out = judgement_rows(labelled, options.most, options.seed, options.balance)
     if not training_rows:
-        raise ValueError(f"no row can be made; left out: {dict(left_out)} (label with judges that explain)")
+        raise ValueError(
+            f"no row can be made; left out: {dict(left_out)} (label with judges that explain)"
+        )
     record.write(options.out, training_rows)
     print(f"{len(training_rows)} rows in {options.out}")
     _say("left out", left_out)
@@ -257,8 +331,14 @@ def bench(options: argparse.Namespace) -> None:
     if options.size < 1:
         raise ValueError(f"--size {options.size}: expected 1 trajectory or more")
     pool = record.read_all(options.labelled, Trajectory[Labelled])
-    excluded = [one for path in options.exclude for one in record.read(path, Trajectory[Labelled], "--exclude")]
-    items, report = build.build(pool, options.size, _threshold(options.threshold), options.seed, excluded)
+    excluded = [
+        one
+        for path in options.exclude
+        for one in record.read(path, Trajectory[Labelled], "--exclude")
+    ]
+    items, report = build.build(
+        pool, options.size, _threshold(options.threshold), options.seed, excluded
+    )
     record.write(options.out, items)
     report_path = files.report_of(options.out)
     write_whole(report_path, report)

@@ -24,7 +24,8 @@ class _Pair(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def read_pairs(path: Path, text: Text, end: Sequence[int] = ()) -> list[Example]:
-    """Read examples, in the chat format, from a JSONL file of {prompt or messages, completion}. end: tokens after each completion.
+    """Read examples, in the chat format, from a JSONL file of {prompt or messages, completion}.
+    end: tokens after each completion.
 
     Raises ValueError if there is no such file, or with the number of a bad line.
     """
@@ -36,9 +37,13 @@ def read_pairs(path: Path, text: Text, end: Sequence[int] = ()) -> list[Example]
                 f"{path}:{number}: {'both' if pair.prompt else 'neither'} of prompt and messages; expected {expected}"
             )
         messages = msgspec.to_builtins(pair.messages) or [{"role": "user", "content": pair.prompt}]
-        prompt, completion = (text.encode(part).tolist() for part in (text.prompt(messages), pair.completion))
+        prompt, completion = (
+            text.encode(part).tolist() for part in (text.prompt(messages), pair.completion)
+        )
         if not completion:
-            raise ValueError(f"{path}:{number}: the completion is empty: expected a text to learn; remove that line")
+            raise ValueError(
+                f"{path}:{number}: the completion is empty: expected a text to learn; remove that line"
+            )
         examples.append(Example(prompt + completion + list(end), len(prompt), pair.group))
     if not examples:
         raise ValueError(f"{path} holds no example: expected lines of {expected}")

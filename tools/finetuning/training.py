@@ -1,4 +1,5 @@
-"""The stages of tools/sft that make a model folder: train and warm-start. The folder appears whole or not at all."""
+"""The stages of tools/sft that make a model folder: train and warm-start. The folder appears whole
+or not at all."""
 
 import argparse
 import math
@@ -42,7 +43,10 @@ def _train(options: argparse.Namespace, folder: Path) -> None:
     limit = min(options.max_tokens or context_of(model), context_of(model))
     kept, long = within(examples, limit)
     if long:
-        print(f"{long} of {len(examples)} rows are longer than {limit} tokens and left out", flush=True)
+        print(
+            f"{long} of {len(examples)} rows are longer than {limit} tokens and left out",
+            flush=True,
+        )
     learnt, held_out = split(kept, options.held_out, options.seed)
     if not learnt:
         raise ValueError(
@@ -54,12 +58,17 @@ def _train(options: argparse.Namespace, folder: Path) -> None:
         shuffle=options.seed, lora_rank=options.lora_rank, lora_alpha=options.lora_alpha, packing=options.packing,
         forward_tokens=options.forward_tokens,
     )  # fmt: skip
-    print(f"{len(learnt)} rows, {len(held_out)} held out, {steps} steps of {options.batch}", flush=True)
+    print(
+        f"{len(learnt)} rows, {len(held_out)} held out, {steps} steps of {options.batch}",
+        flush=True,
+    )
     try:
         losses = fine_tune.train(model, learnt, folder, recipe, options.threads, held_out)
     except OutOfMemoryError as error:
         reason = str(error).split("\n")[0]
-        raise MemoryError(f"{reason}: train adapters (--lora-rank 16), or less at once (--forward-tokens)") from None
+        raise MemoryError(
+            f"{reason}: train adapters (--lora-rank 16), or less at once (--forward-tokens)"
+        ) from None
     summary = {
         "rows": len(learnt),
         "held_out_rows": len(held_out),
@@ -78,17 +87,24 @@ def _check_new(out: Path) -> None:
 def _check(options: argparse.Namespace) -> None:
     for name in ("batch", "lr", "epochs", "steps", "threads", "max_tokens"):
         if getattr(options, name) is not None and getattr(options, name) <= 0:
-            raise ValueError(f"--{name.replace('_', '-')} {getattr(options, name):g}: expected more than 0")
+            raise ValueError(
+                f"--{name.replace('_', '-')} {getattr(options, name):g}: expected more than 0"
+            )
     for flag, share in (("--held-out", options.held_out), ("--warmup-ratio", options.warmup_ratio)):
         if not 0 <= share < 1:
             raise ValueError(f"{flag} {share:g}: expected a share, 0 to less than 1")
     for name in ("lora_rank", "forward_tokens"):
         if getattr(options, name) < 0:
-            raise ValueError(f"--{name.replace('_', '-')} {getattr(options, name)}: expected 0 or more")
+            raise ValueError(
+                f"--{name.replace('_', '-')} {getattr(options, name)}: expected 0 or more"
+            )
 
 
-def split(examples: Sequence["Example"], share: float, seed: int) -> "tuple[list[Example], list[Example]]":
-    """Return rows to learn and held-out rows. A group stays on one side. If share > 0, at least one of several groups is held out."""
+def split(
+    examples: Sequence["Example"], share: float, seed: int
+) -> "tuple[list[Example], list[Example]]":
+    """Return rows to learn and held-out rows. A group stays on one side. If share > 0, at least one
+    of several groups is held out."""
     groups: dict[str | int, list[Example]] = {}
     for number, example in enumerate(examples):
         groups.setdefault(example.group or number, []).append(example)
@@ -99,7 +115,9 @@ def split(examples: Sequence["Example"], share: float, seed: int) -> "tuple[list
     while held < wanted and count < len(order) - 1:
         held += len(order[count])
         count += 1
-    return [one for group in order[count:] for one in group], [one for group in order[:count] for one in group]
+    return [one for group in order[count:] for one in group], [
+        one for group in order[:count] for one in group
+    ]
 
 
 def _end_token(model: Path) -> list[int]:

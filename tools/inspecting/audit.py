@@ -1,7 +1,8 @@
-"""The command tools/audit: it reads a run folder from outside and says whether every task was trained exactly once or is accounted for.
+"""The command tools/audit: it reads a run folder from outside and says whether every task was
+trained exactly once or is accounted for.
 
-It believes the files alone (journal, metrics, checkpoints), and no process. A run that has not ended may have trees in flight, and the records
-of its newest update may not be complete.
+It believes the files alone (journal, metrics, checkpoints), and no process. A run that has not
+ended may have trees in flight, and the records of its newest update may not be complete.
 """
 
 import argparse
@@ -42,10 +43,11 @@ class _Known(msgspec.Struct, frozen=True):
 
 
 def audit(run: Path, staleness: int | None = None) -> list[Violation]:
-    """Return what is wrong in a run folder; an empty list says that all invariants hold. Raises FileNotFoundError without a journal.
+    """Return what is wrong in a run folder; an empty list says that all invariants hold. Raises
+    FileNotFoundError without a journal.
 
-    staleness: the run's scheduler.max_staleness; None reads it from its config.json (the largest one that the run had, if a resume changed it), and
-    checks no versions if there is none.
+    staleness: the run's scheduler.max_staleness; None reads it from its config.json (the largest
+    one that the run had, if a resume changed it), and checks no versions if there is none.
     """
     known = run / "config.json"
     settings = msgspec.json.decode(known.read_bytes())["scheduler"] if known.exists() else {}
@@ -60,18 +62,24 @@ def audit(run: Path, staleness: int | None = None) -> list[Violation]:
     ended = all((home / "summary.json").exists() for home in homes.values())
     with contextlib.ExitStack() as stack:
         journals = {
-            shard: stack.enter_context(contextlib.closing(Journal(home / "journal.sqlite", readonly=True)))
+            shard: stack.enter_context(
+                contextlib.closing(Journal(home / "journal.sqlite", readonly=True))
+            )
             for shard, home in homes.items()
         }
         trees = {
-            shard: [_Known(row, dict(journal.groups(row.id))) for row in journal.trees("split='train'")]
+            shard: [
+                _Known(row, dict(journal.groups(row.id))) for row in journal.trees("split='train'")
+            ]
             for shard, journal in journals.items()
         }
         every = list(itertools.chain.from_iterable(trees.values()))
         checks = [
             _one_update_each(every),
             _records(list(homes.values()), every, ended),
-            _checkpoints(run, {group: version for tree in every for group, version in tree.groups.items()}),
+            _checkpoints(
+                run, {group: version for tree in every for group, version in tree.groups.items()}
+            ),
         ]
         for shard, journal in journals.items():
             checks += [_draws(shard, trees[shard], ended), _trees(journal, trees[shard], staleness)]
@@ -79,15 +87,21 @@ def audit(run: Path, staleness: int | None = None) -> list[Violation]:
 
 
 def _draws(shard: shards.Shard, trees: list[_Known], ended: bool) -> Iterator[Violation]:
-    """Tasks drawn = trained + quarantined + in flight, and no draw of the shard is skipped or made twice, or is another shard's."""
+    """Tasks drawn = trained + quarantined + in flight, and no draw of the shard is skipped or made
+    twice, or is another shard's."""
     drawn = Counter(tree.row.position for tree in trees)
     own = {shard.position(draw) for draw in range(shard.draws(max(drawn, default=-1) + 1))}
     for position in sorted({*own, *drawn}):
         if drawn[position] != (position in own):
             yield Violation("drawn once", f"draw {position} was made {drawn[position]} times")
     for tree in trees:
-        if foreign := [identity for identity in (tree.row.id, *tree.groups) if not shard.owns(identity)]:
-            yield Violation("ids of one shard", f"tree {tree.row.id} of shard {shard.number} has the id {foreign[0]}")
+        if foreign := [
+            identity for identity in (tree.row.id, *tree.groups) if not shard.owns(identity)
+        ]:
+            yield Violation(
+                "ids of one shard",
+                f"tree {tree.row.id} of shard {shard.number} has the id {foreign[0]}",
+            )
         if tree.row.status == "quarantined" and not tree.row.reason:
             yield Violation("quarantined with a reason", f"tree {tree.row.id} has none")
         if ended and tree.row.status == "growing":
@@ -95,7 +109,8 @@ def _draws(shard: shards.Shard, trees: list[_Known], ended: bool) -> Iterator[Vi
         untrained = [group for group, version in tree.groups.items() if version is None]
         if ended and untrained:
             yield Violation(
-                "nothing in flight at the end", f"group {untrained[0]} of tree {tree.row.id} is not trained"
+                "nothing in flight at the end",
+                f"group {untrained[0]} of tree {tree.row.id} is not trained",
             )
 
 
@@ -103,13 +118,20 @@ def _one_update_each(trees: list[_Known]) -> Iterator[Violation]:
     for tree in trees:
         versions = {version for version in tree.groups.values() if version is not None}
         if len(versions) > 1:
-            yield Violation("a tree in one update", f"tree {tree.row.id} was trained into versions {sorted(versions)}")
+            yield Violation(
+                "a tree in one update",
+                f"tree {tree.row.id} was trained into versions {sorted(versions)}",
+            )
         if versions and tree.row.status == "growing":
-            yield Violation("trained after it closed", f"tree {tree.row.id} grows and was trained into {min(versions)}")
+            yield Violation(
+                "trained after it closed",
+                f"tree {tree.row.id} grows and was trained into {min(versions)}",
+            )
 
 
 def _records(homes: list[Path], trees: list[_Known], ended: bool) -> Iterator[Violation]:
-    """Every scheduler has one record per update, which counts as many groups as all journals have of its version."""
+    """Every scheduler has one record per update, which counts as many groups as all journals have
+    of its version."""
     counts: list[dict[int, int]] = []
     for path in (home / "metrics.jsonl" for home in homes):
         counts.append(counted := {})
@@ -125,11 +147,17 @@ def _records(homes: list[Path], trees: list[_Known], ended: bool) -> Iterator[Vi
                     yield Violation("one record per update", f"version {version} has two")
                 counted[version] = int(record[UPDATE])
     groups = Counter(
-        v for tree in trees if tree.row.status != "replaced" for v in tree.groups.values() if v is not None
+        v
+        for tree in trees
+        if tree.row.status != "replaced"
+        for v in tree.groups.values()
+        if v is not None
     )
     settled = min(max(counted, default=0) for counted in counts)
     for counted in counts:
-        for version in range(1, max(max(counted, default=0), max(groups, default=0) if ended else 0) + 1):
+        for version in range(
+            1, max(max(counted, default=0), max(groups, default=0) if ended else 0) + 1
+        ):
             if version not in counted:
                 yield Violation("one record per update", f"version {version} has none")
             elif counted[version] != groups[version] and (ended or version < settled):
@@ -138,9 +166,11 @@ def _records(homes: list[Path], trees: list[_Known], ended: bool) -> Iterator[Vi
 
 
 def _checkpoints(run: Path, journaled: dict[int, int | None]) -> Iterator[Violation]:
-    """Every checkpoint is what was written; the newest one's frontier and the journal agree on every group.
+    """Every checkpoint is what was written; the newest one's frontier and the journal agree on
+    every group.
 
-    One of an earlier release has neither digests nor the versions of its groups, so only its groups are compared.
+    One of an earlier release has neither digests nor the versions of its groups, so only its groups
+    are compared.
     """
     newest = frontier.Frontier()
     for folder in sorted((run / "checkpoints").glob("v??????")):
@@ -149,13 +179,18 @@ def _checkpoints(run: Path, journaled: dict[int, int | None]) -> Iterator[Violat
             newest = frontier.read(run, int(folder.name[1:]))
             for name, expected in digest.sums(folder).items() if newest.dated else ():
                 if digest.file(folder / name) != expected:
-                    yield Violation("checkpoints are whole", f"{folder.name}/{name} differs from its digest")
+                    yield Violation(
+                        "checkpoints are whole", f"{folder.name}/{name} differs from its digest"
+                    )
         except (OSError, ValueError) as error:
             yield Violation("checkpoints are whole", f"{folder.name}: {error}")
     trained = newest.groups()
     for group, version in trained.items():
         if group not in journaled:
-            yield Violation("journal and checkpoint agree", f"group {group} was trained and is not in the journal")
+            yield Violation(
+                "journal and checkpoint agree",
+                f"group {group} was trained and is not in the journal",
+            )
         elif newest.dated and (said := journaled[group]) not in (version, None):
             what = f"group {group} was trained into version {version}, and the journal says {said}"
             yield Violation("journal and checkpoint agree", what)
@@ -166,24 +201,39 @@ def _checkpoints(run: Path, journaled: dict[int, int | None]) -> Iterator[Violat
 
 
 def _trees(journal: Journal, trees: list[_Known], staleness: int | None) -> Iterator[Violation]:
-    """Trees are well formed, and tokens are as old as the staleness bound allows, or older if later trees overtook theirs."""
+    """Trees are well formed, and tokens are as old as the staleness bound allows, or older if later
+    trees overtook theirs."""
     fastest: dict[int, int] = {}
     earliest = sys.maxsize
     for tree in reversed(trees):  # the earliest version among the trees that were admitted later
         fastest[tree.row.id] = earliest
-        earliest = min([earliest, *(version for version in tree.groups.values() if version is not None)])
+        earliest = min(
+            [earliest, *(version for version in tree.groups.values() if version is not None)]
+        )
     for known in trees:
         tree = journal.tree(known.row)
-        yield from (Violation("well-formed trees", f"tree {tree.id}: {fault}") for fault in _faults(tree))
+        yield from (
+            Violation("well-formed trees", f"tree {tree.id}: {fault}") for fault in _faults(tree)
+        )
         for group, version in known.groups.items():
             nodes = [turn.node for turn in journal.turns(group)]
-            if strange := [node for node in nodes if node not in tree.nodes or tree.nodes[node].kind != "action"]:
+            if strange := [
+                node
+                for node in nodes
+                if node not in tree.nodes or tree.nodes[node].kind != "action"
+            ]:
                 yield Violation(
-                    "well-formed trees", f"tree {tree.id}: group {group} trains node {strange[0]}, which is no action"
+                    "well-formed trees",
+                    f"tree {tree.id}: group {group} trains node {strange[0]}, which is no action",
                 )
             elif version is not None and staleness is not None:
-                sampled = [v for node in nodes if (v := tree.nodes[node].versions) is not None and len(v)]
-                oldest, newest = min(int(v.min()) for v in sampled), max(int(v.max()) for v in sampled)
+                sampled = [
+                    v for node in nodes if (v := tree.nodes[node].versions) is not None and len(v)
+                ]
+                oldest, newest = (
+                    min(int(v.min()) for v in sampled),
+                    max(int(v.max()) for v in sampled),
+                )
                 late = version - 1 - oldest > staleness and fastest[tree.id] >= version
                 synchronous = staleness > 0 or oldest == newest == version - 1
                 if late or not synchronous:
@@ -193,13 +243,19 @@ def _trees(journal: Journal, trees: list[_Known], staleness: int | None) -> Iter
 
 def _faults(tree: Tree) -> Iterator[str]:
     for node in tree.nodes.values():
-        if node.parent >= node.id or (node.parent < 0) != (node.id == 0) or (node.id and node.parent not in tree.nodes):
+        if (
+            node.parent >= node.id
+            or (node.parent < 0) != (node.id == 0)
+            or (node.id and node.parent not in tree.nodes)
+        ):
             yield f"node {node.id} hangs below node {node.parent}"
         for name in ("logprobs", "versions", "sampled"):
             values = getattr(node, name)
             if values is not None and len(values) != len(node.tokens):
                 yield f"node {node.id} has {len(node.tokens)} tokens and {len(values)} {name}"
-        if node.logprobs is not None and not (np.isfinite(node.logprobs).all() and (node.logprobs <= 1e-3).all()):
+        if node.logprobs is not None and not (
+            np.isfinite(node.logprobs).all() and (node.logprobs <= 1e-3).all()
+        ):
             yield f"node {node.id} has log-probabilities that are no logarithms of probabilities"
 
 
@@ -211,7 +267,9 @@ docs/troubleshooting.md says what each rule means"""
 def parser() -> argparse.ArgumentParser:
     """Return the parser of tools/audit."""
     parser = command_parser(
-        "tools/audit", "Check from a run's files that every task was trained exactly once.", EXAMPLES
+        "tools/audit",
+        "Check from a run's files that every task was trained exactly once.",
+        EXAMPLES,
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="run folder, also of a live run")
     return parser
@@ -228,5 +286,6 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         print("\n".join(map(str, violations)) or f"{run}: every invariant holds", flush=True)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader (head, less) has closed the pipe
+        # the reader (head, less) has closed the pipe
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 1 if violations else 0

@@ -1,20 +1,23 @@
-"""Where the wall time of a run went: every moment of its newest start has exactly one cause, so the causes' seconds sum to the wall time.
+"""Where the wall time of a run went: every moment of its newest start has exactly one cause, so the
+causes' seconds sum to the wall time.
 
 The rule, for each moment, the first that applies:
 
 1. Before the first call the processes start ("starting processes").
-2. While the learner updates, publishes or writes a checkpoint, that is the cause. These intervals are counted back from the moment at which it
-   answered the update's groups.
-3. Otherwise the learner waits for its next update, and that update waited for its last tree: the one whose last call ended last. If the last
-   tree has a call open, the call's service is the cause ("rollouts: judge"), with its phase if the worker told it ("rollouts: generate
-   (prefill)"; phases are counted from the moment at which the call was sent). If it has several, the one that ends last counts, because a tree
-   goes on only when it has all candidates of a turn.
-4. If the last tree has no call open, it waited for something else, and a call that another has open says for what: new weights on their way to an
-   actor; a held-out evaluation; other trees, which had the workers. If none is open, the scheduler or the journal was at work, or the batch was
-   on its way to the learner ("scheduler").
+2. While the learner updates, publishes or writes a checkpoint, that is the cause. These intervals
+   are counted back from the moment at which it answered the update's groups.
+3. Otherwise the learner waits for its next update, and that update waited for its last tree: the
+   one whose last call ended last. If the last tree has a call open, the call's service is the cause
+   ("rollouts: judge"), with its phase if the worker told it ("rollouts: generate (prefill)"; phases
+   are counted from the moment at which the call was sent). If it has several, the one that ends
+   last counts, because a tree goes on only when it has all candidates of a turn.
+4. If the last tree has no call open, it waited for something else, and a call that another has open
+   says for what: new weights on their way to an actor; a held-out evaluation; other trees, which
+   had the workers. If none is open, the scheduler or the journal was at work, or the batch was on
+   its way to the learner ("scheduler").
 
-After the last update there is no last tree, so only rule 4 applies. A call's time includes its way to the worker and its wait there; a call that
-waits for a free worker is not open yet.
+After the last update there is no last tree, so only rule 4 applies. A call's time includes its way
+to the worker and its wait there; a call that waits for a free worker is not open yet.
 """
 
 import bisect
@@ -35,15 +38,17 @@ from tools.inspecting import frames
 from wire import shards
 
 PARTS = ("pack", "check", "score", "forward", "backward", "step", "critic")
-"""The phases of an update (``learner.stopwatch``). Forwards and backwards take turns; each is drawn and counted as one."""
+"""The phases of an update (``learner.stopwatch``). Forwards and backwards take turns; each is drawn
+and counted as one."""
 PUBLISH, CHECKPOINT = "learner: publishing weights", "learner: checkpoints"
 STARTING, SCHEDULER = "starting processes", "scheduler"
 WEIGHTS, HELDOUT, OTHERS = "new weights", "held-out evaluation", "other trees"
 
 
 class Call(msgspec.Struct, frozen=True):
-    """An attempt of a call, in seconds. tree: the one that waited for it, or None. worker: who had it. outcome: as in the trace. phases: its
-    parts as (name, start, end), if the worker told them."""
+    """An attempt of a call, in seconds. tree: the one that waited for it, or None. worker: who had
+    it. outcome: as in the trace. phases: its parts as (name, start, end), if the worker told
+    them."""
 
     service: str
     start: float
@@ -55,12 +60,15 @@ class Call(msgspec.Struct, frozen=True):
 
     def name(self, moment: float) -> str:
         """Return what the call did at a moment: its service and, if known, its phase."""
-        phase = next((f" ({name})" for name, start, end in self.phases if start <= moment < end), "")
+        phase = next(
+            (f" ({name})" for name, start, end in self.phases if start <= moment < end), ""
+        )
         return self.service.partition(".")[0] + phase
 
 
 class Update(msgspec.Struct, frozen=True):
-    """An update of the learner. work: (cause, start, end), in order. trees: those whose groups it trained."""
+    """An update of the learner. work: (cause, start, end), in order. trees: those whose groups it
+    trained."""
 
     version: int
     work: list[tuple[str, float, float]]
@@ -68,8 +76,8 @@ class Update(msgspec.Struct, frozen=True):
 
 
 class Recorded(msgspec.Struct, frozen=True):
-    """The newest start of a run, in seconds of the monotonic clock. calls: all but those to the learner. heldout: trees of evaluations.
-    streamed: when groups were sent to the learner."""
+    """The newest start of a run, in seconds of the monotonic clock. calls: all but those to the
+    learner. heldout: trees of evaluations. streamed: when groups were sent to the learner."""
 
     began: float
     until: float
@@ -80,7 +88,8 @@ class Recorded(msgspec.Struct, frozen=True):
 
 
 def budget(run: Path, records: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Return the seconds of each cause in the newest start of a run, the largest first. Raises as ``recorded`` does."""
+    """Return the seconds of each cause in the newest start of a run, the largest first. Raises as
+    ``recorded`` does."""
     start = recorded(run, records)
     return shares(start.calls, start.updates, start.heldout, start.began, start.until)
 
@@ -88,7 +97,8 @@ def budget(run: Path, records: Sequence[dict[str, float]]) -> dict[str, float]:
 def recorded(run: Path, records: Sequence[dict[str, float]]) -> Recorded:
     """Return what a run has recorded of its newest start. records: its updates' records.
 
-    Raises ValueError if its trace cannot say, and OSError and sqlite3.Error if the trace or the journal cannot be read.
+    Raises ValueError if its trace cannot say, and OSError and sqlite3.Error if the trace or the
+    journal cannot be read.
     """
     start = _newest(run)
     with contextlib.closing(frames.opened(run)) as journal:
@@ -110,14 +120,20 @@ def recorded(run: Path, records: Sequence[dict[str, float]]) -> Recorded:
 
 def _lengths(record: Mapping[str, float]) -> dict[str, float]:
     """Return the seconds of an update's causes, in the order in which the learner spends them."""
-    parts = {f"learner: {part}": record[key] for part in PARTS if (key := f"{PREFIX}{part}") in record}
+    parts = {
+        f"learner: {part}": record[key] for part in PARTS if (key := f"{PREFIX}{part}") in record
+    }
     rest = max(0.0, record["learner/seconds"] - sum(parts.values()))
     parts["learner: updates, other work" if parts else "learner: updates"] = rest
-    return parts | {PUBLISH: record.get("time/publish", 0.0), CHECKPOINT: record.get("time/checkpoint", 0.0)}
+    return parts | {
+        PUBLISH: record.get("time/publish", 0.0),
+        CHECKPOINT: record.get("time/checkpoint", 0.0),
+    }
 
 
 class _Start(msgspec.Struct):
-    """What the trace says of one start. answered: when each of its updates was. streamed: when groups were sent to the learner."""
+    """What the trace says of one start. answered: when each of its updates was. streamed: when
+    groups were sent to the learner."""
 
     began: float
     calls: list[Call] = []
@@ -130,7 +146,8 @@ class _Start(msgspec.Struct):
         start, known = round(row["ts"] / 1e6, 6), row.get("args", {})
         end, version = round((row["ts"] + row["dur"]) / 1e6, 6), known.get("version", 0)
         if row["name"] == "load" and not self.answered:
-            self.base = max(self.base, version)  # a resumed run gives the actors its newest weights first
+            # a resumed run gives the actors its newest weights first
+            self.base = max(self.base, version)
         if row["name"] == "train":
             self.streamed.append(start)
             if version > self.base:  # what an earlier start has trained is answered at once
@@ -138,7 +155,9 @@ class _Start(msgspec.Struct):
         elif row["name"] != "close":
             phases = tuple(_consecutive(start, known.get("phases", {}), end))
             of = frames.tree_of(known)
-            self.calls.append(Call(row["name"], start, end, of, row["pid"], known["outcome"], phases))
+            self.calls.append(
+                Call(row["name"], start, end, of, row["pid"], known["outcome"], phases)
+            )
 
 
 def _newest(run: Path) -> _Start:
@@ -161,7 +180,8 @@ def _newest(run: Path) -> _Start:
 def _consecutive(
     start: float, lengths: Mapping[str, float], end: float = math.inf
 ) -> Iterator[tuple[str, float, float]]:
-    """Return parts with their starts and ends, one after the other, none of them after ``end``, in microseconds as in the trace."""
+    """Return parts with their starts and ends, one after the other, none of them after ``end``, in
+    microseconds as in the trace."""
     for name, seconds in lengths.items():
         after = min(end, round(start + seconds, 6))
         yield name, start, after
@@ -171,7 +191,8 @@ def _consecutive(
 def shares(
     calls: Sequence[Call], updates: Sequence[Update], heldout: set[int], since: float, until: float
 ) -> dict[str, float]:
-    """Return the seconds of each cause between ``since`` and ``until``, which sum to their distance. updates: in order. heldout: their trees."""
+    """Return the seconds of each cause between ``since`` and ``until``, which sum to their
+    distance. updates: in order. heldout: their trees."""
     of_tree: defaultdict[int | None, list[Call]] = defaultdict(list)
     for call in calls:
         of_tree[call.tree].append(call)
@@ -185,7 +206,10 @@ def shares(
     changes += [(call.end, True, call) for call in calls]
     changes.sort(key=lambda change: change[:2])
     inside = {t for call in calls for _, *times in call.phases for t in times}
-    edges = sorted({since, until, *(t for t, _, _ in changes), *(t for work in works for t in work[1:])} | inside)
+    edges = sorted(
+        {since, until, *(t for t, _, _ in changes), *(t for work in works for t in work[1:])}
+        | inside
+    )
     first = min((call.start for call in calls), default=until)
     opened: defaultdict[int | None, list[Call]] = defaultdict(list)
     kinds: Counter[str] = Counter()
@@ -194,7 +218,9 @@ def shares(
     moment, ends_now, call = next(coming)
     for start, end in pairwise(edges):
         while call is not None and moment <= start:
-            kind = WEIGHTS if call.service == "load" else HELDOUT if call.tree in heldout else OTHERS
+            kind = (
+                WEIGHTS if call.service == "load" else HELDOUT if call.tree in heldout else OTHERS
+            )
             kinds[kind] += -1 if ends_now else 1
             (opened[call.tree].remove if ends_now else opened[call.tree].append)(call)
             moment, ends_now, call = next(coming)

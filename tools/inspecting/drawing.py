@@ -16,7 +16,18 @@ SHOWN = 4
 """The first and the last lines of a node's text that are shown; those between are folded."""
 _IN_WORDS = ("valid", "judge_valid")
 """Scores that a node's title says in words."""
-_AS_IT_IS = ("kind", "step", "trajectory", "text", "scores", "invalid", "notes", "chosen", "forced", "finish")
+_AS_IT_IS = (
+    "kind",
+    "step",
+    "trajectory",
+    "text",
+    "scores",
+    "invalid",
+    "notes",
+    "chosen",
+    "forced",
+    "finish",
+)
 """Fields of a node that are plain values."""
 
 
@@ -30,7 +41,10 @@ def as_json(journal: Journal, row: TreeRow) -> dict[str, Any]:
         "status": row.status,
         "reason": row.reason,
         "admitted_at_version": row.version,
-        "groups": [{"id": group, "trained_by_version": trained} for group, trained in journal.groups(row.id)],
+        "groups": [
+            {"id": group, "trained_by_version": trained}
+            for group, trained in journal.groups(row.id)
+        ],
         "nodes": [_plain(node) for node in tree.nodes.values()],
     }
 
@@ -62,8 +76,9 @@ def as_dot(journal: Journal, row: TreeRow) -> str:
 
 
 class Detail(msgspec.Struct, frozen=True):
-    """How much of a tree is drawn. width: columns of the terminal. full: whole texts, with the judges' explanations. tokens: the lines that are
-    drawn below an action, given its tree's number."""
+    """How much of a tree is drawn. width: columns of the terminal. full: whole texts, with the
+    judges' explanations. tokens: the lines that are drawn below an action, given its tree's
+    number."""
 
     width: int
     full: bool = False
@@ -73,9 +88,15 @@ class Detail(msgspec.Struct, frozen=True):
 def as_text(journal: Journal, row: TreeRow, detail: Detail, calls: Sequence[str] = ()) -> str:
     """Return a tree as text for a terminal. calls: what is said of its calls."""
     tree = journal.tree(row)
-    trained = ", ".join(f"{g} (version {v})" if v is not None else f"{g} (not yet)" for g, v in journal.groups(row.id))
+    trained = ", ".join(
+        f"{g} (version {v})" if v is not None else f"{g} (not yet)"
+        for g, v in journal.groups(row.id)
+    )
     head = f"tree {row.id}  task {row.task}  {row.split}, {row.status}  admitted at version {row.version}"
-    lines = [head + (f"  reason: {row.reason}" if row.reason else ""), f"groups trained: {trained or 'none'}"]
+    lines = [
+        head + (f"  reason: {row.reason}" if row.reason else ""),
+        f"groups trained: {trained or 'none'}",
+    ]
     lines += [f"calls: {', '.join(calls)}"] if calls else []
     root = tree.nodes.get(0)
     if root is not None:
@@ -117,7 +138,9 @@ def title(node: Node) -> str:
         parts.append(f"version {low}" if low == high else f"versions {low}-{high}")
     if node.kind == "action" and not node.scores.get("valid", 1.0):
         parts.append("INVALID")
-    parts += [f"{name} {value:+.3f}" for name, value in node.scores.items() if name not in _IN_WORDS]
+    parts += [
+        f"{name} {value:+.3f}" for name, value in node.scores.items() if name not in _IN_WORDS
+    ]
     if node.invalid:
         parts.append(f"judge invalid: {', '.join(node.invalid)}")
     return "  ".join(parts)
@@ -127,18 +150,25 @@ def _folded(text: str, indent: str, detail: Detail) -> list[str]:
     lines = _wrapped(text, indent, detail.width)
     if detail.full or len(lines) <= 2 * SHOWN + 1:
         return lines
-    return [*lines[:SHOWN], f"{indent}... {len(lines) - 2 * SHOWN} lines (--full) ...", *lines[-SHOWN:]]
+    return [
+        *lines[:SHOWN],
+        f"{indent}... {len(lines) - 2 * SHOWN} lines (--full) ...",
+        *lines[-SHOWN:],
+    ]
 
 
 def _wrapped(text: str, indent: str, width: int) -> list[str]:
     lines = [
-        line for part in text.splitlines() or [""] for line in textwrap.wrap(part, max(20, width - len(indent))) or [""]
+        line
+        for part in text.splitlines() or [""]
+        for line in textwrap.wrap(part, max(20, width - len(indent))) or [""]
     ]
     return [indent + line for line in lines]
 
 
 def difference(first: list[Node], second: list[Node], width: int) -> str:
-    """Return how two paths from the root differ: the nodes that they share, then the texts line by line, then every score of the last nodes."""
+    """Return how two paths from the root differ: the nodes that they share, then the texts line by
+    line, then every score of the last nodes."""
     shared = 0
     for one, other in zip(first, second, strict=False):
         if one.kind != other.kind or one.tokens.tolist() != other.tokens.tolist():
@@ -147,7 +177,11 @@ def difference(first: list[Node], second: list[Node], width: int) -> str:
     tokens = sum(len(node.tokens) for node in first[:shared])
     lines = [f"the first {shared} nodes are equal ({tokens} tokens)"]
     one, other = (
-        [line for node in path[shared:] for line in (title(node), *_wrapped(node.text.strip(), "  ", width))]
+        [
+            line
+            for node in path[shared:]
+            for line in (title(node), *_wrapped(node.text.strip(), "  ", width))
+        ]
         for path in (first, second)
     )
     lines += [line for line in difflib.ndiff(one, other) if not line.startswith("?")]

@@ -1,4 +1,5 @@
-"""The command tools/dump: find prefix trees of a run in its journal, which may be that of a live run, and show them."""
+"""The command tools/dump: find prefix trees of a run in its journal, which may be that of a live
+run, and show them."""
 
 import argparse
 import contextlib
@@ -27,7 +28,18 @@ EXAMPLES = """\
   tools/dump RUN --surprising 20 --html trees.html
                                                a page to click through
   tools/dump RUN --parquet FOLDER              trees.parquet and nodes.parquet"""
-LISTED = ("tree", "task", "status", "version", "actions", "reward", "spread", "outcome", "invalid", "age_s")
+LISTED = (
+    "tree",
+    "task",
+    "status",
+    "version",
+    "actions",
+    "reward",
+    "spread",
+    "outcome",
+    "invalid",
+    "age_s",
+)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -37,12 +49,16 @@ def main(arguments: list[str] | None = None) -> int:
         with contextlib.closing(frames.opened(options.run)) as journal:
             show(journal, options)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader (head, less) has closed the pipe
+        # the reader (head, less) has closed the pipe
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (OSError, ValueError) as error:
         print(f"tools/dump: {error}", file=sys.stderr)
         return 2
     except sqlite3.DatabaseError as error:
-        print(f"tools/dump: {options.run} is no journal of a run, or a damaged one ({error})", file=sys.stderr)
+        print(
+            f"tools/dump: {options.run} is no journal of a run, or a damaged one ({error})",
+            file=sys.stderr,
+        )
         return 2
     return 0
 
@@ -69,19 +85,42 @@ def parser() -> argparse.ArgumentParser:
     which.add_argument("--text", metavar="REGEX", help="trees in which the text of a node matches")
     which.add_argument("--sort", metavar="COLUMN", help="by this column, the largest first")
     which.add_argument("--reverse", action="store_true", help="with --sort: the smallest first")
-    for name, words in (("best", "highest outcome"), ("worst", "lowest outcome"), ("surprising", "largest advantage")):
-        which.add_argument(f"--{name}", type=_count, metavar="N", help=f"the N trees with the {words}")
-    which.add_argument("--sample", type=_count, metavar="N", help="N trees at random, the same ones each time")
+    for name, words in (
+        ("best", "highest outcome"),
+        ("worst", "lowest outcome"),
+        ("surprising", "largest advantage"),
+    ):
+        which.add_argument(
+            f"--{name}", type=_count, metavar="N", help=f"the N trees with the {words}"
+        )
+    which.add_argument(
+        "--sample", type=_count, metavar="N", help="N trees at random, the same ones each time"
+    )
     which.add_argument("--limit", type=_count, metavar="N", help="at most N trees")
-    which.add_argument("--all", action="store_true", help="print every tree found, not a list of them")
+    which.add_argument(
+        "--all", action="store_true", help="print every tree found, not a list of them"
+    )
     how = parser.add_argument_group("how").add_mutually_exclusive_group()
-    how.add_argument("--list", action="store_true", help="one line per tree (default when several are found)")
-    how.add_argument("--columns", action="store_true", help="the columns that --where and --sort take")
-    how.add_argument("--json", action="store_true", help="one JSON document: a tree, or a list of several")
+    how.add_argument(
+        "--list", action="store_true", help="one line per tree (default when several are found)"
+    )
+    how.add_argument(
+        "--columns", action="store_true", help="the columns that --where and --sort take"
+    )
+    how.add_argument(
+        "--json", action="store_true", help="one JSON document: a tree, or a list of several"
+    )
     how.add_argument("--jsonl", action="store_true", help="JSON, one tree per line")
     how.add_argument("--dot", action="store_true", help="graphs for Graphviz")
-    how.add_argument("--parquet", type=Path, metavar="FOLDER", help="trees.parquet and nodes.parquet")
-    how.add_argument("--html", type=Path, metavar="FILE", help="a page to click through, one file for all trees found")
+    how.add_argument(
+        "--parquet", type=Path, metavar="FOLDER", help="trees.parquet and nodes.parquet"
+    )
+    how.add_argument(
+        "--html",
+        type=Path,
+        metavar="FILE",
+        help="a page to click through, one file for all trees found",
+    )
     how.add_argument(
         "--diff",
         nargs=2,
@@ -89,18 +128,35 @@ def parser() -> argparse.ArgumentParser:
         help="two trees or nodes against each other; TASK@VERSION stands for a tree, too",
     )
     parser.add_argument(
-        "--newest", action="store_true", help="with --html or --tokens: log-probabilities under the newest policy, too"
+        "--newest",
+        action="store_true",
+        help="with --html or --tokens: log-probabilities under the newest policy, too",
     )
-    parser.add_argument("--tokens", action="store_true", help="the log-probability of every sampled token")
-    parser.add_argument("--full", action="store_true", help="whole texts, with the judges' explanations")
+    parser.add_argument(
+        "--tokens", action="store_true", help="the log-probability of every sampled token"
+    )
+    parser.add_argument(
+        "--full", action="store_true", help="whole texts, with the judges' explanations"
+    )
     return parser
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
     command = parser()
     options = command.parse_args(arguments)
-    if len(asked := [name for name in (*frames.RANKS, "sort", "sample") if getattr(options, name) is not None]) > 1:
-        command.error(f"--{' and --'.join(asked)} put the trees in different orders: give one of them")
+    if (
+        len(
+            asked := [
+                name
+                for name in (*frames.RANKS, "sort", "sample")
+                if getattr(options, name) is not None
+            ]
+        )
+        > 1
+    ):
+        command.error(
+            f"--{' and --'.join(asked)} put the trees in different orders: give one of them"
+        )
     if options.newest and not (options.html or options.tokens):
         command.error("--newest has an effect with --html or --tokens")
     if options.reverse and not options.sort:
@@ -143,7 +199,13 @@ def show(journal: Journal, options: argparse.Namespace) -> None:
         _draw(journal, rows, table, options, width)
 
 
-def _draw(journal: Journal, rows: list[TreeRow], table: pl.DataFrame, options: argparse.Namespace, width: int) -> None:
+def _draw(
+    journal: Journal,
+    rows: list[TreeRow],
+    table: pl.DataFrame,
+    options: argparse.Namespace,
+    width: int,
+) -> None:
     version, newest = _newest(journal, rows, options)
     words = tokens.tokenizer(options.run) if options.tokens else None
     of_token = lambda tree, node: tokens.lines(words, node, newest.get((tree, node.id)))  # noqa: E731
@@ -159,22 +221,28 @@ def _newest(journal: Journal, rows: list[TreeRow], options: argparse.Namespace) 
 
 
 def _path(journal: Journal, place: str) -> list[Node]:
-    """Return the path from the root to a node, TREE:NODE, or to the end of a tree's spine, TREE. TASK@VERSION is the task's last tree that was
-    admitted at the version."""
+    """Return the path from the root to a node, TREE:NODE, or to the end of a tree's spine, TREE.
+    TASK@VERSION is the task's last tree that was admitted at the version."""
     task, at, _ = place.rpartition("@")
     name, _, number = place[len(task) + len(at) :].partition(":")
     if at:
         versions = sorted({row.version for row in journal.trees("task=?", task)})
         if not name.isdecimal() or int(name) not in versions:
-            raise ValueError(f"--diff {place}: task {task!r} has trees of the versions {versions or 'none'}")
+            raise ValueError(
+                f"--diff {place}: task {task!r} has trees of the versions {versions or 'none'}"
+            )
         rows = journal.trees("task=? AND version=?", task, int(name))[-1:]
     else:
         rows = journal.trees("id=?", int(name)) if name.isdecimal() else []
     if not rows or not (not number or number.isdecimal()):
-        raise ValueError(f"--diff {place}: expected TREE, TASK@VERSION or TREE:NODE, {_held(journal)}")
+        raise ValueError(
+            f"--diff {place}: expected TREE, TASK@VERSION or TREE:NODE, {_held(journal)}"
+        )
     tree: Tree = journal.tree(rows[0])
     if number and int(number) not in tree.nodes:
-        raise ValueError(f"--diff {place}: tree {name} has the nodes {', '.join(map(str, tree.nodes))}")
+        raise ValueError(
+            f"--diff {place}: tree {name} has the nodes {', '.join(map(str, tree.nodes))}"
+        )
     if not tree.nodes:
         raise ValueError(f"--diff {place}: tree {name} has no node yet")
     return tree.path(tree.nodes[int(number)] if number else tree.tip())
@@ -185,16 +253,22 @@ def _held(journal: Journal) -> str:
     return f"the journal holds trees 0 to {last}" if last >= 0 else "the journal holds no tree yet"
 
 
-# ---------------------------------------------------------------------------------------------- finding
+# ----------------------------------------------------------------------------------------------
+# finding
 
 
-def find(journal: Journal, options: argparse.Namespace) -> tuple[list[TreeRow], pl.DataFrame, pl.DataFrame]:
-    """Return the trees that the command line asks for, with their rows of ``frames.trees`` and ``frames.nodes``. Raises ValueError if none."""
+def find(
+    journal: Journal, options: argparse.Namespace
+) -> tuple[list[TreeRow], pl.DataFrame, pl.DataFrame]:
+    """Return the trees that the command line asks for, with their rows of ``frames.trees`` and
+    ``frames.nodes``. Raises ValueError if none."""
     if options.tree is not None:
         rows = journal.trees("id=?", options.tree)
     else:
         split = "heldout" if options.heldout else "train"
-        rows = journal.trees("split=? AND status != 'growing'", split) or journal.trees("split=?", split)
+        rows = journal.trees("split=? AND status != 'growing'", split) or journal.trees(
+            "split=?", split
+        )
         if not _several(options):
             rows = rows[-1:]
     if not rows:
@@ -210,12 +284,24 @@ def find(journal: Journal, options: argparse.Namespace) -> tuple[list[TreeRow], 
 
 def _several(options: argparse.Namespace) -> bool:
     """Whether the command line asks for more than the last tree."""
-    ways = ("all", "list", "columns", "parquet", "where", "text", "sort", "sample", "limit", *frames.RANKS)
+    ways = (
+        "all",
+        "list",
+        "columns",
+        "parquet",
+        "where",
+        "text",
+        "sort",
+        "sample",
+        "limit",
+        *frames.RANKS,
+    )
     return any(getattr(options, way) not in (None, False) for way in ways)
 
 
 def filtered(table: pl.DataFrame, below: pl.DataFrame, options: argparse.Namespace) -> pl.DataFrame:
-    """Return the trees that meet --where and --text. Raises ValueError for a condition that cannot be read."""
+    """Return the trees that meet --where and --text. Raises ValueError for a condition that cannot
+    be read."""
     try:
         if options.where:
             table = table.sql(f"SELECT * FROM self WHERE {options.where}")
@@ -231,7 +317,8 @@ def filtered(table: pl.DataFrame, below: pl.DataFrame, options: argparse.Namespa
 
 
 def ordered(table: pl.DataFrame, options: argparse.Namespace) -> pl.DataFrame:
-    """Return the trees in the order that is asked for, the newest first by default, and no more than asked for. Raises ValueError."""
+    """Return the trees in the order that is asked for, the newest first by default, and no more
+    than asked for. Raises ValueError."""
     for rank in frames.RANKS:
         if (count := getattr(options, rank)) is not None:
             return frames.ranked(table, rank).head(count)
@@ -239,7 +326,9 @@ def ordered(table: pl.DataFrame, options: argparse.Namespace) -> pl.DataFrame:
         table = table.sample(min(options.sample, len(table)), seed=0)
     elif options.sort:
         if options.sort not in table.columns:
-            raise ValueError(f"--sort {options.sort}: no such column; expected one of {', '.join(table.columns)}")
+            raise ValueError(
+                f"--sort {options.sort}: no such column; expected one of {', '.join(table.columns)}"
+            )
         table = table.sort(options.sort, descending=not options.reverse, nulls_last=True)
     elif options.tree is None and not options.all:
         table = table.reverse()
@@ -247,9 +336,13 @@ def ordered(table: pl.DataFrame, options: argparse.Namespace) -> pl.DataFrame:
 
 
 def listed(table: pl.DataFrame, width: int) -> str:
-    """Return one line per tree: what it is, the mean reward of its actions, its spread, and the outcome."""
+    """Return one line per tree: what it is, the mean reward of its actions, its spread, and the
+    outcome."""
     names = [name for name in LISTED if name in table.columns]
-    rows = [[_cell(value, name) for name, value in zip(names, row, strict=True)] for row in table.select(names).rows()]
+    rows = [
+        [_cell(value, name) for name, value in zip(names, row, strict=True)]
+        for row in table.select(names).rows()
+    ]
     widths = [max(map(len, column)) for column in zip(names, *rows, strict=True)]
     place = names.index("task")
     others = sum(widths) - widths[place]

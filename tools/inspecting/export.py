@@ -1,4 +1,5 @@
-"""The command tools/export: it writes the policy of a run as a Hugging Face folder that transformers and SGLang load."""
+"""The command tools/export: it writes the policy of a run as a Hugging Face folder that
+transformers and SGLang load."""
 
 import argparse
 import shutil
@@ -16,15 +17,28 @@ from wire.atomic import drafted
 from wire.faults import InfrastructureFault
 from wire.options import command_parser
 
-BESIDE = ("*token*", "*.jinja", "generation_config.json", "vocab*", "merges*", "special*", "preprocessor_config.json")
-"""The other files of the model folder that belong to the policy: tokenizer, chat template, generation settings, image processor."""
+BESIDE = (
+    "*token*",
+    "*.jinja",
+    "generation_config.json",
+    "vocab*",
+    "merges*",
+    "special*",
+    "preprocessor_config.json",
+)
+"""The other files of the model folder that belong to the policy: tokenizer, chat template,
+generation settings, image processor."""
 
 
-def export(run: Path, folder: Path, version: int | str | None = None, dtype: str = "float32") -> int:
-    """Write a policy version of ``run`` (a number, "best" on the held-out tasks, or None for the newest) and return its number.
+def export(
+    run: Path, folder: Path, version: int | str | None = None, dtype: str = "float32"
+) -> int:
+    """Write a policy version of ``run`` (a number, "best" on the held-out tasks, or None for the
+    newest) and return its number.
 
-    The folder appears whole or not at all. Raises ValueError if ``run`` is not a run, has no such version (the message names the others)
-    or ``folder`` is not empty, InfrastructureFault if the weights fail their digest, OSError if the disk cannot take them.
+    The folder appears whole or not at all. Raises ValueError if ``run`` is not a run, has no such
+    version (the message names the others) or ``folder`` is not empty, InfrastructureFault if the
+    weights fail their digest, OSError if the disk cannot take them.
     """
     import torch  # here, because --help should not wait for it
 
@@ -35,16 +49,24 @@ def export(run: Path, folder: Path, version: int | str | None = None, dtype: str
         raise ValueError(f"{run}: no processes/learner.json there; expected the folder of a run")
     number, weights_folder = versions.chosen(run, version)
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise ValueError(f"--out {folder} holds something already: choose another folder, or remove that one")
+        raise ValueError(
+            f"--out {folder} holds something already: choose another folder, or remove that one"
+        )
     with drafted(folder, "--out") as draft:
         model: Any = vision.load(process.model, torch.float32, "sdpa")
         if weights_folder is not None:
-            digest = msgspec.json.decode((weights_folder / published.NAME).read_bytes(), type=published.Manifest).digest
-            weights.apply(model, Path(process.model), *weights.verified_file(weights_folder, digest))
+            digest = msgspec.json.decode(
+                (weights_folder / published.NAME).read_bytes(), type=published.Manifest
+            ).digest
+            weights.apply(
+                model, Path(process.model), *weights.verified_file(weights_folder, digest)
+            )
         try:
             _save(model.to(getattr(torch, dtype)), Path(process.model), draft)
         except (OSError, SafetensorError) as error:
-            raise OSError(f"the policy could not be written to {folder}: {error}; free some space") from None
+            raise OSError(
+                f"the policy could not be written to {folder}: {error}; free some space"
+            ) from None
     return number
 
 
@@ -63,14 +85,21 @@ EXAMPLES = """\
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of tools/export."""
-    parser = command_parser("tools/export", "Write the policy of a run as a Hugging Face folder.", EXAMPLES)
+    parser = command_parser(
+        "tools/export", "Write the policy of a run as a Hugging Face folder.", EXAMPLES
+    )
     parser.add_argument("run", type=Path, metavar="RUN", help="run folder")
-    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="folder to write, new or empty")
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="FOLDER", help="folder to write, new or empty"
+    )
     version = "policy version, a number or best (default: the newest)"
     parser.add_argument("--version", type=versions.argument, metavar="VERSION", help=version)
     dtypes = ["float32", "bfloat16", "float16"]
     parser.add_argument(
-        "--dtype", choices=dtypes, default="float32", help="number type of the files (default: %(default)s)"
+        "--dtype",
+        choices=dtypes,
+        default="float32",
+        help="number type of the files (default: %(default)s)",
     )
     return parser
 

@@ -1,4 +1,5 @@
-"""Draws curves with intervals, and saves figures as files or as parts of a page. Equal figures have equal bytes."""
+"""Draws curves with intervals, and saves figures as files or as parts of a page. Equal figures have
+equal bytes."""
 
 import html
 import io
@@ -15,7 +16,8 @@ from matplotlib.figure import Figure
 from tools.inspecting.runs import Curve
 
 INK = "#1b1c1d"
-"""The colour of texts and axes; on a page it becomes the colour of the page's text, so that figures suit a light and a dark one."""
+"""The colour of texts and axes; on a page it becomes the colour of the page's text, so that figures
+suit a light and a dark one."""
 _COLOURS = ("#3b82c4", "#d9752b", "#3a9d5d", "#c4507a", "#8a6fd1", "#a08a20", "#3fa0a8", "#808080")
 """Lines: of middle brightness, so that they can be seen on white and on black."""
 _STYLES = ("-", "--", "-.", ":")
@@ -43,20 +45,26 @@ def save(figure: Figure, path: Path) -> None:
 
 
 def inline(figure: Figure, label: str) -> str:
-    """Return ``figure`` as an element for a page, with a transparent ground; ``label`` is what a screen reader says."""
+    """Return ``figure`` as an element for a page, with a transparent ground; ``label`` is what a
+    screen reader says."""
     buffer = io.StringIO()
     with matplotlib.rc_context(_STYLE):
         figure.savefig(buffer, format="svg", metadata=_NAMELESS, transparent=True)
     text = buffer.getvalue()
     element = text[text.index("<svg") :].replace(INK, "currentColor")
-    element = re.sub(r'<g id="[^"]*"', "<g", element)  # they would not be unique on a page of several figures
+    # they would not be unique on a page of several figures
+    element = re.sub(r'<g id="[^"]*"', "<g", element)
     return element.replace("<svg", f'<svg role="img" aria-label="{html.escape(label)}"', 1)
 
 
 def panels(
-    drawn: Mapping[str, Mapping[str, Curve]], x_label: str, limits: Mapping[str, float] = {}, columns: int = 2
+    drawn: Mapping[str, Mapping[str, Curve]],
+    x_label: str,
+    limits: Mapping[str, float] = {},
+    columns: int = 2,
 ) -> Figure:
-    """Draw one panel per title, each with its curves by name. limits: titles with a value at which a dashed line stands."""
+    """Draw one panel per title, each with its curves by name. limits: titles with a value at which
+    a dashed line stands."""
     columns = min(columns, len(drawn))
     rows = -(-len(drawn) // columns)
     with matplotlib.rc_context(_STYLE):
@@ -69,7 +77,9 @@ def panels(
     return figure
 
 
-def _panel(axis: Axes, title: str, curves: Mapping[str, Curve], x_label: str, limit: float | None) -> None:
+def _panel(
+    axis: Axes, title: str, curves: Mapping[str, Curve], x_label: str, limit: float | None
+) -> None:
     for i, (name, curve) in enumerate(
         curves.items()
     ):  # a name has its colour in every panel, also where another has no points
@@ -78,7 +88,9 @@ def _panel(axis: Axes, title: str, curves: Mapping[str, Curve], x_label: str, li
         few, colour = len(curve.x) <= POINTS, _COLOURS[i % len(_COLOURS)]
         style = _STYLES[(i + i // len(_COLOURS)) % len(_STYLES)]
         known = [
-            (x, y - half, y + half) for x, y, half in zip(curve.x, curve.y, curve.half, strict=True) if half == half
+            (x, y - half, y + half)
+            for x, y, half in zip(curve.x, curve.y, curve.half, strict=True)
+            if half == half
         ]
         bold = few or known or len(curves) > SMOOTHED
         axis.plot(
@@ -86,7 +98,9 @@ def _panel(axis: Axes, title: str, curves: Mapping[str, Curve], x_label: str, li
             color=colour, linestyle=style if bold else "-", label=name if bold else None,
         )  # fmt: skip
         if not bold:
-            axis.plot(curve.x, smooth(curve.y), linewidth=1.8, color=colour, linestyle=style, label=name)
+            axis.plot(
+                curve.x, smooth(curve.y), linewidth=1.8, color=colour, linestyle=style, label=name
+            )
         elif known:
             x, low, high = zip(*known, strict=True)
             if few:
@@ -106,7 +120,8 @@ def _panel(axis: Axes, title: str, curves: Mapping[str, Curve], x_label: str, li
 
 
 def smooth(values: Sequence[float]) -> list[float]:
-    """Return each value's mean with its neighbours: a twentieth of all values, half of them before it, fewer at the ends."""
+    """Return each value's mean with its neighbours: a twentieth of all values, half of them before
+    it, fewer at the ends."""
     reach = len(values) // 40
     return [fmean(values[max(0, i - reach) : i + reach + 1]) for i in range(len(values))]
 

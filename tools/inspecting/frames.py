@@ -1,7 +1,8 @@
-"""A journal's trees and nodes as data frames, for filters in SQL, for Parquet files and for notebooks.
+"""A journal's trees and nodes as data frames, for filters in SQL, for Parquet files and for
+notebooks.
 
-``nodes`` has one row per node and ``trees`` one row per tree. Every score column that the run has becomes a column of both. A score that has the
-name of another column is called ``score_NAME``.
+``nodes`` has one row per node and ``trees`` one row per tree. Every score column that the run has
+becomes a column of both. A score that has the name of another column is called ``score_NAME``.
 """
 
 import contextlib
@@ -40,10 +41,12 @@ NODE: dict[str, pl.DataType | type[pl.DataType]] = {
     "fate": pl.String,
     "text": pl.String,
 }
-"""The columns of ``nodes`` beside the scores. parent: -1 for the root. kind: prompt, action or observation. tokens: those that the node adds.
-cached: prompt tokens that the engine had in its cache. first_version, last_version: the weights that sampled an action. logprob: the sum over an
-action's tokens under the policy that sampled them. judge_invalid: how many score columns a judge could not give. fate: what ended the episode other
-than its rules ("crashed: exit status 1: ..."), on its last action."""
+"""The columns of ``nodes`` beside the scores. parent: -1 for the root. kind: prompt, action or
+observation. tokens: those that the node adds. cached: prompt tokens that the engine had in its
+cache. first_version, last_version: the weights that sampled an action. logprob: the sum over an
+action's tokens under the policy that sampled them. judge_invalid: how many score columns a judge
+could not give. fate: what ended the episode other than its rules ("crashed: exit status 1: ..."),
+on its last action."""
 TREE: dict[str, pl.DataType | type[pl.DataType]] = {
     "tree": pl.Int64,
     "task": pl.String,
@@ -56,11 +59,14 @@ TREE: dict[str, pl.DataType | type[pl.DataType]] = {
     "trained": pl.Int64,
     "trained_by": pl.Int64,
 }
-"""The first columns of ``trees``. version: the one at which the tree was admitted. age_s: seconds since then. groups: how many it emitted; trained:
-how many of them a version has trained, the newest of which is trained_by."""
+"""The first columns of ``trees``. version: the one at which the tree was admitted. age_s: seconds
+since then. groups: how many it emitted; trained: how many of them a version has trained, the newest
+of which is trained_by."""
 SUMS = ("actions", "turns", "sampled", "invalid", "judge_invalid", "spread")
-"""The columns of ``trees`` that sum up its actions. actions: all candidates; turns: those that were continued, forced ones included; sampled: their
-tokens; invalid: how many could not be read; judge_invalid: how many scores a judge could not give; spread: the largest reward less the smallest."""
+"""The columns of ``trees`` that sum up its actions. actions: all candidates; turns: those that were
+continued, forced ones included; sampled: their tokens; invalid: how many could not be read;
+judge_invalid: how many scores a judge could not give; spread: the largest reward less the
+smallest."""
 ACTION = pl.col("kind") == "action"
 TRACE = "trace.jsonl"
 """The calls of a run, beside its journal."""
@@ -73,32 +79,54 @@ RANKS = {
 
 
 def nodes(journal: Journal, rows: Sequence[TreeRow]) -> pl.DataFrame:
-    """Return one row per node of the trees ``rows``, with the columns of ``NODE`` and the scores, null where a node has none."""
+    """Return one row per node of the trees ``rows``, with the columns of ``NODE`` and the scores,
+    null where a node has none."""
     plain, scores = [], []
     for row in rows:
         for node in journal.tree(row).nodes.values():
             versions = node.versions if node.versions is not None and len(node.versions) else None
             span = (None, None) if versions is None else (int(versions.min()), int(versions.max()))
             logprob = None if node.logprobs is None else float(node.logprobs.sum())
-            place = row.id, node.id, node.parent, node.kind, node.step, node.trajectory, node.chosen, node.forced
+            place = (
+                row.id,
+                node.id,
+                node.parent,
+                node.kind,
+                node.step,
+                node.trajectory,
+                node.chosen,
+                node.forced,
+            )
             sizes = node.finish, len(node.tokens), node.cached
-            plain.append((*place, *sizes, *span, logprob, len(node.invalid), _fate(node), node.text))
+            plain.append(
+                (*place, *sizes, *span, logprob, len(node.invalid), _fate(node), node.text)
+            )
             scores.append(node.scores)
     names = sorted({name for one in scores for name in one})
     taken = {*NODE, *TREE, *SUMS}
     columns = {
-        f"score_{name}" if name in taken else name: pl.Series([one.get(name) for one in scores], dtype=pl.Float64)
+        f"score_{name}" if name in taken else name: pl.Series(
+            [one.get(name) for one in scores], dtype=pl.Float64
+        )
         for name in names
     }
     return pl.DataFrame(plain, schema=NODE, orient="row").with_columns(**columns)
 
 
 def _fate(node: Node) -> str | None:
-    return next((f"{name}: {node.notes[name].partition(chr(10))[0]}" for name in FATES if name in node.notes), None)
+    return next(
+        (
+            f"{name}: {node.notes[name].partition(chr(10))[0]}"
+            for name in FATES
+            if name in node.notes
+        ),
+        None,
+    )
 
 
 def trees(journal: Journal, rows: Sequence[TreeRow], below: pl.DataFrame) -> pl.DataFrame:
-    """Return one row per tree of ``rows``: the columns of ``TREE`` and ``SUMS``, and each score's mean, NAME_min and NAME_max over its actions.
+    """Return one row per tree of ``rows``: the columns of ``TREE`` and ``SUMS``, and each score's
+    mean, NAME_min and NAME_max over its actions.
 
     below: the trees' ``nodes``.
     """
@@ -107,7 +135,15 @@ def trees(journal: Journal, rows: Sequence[TreeRow], below: pl.DataFrame) -> pl.
     for row in rows:
         versions = [version for _, version in journal.groups(row.id)]
         known = [version for version in versions if version is not None]
-        what = row.id, row.task, row.split, row.status, row.reason or "", row.version, now - row.time
+        what = (
+            row.id,
+            row.task,
+            row.split,
+            row.status,
+            row.reason or "",
+            row.version,
+            now - row.time,
+        )
         plain.append((*what, len(versions), len(known), max(known, default=None)))
     names = [name for name in below.columns if name not in NODE]
     unread = (pl.col("valid") == 0).sum() if "valid" in names else pl.lit(0)
@@ -136,7 +172,9 @@ def trees(journal: Journal, rows: Sequence[TreeRow], below: pl.DataFrame) -> pl.
 
 def calls(values: Mapping[str, Any]) -> list[str]:
     """Return how long a tree's calls took, in words. values: its row of ``trees``."""
-    kinds = [name for name, value in values.items() if name.endswith("_s") and name not in TREE and value]
+    kinds = [
+        name for name, value in values.items() if name.endswith("_s") and name not in TREE and value
+    ]
     return [f"{name[:-2]} {values[name]:.1f} s" for name in kinds]
 
 
@@ -155,32 +193,42 @@ def tree_of(args: Mapping[str, Any]) -> int | None:
 
 
 def seconds(run: Path) -> pl.DataFrame:
-    """Return, for each tree of a run, the seconds that its calls of each kind took, their waiting for a worker not counted: generate_s, judge_s, ... A
-    run of an earlier release did not record for whom a call was."""
+    """Return, for each tree of a run, the seconds that its calls of each kind took, their waiting
+    for a worker not counted: generate_s, judge_s, ... A run of an earlier release did not record
+    for whom a call was."""
     sums: defaultdict[str, defaultdict[int, float]] = defaultdict(lambda: defaultdict(float))
     homes = [home for home in shards.homes(run) if (home / TRACE).is_file()]
     for row in itertools.chain.from_iterable(map(traced, homes)):
         if (tree := tree_of(row.get("args", {}))) is not None:
             sums[f"{row['name'].partition('.')[0]}_s"][tree] += row["dur"] / 1e6
     known = sorted({tree for kind in sums.values() for tree in kind})
-    columns = {kind: pl.Series([sums[kind].get(tree) for tree in known], dtype=pl.Float64) for kind in sorted(sums)}
+    columns = {
+        kind: pl.Series([sums[kind].get(tree) for tree in known], dtype=pl.Float64)
+        for kind in sorted(sums)
+    }
     return pl.DataFrame({"tree": pl.Series(known, dtype=pl.Int64), **columns})
 
 
 def ranked(table: pl.DataFrame, rank: str) -> pl.DataFrame:
-    """Return the ``trees`` in the order of a rank of ``RANKS``: the highest first, or the lowest for "worst". The rank's later columns decide
-    between equal trees. Raises ValueError if the run has none of the columns."""
+    """Return the ``trees`` in the order of a rank of ``RANKS``: the highest first, or the lowest
+    for "worst". The rank's later columns decide between equal trees. Raises ValueError if the run
+    has none of the columns."""
     names = [name for name in RANKS[rank] if name in table.columns]
     if not names:
-        raise ValueError(f"{rank}: the run has none of the columns {', '.join(RANKS[rank])}; use --sort COLUMN")
+        raise ValueError(
+            f"{rank}: the run has none of the columns {', '.join(RANKS[rank])}; use --sort COLUMN"
+        )
     values = [pl.col(name) for name in names]
     if rank == "surprising":
-        values = [pl.max_horizontal(pl.col(f"{names[0]}_max").abs(), pl.col(f"{names[0]}_min").abs())]
+        values = [
+            pl.max_horizontal(pl.col(f"{names[0]}_max").abs(), pl.col(f"{names[0]}_min").abs())
+        ]
     return table.sort(values, descending=rank != "worst", nulls_last=True, maintain_order=True)
 
 
 def read(run: Path, split: str = "train") -> tuple[pl.DataFrame, pl.DataFrame]:
-    """Return ``trees`` and ``nodes`` of a run folder, which may be live, or of a journal file. Raises FileNotFoundError."""
+    """Return ``trees`` and ``nodes`` of a run folder, which may be live, or of a journal file.
+    Raises FileNotFoundError."""
     with contextlib.closing(opened(run)) as journal:
         rows = journal.trees("split=?", split)
         below = nodes(journal, rows)
@@ -188,6 +236,9 @@ def read(run: Path, split: str = "train") -> tuple[pl.DataFrame, pl.DataFrame]:
 
 
 def opened(run: Path) -> Journal:
-    """Return the journals of a run folder as one, or the journal file itself, open for reading, with advantages. Raises FileNotFoundError."""
-    first, *others = [home / "journal.sqlite" for home in shards.homes(run)] if run.is_dir() else [run]
+    """Return the journals of a run folder as one, or the journal file itself, open for reading,
+    with advantages. Raises FileNotFoundError."""
+    first, *others = (
+        [home / "journal.sqlite" for home in shards.homes(run)] if run.is_dir() else [run]
+    )
     return Replayed(first, [path for path in others if path.is_file()])

@@ -1,10 +1,11 @@
-"""A run in a notebook: trees as data frames, other schemes and corrections, judges and plots. docs/notebook.md has the examples.
+"""A run in a notebook: trees as data frames, other schemes and corrections, judges and plots.
+docs/notebook.md has the examples.
 
-run = notebook.newest()                                          # or notebook.Run("runs/NAME-TIME"), also of a live run
-run.trees.filter(pl.col("reward_max") > 0.5)                     # frames of polars: run.trees, run.nodes, run.records
-run.advantages("rloo").join(run.advantages(), on=["tree", "node"])
-run.weights("tis", upper=2.0)                                    # what a correction would weigh each turn with today
-run.judge("slate_rules", tree=12)
+run = notebook.newest()                                          # or
+notebook.Run("runs/NAME-TIME"), also of a live run run.trees.filter(pl.col("reward_max") > 0.5)
+# frames of polars: run.trees, run.nodes, run.records run.advantages("rloo").join(run.advantages(),
+on=["tree", "node"]) run.weights("tis", upper=2.0)                                    # what a
+correction would weigh each turn with today run.judge("slate_rules", tree=12)
 run.plot("score/reward", "learner/entropy")
 """
 
@@ -29,8 +30,9 @@ from tools.inspecting import frames, replay, runs, sections
 
 
 class Run:
-    """A run folder. trees, nodes: the columns of docs/dump.md. split: train, or heldout. What is read stays as it was then: open the run again for
-    what a live run has added. Raises FileNotFoundError if there is no journal."""
+    """A run folder. trees, nodes: the columns of docs/dump.md. split: train, or heldout. What is
+    read stays as it was then: open the run again for what a live run has added. Raises
+    FileNotFoundError if there is no journal."""
 
     def __init__(self, folder: str | Path, split: str = "train"):
         self.folder, self.split = Path(folder), split
@@ -45,7 +47,9 @@ class Run:
     def _learner(self) -> LearnerProcess:
         process = replay.learner(self.folder)
         if process is None:
-            raise ValueError(f"{self.folder} holds no processes/learner.json: expected the folder of a run")
+            raise ValueError(
+                f"{self.folder} holds no processes/learner.json: expected the folder of a run"
+            )
         return process
 
     @cached_property
@@ -54,18 +58,23 @@ class Run:
         return pl.DataFrame(runs.read(self.folder).records, infer_schema_length=None)
 
     def advantages(self, scheme: str = "", **options: Any) -> pl.DataFrame:
-        """Return tree, node and ``advantage`` of every turn under a scheme with its options, "" for the run's own; all trees are one batch.
+        """Return tree, node and ``advantage`` of every turn under a scheme with its options, "" for
+        the run's own; all trees are one batch.
 
         Raises ValueError for a scheme that reads what the journal lacks, or for a wrong option.
         """
         with self._journal() as (journal, rows):
-            return _by_place(advantage=replay.advantages(journal, rows, self._learner.learner, scheme, **options))
+            return _by_place(
+                advantage=replay.advantages(journal, rows, self._learner.learner, scheme, **options)
+            )
 
     def weights(self, correction: str, level: str = "token", **options: Any) -> pl.DataFrame:
-        """Return tree, node, ``ratio`` and ``weight`` of every turn, if the newest policy trained on it now with an advantage of 1.
+        """Return tree, node, ``ratio`` and ``weight`` of every turn, if the newest policy trained
+        on it now with an advantage of 1.
 
-        ratio: the geometric mean of the tokens' probability ratios, newest over sampling policy. weight: the mean over its tokens of what the
-        correction multiplies the gradient of their log-probabilities with; 1 without a correction. level: "token" or "turn", over which the
+        ratio: the geometric mean of the tokens' probability ratios, newest over sampling policy.
+        weight: the mean over its tokens of what the correction multiplies the gradient of their
+        log-probabilities with; 1 without a correction. level: "token" or "turn", over which the
         correction takes its ratio. Loads the policy.
         """
         import torch  # takes seconds
@@ -80,21 +89,27 @@ class Run:
             _, turns, places = replay.turns(journal, rows)
         ratios, weights = {}, {}
         for place, turn in zip(places, turns, strict=True):
-            current, behaviour = (torch.as_tensor(np.array(one)) for one in (newest[place], turn.logprobs))
+            current, behaviour = (
+                torch.as_tensor(np.array(one)) for one in (newest[place], turn.logprobs)
+            )
             size = len(turn.action)
             segment = corrections.Segments(
                 torch.zeros(size, dtype=torch.long), torch.zeros(1), torch.full((1,), float(size))
             )
-            surrogate = of(corrections.Logprobs(current, current, behaviour, {level: segment}), torch.ones(size))
+            surrogate = of(
+                corrections.Logprobs(current, current, behaviour, {level: segment}),
+                torch.ones(size),
+            )
             ratios[place] = float((current - behaviour).mean().exp())
             weights[place] = float(surrogate.coefficient.mean())
         return _by_place(ratio=ratios, weight=weights)
 
     def judge(self, judge: str, tree: int, **settings: Any) -> pl.DataFrame:
-        """Return the scores that a judge gives each action of a tree now: node, chosen, and the judge's columns, null where it gives none.
+        """Return the scores that a judge gives each action of a tree now: node, chosen, and the
+        judge's columns, null where it gives none.
 
-        judge: a built-in name or "module:Class"; settings: its options, as in [judges.use]. Raises ValueError for a tree, a task or an option
-        that is not there, and what the judge raises.
+        judge: a built-in name or "module:Class"; settings: its options, as in [judges.use]. Raises
+        ValueError for a tree, a task or an option that is not there, and what the judge raises.
         """
         worker = make_worker(judge, settings)
         if not isinstance(worker, Judge):
@@ -107,14 +122,18 @@ class Run:
         scored = _wait(_scored(worker, [turn for _, turn in turns]))
         return pl.DataFrame(
             [
-                {"node": node.id, "chosen": node.chosen, **{name: scores.get(name) for name in worker.columns}}
+                {
+                    "node": node.id,
+                    "chosen": node.chosen,
+                    **{name: scores.get(name) for name in worker.columns},
+                }
                 for (node, _), scores in zip(turns, scored, strict=True)
             ]
         )
 
     def plot(self, *metrics: str) -> Figure:
-        """Return a figure of metrics over updates, which a notebook shows; ``.savefig(path)`` writes it. Raises ValueError for a metric that the run
-        has not recorded."""
+        """Return a figure of metrics over updates, which a notebook shows; ``.savefig(path)``
+        writes it. Raises ValueError for a metric that the run has not recorded."""
         run = runs.read(self.folder)
         runs.check_metrics([run], metrics)
         return sections.picture(runs.grouped([run]), metrics=metrics)
@@ -123,7 +142,8 @@ class Run:
 def newest(runs: str | Path = "runs") -> Run:
     """Open the run below ``runs`` that began last. Raises FileNotFoundError if there is none."""
     journals = sorted(
-        Path(runs).glob("*/journal.sqlite"), key=lambda path: (path.parent / "config.json").stat().st_mtime
+        Path(runs).glob("*/journal.sqlite"),
+        key=lambda path: (path.parent / "config.json").stat().st_mtime,
     )
     if not journals:
         raise FileNotFoundError(f"no run is below {Path(runs).resolve()}: expected run folders")
@@ -133,7 +153,9 @@ def newest(runs: str | Path = "runs") -> Run:
 def _by_place(**columns: dict[tuple[int, int], float]) -> pl.DataFrame:
     places = sorted(next(iter(columns.values())))
     values = {name: [column[place] for place in places] for name, column in columns.items()}
-    return pl.DataFrame({"tree": [tree for tree, _ in places], "node": [node for _, node in places], **values})
+    return pl.DataFrame(
+        {"tree": [tree for tree, _ in places], "node": [node for _, node in places], **values}
+    )
 
 
 async def _scored(judge: Judge, turns: list[Any]) -> list[dict[str, float]]:
@@ -142,7 +164,9 @@ async def _scored(judge: Judge, turns: list[Any]) -> list[dict[str, float]]:
         scores: list[dict[str, float]] = []
         for start in range(0, len(turns), judge.batch):
             part = turns[start : start + judge.batch]
-            scores += [judgement.scores for judgement in checked(judge, part, await judge.score(part))[0]]
+            scores += [
+                judgement.scores for judgement in checked(judge, part, await judge.score(part))[0]
+            ]
         return scores
     finally:
         await judge.close()

@@ -1,4 +1,5 @@
-"""Trees as one HTML file, which needs no network: ``page.html`` and ``page.js`` with the trees' data inside (docs/dump.md)."""
+"""Trees as one HTML file, which needs no network: ``page.html`` and ``page.js`` with the trees'
+data inside (docs/dump.md)."""
 
 import json
 import string
@@ -15,22 +16,49 @@ from scheduler.tree import Node
 from tools.inspecting import frames, tokens
 from wire import vision
 
-_AS_IT_IS = ("id", "parent", "kind", "text", "invalid", "notes", "chosen", "forced", "finish", "cached")
+_AS_IT_IS = (
+    "id",
+    "parent",
+    "kind",
+    "text",
+    "invalid",
+    "notes",
+    "chosen",
+    "forced",
+    "finish",
+    "cached",
+)
 DIGITS = 4
 """Digits after the point of what the page shows."""
 
 Newest = tuple[int | None, Mapping[tuple[int, int], np.ndarray]]
 
 
-def html(journal: Journal, rows: Sequence[TreeRow], table: pl.DataFrame, run: Path, newest: Newest = (None, {})) -> str:
-    """Return the page of the trees ``rows``. table: their ``frames.trees``. newest: what ``replay.newest`` returns."""
+def html(
+    journal: Journal,
+    rows: Sequence[TreeRow],
+    table: pl.DataFrame,
+    run: Path,
+    newest: Newest = (None, {}),
+) -> str:
+    """Return the page of the trees ``rows``. table: their ``frames.trees``. newest: what
+    ``replay.newest`` returns."""
     words = tokens.tokenizer(run)
     trees = []
     for row, values in zip(rows, table.iter_rows(named=True), strict=True):
         of = newest[1]
-        nodes = [_node(node, words, of.get((row.id, node.id)), journal) for node in journal.tree(row).nodes.values()]
+        nodes = [
+            _node(node, words, of.get((row.id, node.id)), journal)
+            for node in journal.tree(row).nodes.values()
+        ]
         trees.append(
-            {"tree": row.id, "task": row.task, "version": row.version, "said": _said(row, values), "nodes": nodes}
+            {
+                "tree": row.id,
+                "task": row.task,
+                "version": row.version,
+                "said": _said(row, values),
+                "nodes": nodes,
+            }
         )
     name = (run if run.is_dir() else run.parent).resolve().name
     data = {"title": f"{name}: {len(trees)} prefix trees", "newest": newest[0], "trees": trees}
@@ -41,11 +69,15 @@ def html(journal: Journal, rows: Sequence[TreeRow], table: pl.DataFrame, run: Pa
     return template.substitute(data=encoded, script=(here / "page.js").read_text())
 
 
-def _node(node: Node, words: Tokenizer | None, newest: np.ndarray | None, journal: Journal) -> dict[str, Any]:
+def _node(
+    node: Node, words: Tokenizer | None, newest: np.ndarray | None, journal: Journal
+) -> dict[str, Any]:
     values: dict[str, Any] = {name: getattr(node, name) for name in _AS_IT_IS}
     values |= {
         "size": len(node.tokens),
-        "scores": {name: round(value, DIGITS) for name, value in node.scores.items() if np.isfinite(value)},
+        "scores": {
+            name: round(value, DIGITS) for name, value in node.scores.items() if np.isfinite(value)
+        },
     }
     if pictures := [vision.url(png) for png in journal.pictures(node.tokens).values()]:
         values["pictures"] = pictures
@@ -61,5 +93,11 @@ def _node(node: Node, words: Tokenizer | None, newest: np.ndarray | None, journa
 
 def _said(row: TreeRow, values: Mapping[str, Any]) -> str:
     """The tree's line in the list, after its number, task and version."""
-    shown = [f"{name} {values[name]:.2f}" for name in ("outcome", "reward") if values.get(name) is not None]
-    return ", ".join([row.status, *shown, f"{values['actions'] or 0} actions", *frames.calls(values)])
+    shown = [
+        f"{name} {values[name]:.2f}"
+        for name in ("outcome", "reward")
+        if values.get(name) is not None
+    ]
+    return ", ".join(
+        [row.status, *shown, f"{values['actions'] or 0} actions", *frames.calls(values)]
+    )

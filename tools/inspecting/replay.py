@@ -1,4 +1,5 @@
-"""Looks back at journaled turns with what a run has: its advantage scheme, or another one, and its newest policy."""
+"""Looks back at journaled turns with what a run has: its advantage scheme, or another one, and its
+newest policy."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,39 +30,67 @@ def learner(run: Path) -> LearnerProcess | None:
 def turns(journal: Journal, rows: Sequence[TreeRow]) -> tuple[TurnTable, list[TurnTokens], Places]:
     """Return the turns of all groups of the trees ``rows``, as the learner received them."""
     return _built(
-        journal, rows, lambda tree: [TrainGroup(g, tree.id, [], journal.turns(g)) for g, _ in journal.groups(tree.id)]
+        journal,
+        rows,
+        lambda tree: [
+            TrainGroup(g, tree.id, [], journal.turns(g)) for g, _ in journal.groups(tree.id)
+        ],
     )
 
 
-def _built(journal: Journal, rows: Sequence[TreeRow], grouped: Any) -> tuple[TurnTable, list[TurnTokens], Places]:
+def _built(
+    journal: Journal, rows: Sequence[TreeRow], grouped: Any
+) -> tuple[TurnTable, list[TurnTokens], Places]:
     groups: list[TrainGroup] = []
     nodes = {}
     for row in rows:
         tree = Journal.tree(journal, row)
         groups += grouped(tree)
-        nodes |= {(tree.id, node.id): node.travels(journal.pictures(node.tokens)) for node in tree.nodes.values()}
-    return *build(groups, nodes), [(group.tree, turn.node) for group in groups for turn in group.turns]
+        nodes |= {
+            (tree.id, node.id): node.travels(journal.pictures(node.tokens))
+            for node in tree.nodes.values()
+        }
+    return *build(groups, nodes), [
+        (group.tree, turn.node) for group in groups for turn in group.turns
+    ]
 
 
 def advantages(
-    journal: Journal, rows: Sequence[TreeRow], config: LearnerConfig, scheme: str = "", **options: Any
+    journal: Journal,
+    rows: Sequence[TreeRow],
+    config: LearnerConfig,
+    scheme: str = "",
+    **options: Any,
 ) -> dict[tuple[int, int], float]:
-    """Return the advantage that a scheme gives each turn of the trees ``rows``, the mean over its tokens, by tree and node.
+    """Return the advantage that a scheme gives each turn of the trees ``rows``, the mean over its
+    tokens, by tree and node.
 
-    scheme: None stands for the run's own scheme and options. Schemes that compare over the batch see ``rows`` as one batch. Raises ValueError for
-    a scheme that reads values of the learner's models, which a journal lacks.
+    scheme: None stands for the run's own scheme and options. Schemes that compare over the batch
+    see ``rows`` as one batch. Raises ValueError for a scheme that reads values of the learner's
+    models, which a journal lacks.
     """
-    of = schemes.load(scheme, options) if scheme else schemes.load(config.scheme, config.scheme_options)
+    of = (
+        schemes.load(scheme, options)
+        if scheme
+        else schemes.load(config.scheme, config.scheme_options)
+    )
     if of.needs.models or (config.kl_reward_coef and not scheme):
-        raise ValueError(f"scheme {of.name!r} reads values of the learner's models, which are not in a journal")
+        raise ValueError(
+            f"scheme {of.name!r} reads values of the learner's models, which are not in a journal"
+        )
     table, _, places = turns(journal, rows)
     if not len(table):
         return {}
     lacking = of.needs.columns - table.scores.keys()
     if lacking:
-        raise ValueError(f"scheme {of.name!r} reads {sorted(lacking)}; the turns have {sorted(table.scores)}")
+        raise ValueError(
+            f"scheme {of.name!r} reads {sorted(lacking)}; the turns have {sorted(table.scores)}"
+        )
     kept = of.trains(table)
-    table, places = table.only(kept), [place for place, keep in zip(places, kept, strict=True) if keep]
+    table, places = (
+        table.only(kept),
+        [place for place, keep in zip(places, kept, strict=True) if keep],
+    )
     column = of.needs.reward_column
     if column and not scheme:
         table = rewards.shaped(table, column, config)
@@ -70,9 +99,11 @@ def advantages(
 
 
 class Replayed(Journal):
-    """A journal, open for reading, whose trees have a score ``advantage`` from the run's scheme where no strategy has written one.
+    """A journal, open for reading, whose trees have a score ``advantage`` from the run's scheme
+    where no strategy has written one.
 
-    Trees that were trained together are one batch. A scheme that reads the learner's models (a critic, a reward model) gives none.
+    Trees that were trained together are one batch. A scheme that reads the learner's models (a
+    critic, a reward model) gives none.
     """
 
     def __init__(self, path: Path, beside: Sequence[Path] = ()):
@@ -84,7 +115,11 @@ class Replayed(Journal):
         """The tree of a row, with its advantages."""
         tree = super().tree(row)
         trained = [version for _, version in self.groups(row.id) if version is not None]
-        if self._process is None or not trained or any("advantage" in node.scores for node in tree.nodes.values()):
+        if (
+            self._process is None
+            or not trained
+            or any("advantage" in node.scores for node in tree.nodes.values())
+        ):
             return tree
         if trained[0] not in self._known:
             self._known = {trained[0]: self._advantages(trained[0])}
@@ -96,19 +131,24 @@ class Replayed(Journal):
 
     def _advantages(self, version: int) -> dict[tuple[int, int], float]:
         assert self._process is not None
-        together = self.trees("id IN (SELECT tree FROM groups WHERE trained=?) AND status!='replaced'", version)
+        together = self.trees(
+            "id IN (SELECT tree FROM groups WHERE trained=?) AND status!='replaced'", version
+        )
         try:
             return advantages(self, together, self._process.learner)
         except ValueError:
             return {}
 
 
-def newest(journal: Journal, rows: Sequence[TreeRow], run: Path) -> tuple[int, dict[tuple[int, int], np.ndarray]]:
-    """Return the newest version whose weights a run holds, and the log-probability of every action token of the trees ``rows`` under it, by
-    tree and node, each float32 [tokens].
+def newest(
+    journal: Journal, rows: Sequence[TreeRow], run: Path
+) -> tuple[int, dict[tuple[int, int], np.ndarray]]:
+    """Return the newest version whose weights a run holds, and the log-probability of every action
+    token of the trees ``rows`` under it, by tree and node, each float32 [tokens].
 
-    They are computed as the learner computes them: with the run's temperature and number type, among the tokens that top-p and top-k left.
-    Raises ValueError without the run's folder or weights, InfrastructureFault for weights that fail their digest.
+    They are computed as the learner computes them: with the run's temperature and number type,
+    among the tokens that top-p and top-k left. Raises ValueError without the run's folder or
+    weights, InfrastructureFault for weights that fail their digest.
     """
     from actors.engines import weights  # with torch, which takes seconds
     from learner.model import Policy
@@ -119,17 +159,27 @@ def newest(journal: Journal, rows: Sequence[TreeRow], run: Path) -> tuple[int, d
 
     process = learner(run)
     if process is None:
-        raise ValueError(f"--newest needs the folder of the run: no processes/learner.json is in {run}")
+        raise ValueError(
+            f"--newest needs the folder of the run: no processes/learner.json is in {run}"
+        )
 
     def sampled(tree: Tree) -> list[TrainGroup]:
-        actions = [node for node in tree.nodes.values() if node.logprobs is not None and len(node.tokens)]
-        return [TrainGroup(tree.id, tree.id, [], [Turn(node.id, 0, node.step, {}) for node in actions])]
+        actions = [
+            node for node in tree.nodes.values() if node.logprobs is not None and len(node.tokens)
+        ]
+        return [
+            TrainGroup(tree.id, tree.id, [], [Turn(node.id, 0, node.step, {}) for node in actions])
+        ]
 
     version, folder = versions.chosen(run, None)
     ranks = Ranks(timeout_s=60.0)
-    policy = Policy(process.model, process.learner, process.temperature, ranks, lora=LoraConfig(rank=0))
+    policy = Policy(
+        process.model, process.learner, process.temperature, ranks, lora=LoraConfig(rank=0)
+    )
     if folder is not None:
-        digest = msgspec.json.decode((folder / published.NAME).read_bytes(), type=published.Manifest).digest
+        digest = msgspec.json.decode(
+            (folder / published.NAME).read_bytes(), type=published.Manifest
+        ).digest
         weights.apply(policy.causal, Path(process.model), *weights.verified_file(folder, digest))
     known: dict[tuple[int, int], np.ndarray] = {}
     with policy.inference():
@@ -139,5 +189,7 @@ def newest(journal: Journal, rows: Sequence[TreeRow], run: Path) -> tuple[int, d
                 together = rows_of(tokens)
                 steps = plan(together.trie, range(len(tokens)), process.learner.micro_tokens, ranks)
                 values = sweep(together, steps, ranks, lambda forest: policy.logprobs(forest)[0])
-                known |= {place: values[span] for place, span in zip(places, together.spans, strict=True)}
+                known |= {
+                    place: values[span] for place, span in zip(places, together.spans, strict=True)
+                }
     return version, known

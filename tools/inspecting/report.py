@@ -26,7 +26,9 @@ def main(arguments: list[str] | None = None) -> int:
         check_metrics(runs, options.metric)
         groups = grouped(runs)
         if len({(run.name, run.folder.resolve()) for run in runs}) < len(runs):
-            raise ValueError("a run is given twice under one name: leave one out, or give it another name")
+            raise ValueError(
+                "a run is given twice under one name: leave one out, or give it another name"
+            )
         if options.out.suffix == ".html":
             _write_page(groups, options)
         else:
@@ -35,7 +37,9 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"tools/report: {error}", file=sys.stderr)
         return 2
     table = sections.results(groups)
-    print(f"{sections.markdown(table) if table.rows else 'no held-out evaluation yet'}\nreport: {options.out}")
+    print(
+        f"{sections.markdown(table) if table.rows else 'no held-out evaluation yet'}\nreport: {options.out}"
+    )
     return 0
 
 
@@ -48,7 +52,10 @@ def parser() -> argparse.ArgumentParser:
         EXAMPLES,
     )
     parser.add_argument(
-        "runs", nargs="+", metavar="RUN[=NAME]", help="run folders; those of one NAME are seeds of one group"
+        "runs",
+        nargs="+",
+        metavar="RUN[=NAME]",
+        help="run folders; those of one NAME are seeds of one group",
     )
     parser.add_argument(
         "--out",
@@ -58,10 +65,17 @@ def parser() -> argparse.ArgumentParser:
         help="FILE.html, .png or .svg (default: %(default)s)",
     )
     parser.add_argument(
-        "--png", type=Path, metavar="FOLDER", help="with a page: write each of its figures here as well"
+        "--png",
+        type=Path,
+        metavar="FOLDER",
+        help="with a page: write each of its figures here as well",
     )
     parser.add_argument(
-        "--metric", action="append", default=[], metavar="NAME", help="draw this metric of metrics.jsonl; repeatable"
+        "--metric",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="draw this metric of metrics.jsonl; repeatable",
     )
     parser.add_argument(
         "--against",
@@ -78,7 +92,9 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     if options.out.suffix not in SUFFIXES:
         command.error(f"--out {options.out}: expected a name that ends with {', '.join(SUFFIXES)}")
     if options.png and options.out.suffix != ".html":
-        command.error(f"--png has no effect with --out {options.out}: it writes the figures of a page")
+        command.error(
+            f"--png has no effect with --out {options.out}: it writes the figures of a page"
+        )
     return options
 
 

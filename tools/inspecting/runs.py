@@ -1,4 +1,5 @@
-"""Reads run folders for reports: live, failed and older ones too. What a run lacks is named in ``Run.missing`` and costs nothing else."""
+"""Reads run folders for reports: live, failed and older ones too. What a run lacks is named in
+``Run.missing`` and costs nothing else."""
 
 import itertools
 import json
@@ -21,9 +22,11 @@ from tools.launching import changes, environment, status
 from wire import shards
 
 SHARE = "share/"
-"""The prefix of metrics made here: share/staleness_1 is the share of the tokens that were sampled one update before the version being trained."""
+"""The prefix of metrics made here: share/staleness_1 is the share of the tokens that were sampled
+one update before the version being trained."""
 EQUAL_SHARE = "equal/"
-"""The same for equal/1: the share of the compared groups of step 1 whose rewards are all equal (scheduler/nothing_learnt.py)."""
+"""The same for equal/1: the share of the compared groups of step 1 whose rewards are all equal
+(scheduler/nothing_learnt.py)."""
 
 
 UNREADABLE = (OSError, ValueError, sqlite3.Error, msgspec.MsgspecError)
@@ -31,8 +34,10 @@ UNREADABLE = (OSError, ValueError, sqlite3.Error, msgspec.MsgspecError)
 
 
 class Run(msgspec.Struct, frozen=True):
-    """A run folder. records: one per update, in order. evaluations: the held-out results, in the order of their versions. summary, config,
-    environment: the contents of those files, empty where there is none. missing: sentences on what the folder lacks, and on settings that a resume changed."""
+    """A run folder. records: one per update, in order. evaluations: the held-out results, in the
+    order of their versions. summary, config, environment: the contents of those files, empty where
+    there is none. missing: sentences on what the folder lacks, and on settings that a resume
+    changed."""
 
     folder: Path
     name: str
@@ -60,7 +65,9 @@ class Curve(msgspec.Struct, frozen=True):
 def read(folder: Path, name: str | None = None) -> Run:
     """Read a run from its folder. Raises ValueError if ``folder`` is none."""
     if not any((folder / file).is_file() for file in ("config.json", "metrics.jsonl")):
-        raise ValueError(f"{folder} is no run folder: it holds neither config.json nor metrics.jsonl")
+        raise ValueError(
+            f"{folder} is no run folder: it holds neither config.json nor metrics.jsonl"
+        )
     missing: list[str] = []
     records = _records(folder)
     if not records:
@@ -75,8 +82,14 @@ def read(folder: Path, name: str | None = None) -> Run:
     )
     missing += _changed(folder, config)
     for home in shards.homes(folder)[1:]:
-        other = _object(home / "summary.json", "another of its schedulers has not ended in order", missing)
-        summary |= {of: Counter(summary.get(of)) + Counter(other.get(of)) for of in ("counts", "calls") if of in other}
+        other = _object(
+            home / "summary.json", "another of its schedulers has not ended in order", missing
+        )
+        summary |= {
+            of: Counter(summary.get(of)) + Counter(other.get(of))
+            for of in ("counts", "calls")
+            if of in other
+        }
     evaluations = _evaluations(folder, summary, missing)
     stands = status.gather(folder, time.monotonic())
     return Run(
@@ -86,10 +99,16 @@ def read(folder: Path, name: str | None = None) -> Run:
 
 
 def _records(folder: Path) -> list[dict[str, float]]:
-    """One record per update, with the share of its tokens by their age, and of its groups with equal rewards by their step."""
+    """One record per update, with the share of its tokens by their age, and of its groups with
+    equal rewards by their step."""
     records = Reader(folder).read()
     _equal(records)
-    ages = {name for record in records for name in record if re.fullmatch(r"watch/staleness_\d+/tokens", name)}
+    ages = {
+        name
+        for record in records
+        for name in record
+        if re.fullmatch(r"watch/staleness_\d+/tokens", name)
+    }
     for record in records:
         if total := sum(record.get(age, 0.0) for age in ages):
             record |= {f"{SHARE}{age.split('/')[1]}": record.get(age, 0.0) / total for age in ages}
@@ -97,14 +116,17 @@ def _records(folder: Path) -> list[dict[str, float]]:
 
 
 def _equal(records: list[dict[str, float]]) -> None:
-    """Add to each record, by step, the share of the groups that were emitted since the record before whose rewards are all equal."""
+    """Add to each record, by step, the share of the groups that were emitted since the record
+    before whose rewards are all equal."""
     before: dict[str, float] = {}
     for record in records:
         for name in [name for name in record if name.startswith(f"count/{COMPARED}")]:
             step = name.removeprefix(f"count/{COMPARED}")
             equal = f"count/{EQUAL}{step}"
             if (compared := record[name] - before.get(name, 0.0)) > 0:
-                record[f"{EQUAL_SHARE}{step}"] = (record.get(equal, 0.0) - before.get(equal, 0.0)) / compared
+                record[f"{EQUAL_SHARE}{step}"] = (
+                    record.get(equal, 0.0) - before.get(equal, 0.0)
+                ) / compared
         before = record
 
 
@@ -123,7 +145,10 @@ def _changed(folder: Path, config: dict[str, Any]) -> list[str]:
         configs = [*changes.former(folder), config]
     except UNREADABLE as error:
         return [f"Its former settings cannot be read ({error})."]
-    told = ["; ".join(map(str, changes.differences(old, new))) for old, new in itertools.pairwise(configs)]
+    told = [
+        "; ".join(map(str, changes.differences(old, new)))
+        for old, new in itertools.pairwise(configs)
+    ]
     return [f"A resume changed its settings: {text}." for text in told]
 
 
@@ -132,7 +157,9 @@ def _evaluations(folder: Path, summary: dict[str, Any], missing: list[str]) -> l
     try:
         journal = Journal(folder / "journal.sqlite", readonly=True)
         try:
-            results = [{**result, "version": version} for version, _, result in journal.evaluations()]
+            results = [
+                {**result, "version": version} for version, _, result in journal.evaluations()
+            ]
         finally:
             journal.close()
     except UNREADABLE as error:
@@ -158,19 +185,24 @@ def check_metrics(runs: Sequence[Run], metrics: Sequence[str]) -> None:
 
 
 def curve(runs: Sequence[Run], metric: str, against: str = "version") -> Curve:
-    """Return a metric of a group at the updates that all its runs have recorded, against "version" or "time/run" (seconds; the mean over runs).
+    """Return a metric of a group at the updates that all its runs have recorded, against "version"
+    or "time/run" (seconds; the mean over runs).
 
     A single run has its own values; several have their mean with the 95% interval over seeds.
     """
     return _mean(
-        [{r["version"]: (r[against], r[metric], math.nan) for r in run.records if metric in r} for run in runs]
+        [
+            {r["version"]: (r[against], r[metric], math.nan) for r in run.records if metric in r}
+            for run in runs
+        ]
     )
 
 
 def heldout(runs: Sequence[Run], measure: str) -> Curve:
     """Return a held-out measure of a group at the versions at which all its runs were evaluated.
 
-    The interval of a single run is that of its evaluation, over questions; that of several is over seeds.
+    The interval of a single run is that of its evaluation, over questions; that of several is over
+    seeds.
     """
     points = [
         {e["version"]: (e["version"], *(e["measures"][measure][part] for part in ("mean", "half"))) for e in run.evaluations if measure in e["measures"]}
@@ -185,7 +217,10 @@ def _mean(points: list[dict[float, tuple[float, float, float]]]) -> Curve:
     if len(points) == 1:
         rows = [points[0][version] for version in versions]
     else:
-        rows = [(sum(p[v][0] for p in points) / len(points), *interval([p[v][1] for p in points])) for v in versions]
+        rows = [
+            (sum(p[v][0] for p in points) / len(points), *interval([p[v][1] for p in points]))
+            for v in versions
+        ]
     x, y, half = ([float(row[i]) for row in rows] for i in range(3))
     return Curve(x, y, half)
 
@@ -201,16 +236,29 @@ def measures(runs: Sequence[Run]) -> list[str]:
 def flat(tree: Any, path: str = "") -> dict[str, str]:
     """Return the values of nested tables as JSON texts by their dotted paths."""
     if isinstance(tree, dict) and tree:
-        return {key: value for name, below in tree.items() for key, value in flat(below, f"{path}.{name}").items()}
+        return {
+            key: value
+            for name, below in tree.items()
+            for key, value in flat(below, f"{path}.{name}").items()
+        }
     return {path.removeprefix("."): json.dumps(tree, ensure_ascii=False)}
 
 
 def differences(groups: Mapping[str, Sequence[dict[str, Any]]]) -> list[list[str]]:
-    """Return a row for each key whose values are not the same in all trees: the key, then each group's values ("-" where a tree lacks it)."""
+    """Return a row for each key whose values are not the same in all trees: the key, then each
+    group's values ("-" where a tree lacks it)."""
     flats = {name: [flat(tree) for tree in trees] for name, trees in groups.items()}
     everyone = [one for trees in flats.values() for one in trees]
-    keys = sorted(key for key in set().union(*everyone) if len({one.get(key) for one in everyone}) > 1)
+    keys = sorted(
+        key for key in set().union(*everyone) if len({one.get(key) for one in everyone}) > 1
+    )
     return [
-        [key, *(", ".join(dict.fromkeys(one.get(key, "-") for one in trees)) for trees in flats.values())]
+        [
+            key,
+            *(
+                ", ".join(dict.fromkeys(one.get(key, "-") for one in trees))
+                for trees in flats.values()
+            ),
+        ]
         for key in keys
     ]

@@ -1,4 +1,5 @@
-"""The sections of a report: curves, tables and trees of one or several groups of runs, as values that a template or a terminal shows."""
+"""The sections of a report: curves, tables and trees of one or several groups of runs, as values
+that a template or a terminal shows."""
 
 import contextlib
 import os
@@ -33,7 +34,8 @@ from tools.launching.config import ConfigError, load, saved
 
 Groups = Mapping[str, Sequence[Run]]
 TREES = 5000
-"""The newest finished trees of a run that the statistics and the choice of rollouts read; a longer run's journal may not fit into memory."""
+"""The newest finished trees of a run that the statistics and the choice of rollouts read; a longer
+run's journal may not fit into memory."""
 ROLLOUTS = 3
 """Trees shown per kind: best, worst, most surprising."""
 CHARACTERS = 40_000
@@ -94,7 +96,8 @@ class Drawn(msgspec.Struct, frozen=True):
 
     @property
     def svg(self) -> Markup:
-        return Markup(inline(self.figure, f"{self.title}: {self.caption}"))  # matplotlib escapes its texts
+        # matplotlib escapes its texts
+        return Markup(inline(self.figure, f"{self.title}: {self.caption}"))
 
 
 class Section(msgspec.Struct):
@@ -111,11 +114,16 @@ class Section(msgspec.Struct):
         return self.title.lower().replace(" ", "-")
 
 
-def sections(groups: Groups, against: str = "version", metrics: Sequence[str] = ()) -> list[Section]:
+def sections(
+    groups: Groups, against: str = "version", metrics: Sequence[str] = ()
+) -> list[Section]:
     """Return the parts of the page. metrics: replace the curves of the section Learning."""
     learning = {name: name for name in metrics} or LEARNING
     scores = _present(groups, "score/")
-    shares = {name: f"share of tokens {name.rpartition('_')[2]} updates stale" for name in _present(groups, SHARE)}
+    shares = {
+        name: f"share of tokens {name.rpartition('_')[2]} updates stale"
+        for name in _present(groups, SHARE)
+    }
     equal = {
         name: f"share of groups of step {name.removeprefix(EQUAL_SHARE)} whose rewards are all equal"
         for name in _present(groups, EQUAL_SHARE)
@@ -131,7 +139,9 @@ def sections(groups: Groups, against: str = "version", metrics: Sequence[str] = 
                 "Every score column of the judges and the environment, as the mean over an update's trained turns.",
                 "Groups whose rewards are all equal teach nothing.",
             ],
-            _curves(groups, {name: name.removeprefix("score/") for name in scores} | equal, against),
+            _curves(
+                groups, {name: name.removeprefix("score/") for name in scores} | equal, against
+            ),
         ),
         Section(
             "Staleness",
@@ -140,7 +150,9 @@ def sections(groups: Groups, against: str = "version", metrics: Sequence[str] = 
         ),
         Section(
             "Numerics watch",
-            ["Do engine and learner agree, and how far off-policy is the data? A dotted line is where the run warns."],
+            [
+                "Do engine and learner agree, and how far off-policy is the data? A dotted line is where the run warns."
+            ],
             _curves(groups, watched, against, _limits(groups)),
         ),
         _time(groups, against),
@@ -155,7 +167,8 @@ def sections(groups: Groups, against: str = "version", metrics: Sequence[str] = 
 
 
 def picture(groups: Groups, against: str = "version", metrics: Sequence[str] = ()) -> Figure:
-    """Return one figure with a panel for each metric, by default those of ``OVERVIEW``. Raises ValueError if there is nothing to draw."""
+    """Return one figure with a panel for each metric, by default those of ``OVERVIEW``. Raises
+    ValueError if there is nothing to draw."""
     titles = LEARNING | STALENESS
     drawn = {
         metric if metrics else titles.get(metric, metric): {
@@ -176,7 +189,11 @@ def html(title: str, parts: Sequence[Section]) -> bytes:
         loader=jinja2.PackageLoader("tools.inspecting", ""), autoescape=True, undefined=jinja2.StrictUndefined,
         trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
-    return environment.get_template("report.html").render(title=title, sections=parts).encode(errors="backslashreplace")
+    return (
+        environment.get_template("report.html")
+        .render(title=title, sections=parts)
+        .encode(errors="backslashreplace")
+    )
 
 
 def markdown(table: Table) -> str:
@@ -194,30 +211,48 @@ def compared(caption: str, columns: Mapping[str, Mapping[str, str]], folded: boo
 
 def _present(groups: Groups, prefix: str) -> list[str]:
     return sorted(
-        {name for runs in groups.values() for run in runs for name in run.metrics() if name.startswith(prefix)}
+        {
+            name
+            for runs in groups.values()
+            for run in runs
+            for name in run.metrics()
+            if name.startswith(prefix)
+        }
     )
 
 
-def _curves(groups: Groups, titles: Mapping[str, str], against: str, limits: Mapping[str, float] = {}) -> list[Drawn]:
+def _curves(
+    groups: Groups, titles: Mapping[str, str], against: str, limits: Mapping[str, float] = {}
+) -> list[Drawn]:
     label = "update" if against == "version" else "seconds"
     return [
         drawn
         for metric, title in titles.items()
         for drawn in _drawn(
-            title, {n: curve(runs, metric, against) for n, runs in groups.items()}, label, limits.get(metric)
+            title,
+            {n: curve(runs, metric, against) for n, runs in groups.items()},
+            label,
+            limits.get(metric),
         )
     ]
 
 
-def _drawn(title: str, curves: dict[str, Curve], label: str, limit: float | None = None) -> list[Drawn]:
+def _drawn(
+    title: str, curves: dict[str, Curve], label: str, limit: float | None = None
+) -> list[Drawn]:
     """One figure, or none if there is no point."""
     limits = {title: limit} if limit else {}
     shown_at_all = any(one.x for one in curves.values())
-    return [Drawn(title, panels({title: curves}, label, limits), caption(curves))] if shown_at_all else []
+    return (
+        [Drawn(title, panels({title: curves}, label, limits), caption(curves))]
+        if shown_at_all
+        else []
+    )
 
 
 def _names(groups: Groups) -> dict[str, Run]:
-    """Return all runs by a heading: the name, with the place below the group's common folder where several have that name."""
+    """Return all runs by a heading: the name, with the place below the group's common folder where
+    several have that name."""
     headings = {}
     for name, runs in groups.items():
         folders = [str(run.folder.resolve()) for run in runs]
@@ -235,9 +270,17 @@ def _runs(groups: Groups) -> Section:
     ]  # fmt: skip
     section = Section(
         "Runs",
-        tables=[Table("The runs of this report", ["run", "state", "updates", "seconds", "seed", "folder"], rows)],
+        tables=[
+            Table(
+                "The runs of this report",
+                ["run", "state", "updates", "seconds", "seed", "folder"],
+                rows,
+            )
+        ],
     )
-    section.words = [f"{name}: {sentence}" for name, run in _names(groups).items() for sentence in run.missing]
+    section.words = [
+        f"{name}: {sentence}" for name, run in _names(groups).items() for sentence in run.missing
+    ]
     section.words.append(
         "A thin line has a point for every update, the bold one is its running mean over a twentieth of the updates. Below each figure are the"
         " means of its first and of its last tenth."
@@ -260,11 +303,21 @@ def results(groups: Groups) -> Table:
             if c.x:
                 points = list(zip(c.x, c.y, c.half, strict=True))
                 first, last = points[0], points[-1]
-                cells = [f"{shown((mean, half))} (version {version:.0f})" for version, mean, half in (first, last)]
+                cells = [
+                    f"{shown((mean, half))} (version {version:.0f})"
+                    for version, mean, half in (first, last)
+                ]
                 rows.append(
-                    [name, measure, cells[0], *([cells[1], _verdict(first, last)] if len(points) > 1 else ["-", "-"])]
+                    [
+                        name,
+                        measure,
+                        cells[0],
+                        *([cells[1], _verdict(first, last)] if len(points) > 1 else ["-", "-"]),
+                    ]
                 )
-    return Table("Held-out measures with 95% intervals", ["run", "measure", "first", "last", "change"], rows)
+    return Table(
+        "Held-out measures with 95% intervals", ["run", "measure", "first", "last", "change"], rows
+    )
 
 
 def _verdict(first: tuple[float, float, float], last: tuple[float, float, float]) -> str:
@@ -279,7 +332,9 @@ def _heldout(groups: Groups) -> Section:
     figures = [
         drawn
         for measure in measures(everyone)
-        for drawn in _drawn(measure, {name: heldout(runs, measure) for name, runs in groups.items()}, "version")
+        for drawn in _drawn(
+            measure, {name: heldout(runs, measure) for name, runs in groups.items()}, "version"
+        )
     ]
     words = [
         "The interval of a single run is over its held-out tasks, that of a group over its seeds.",
@@ -294,7 +349,9 @@ def _heldout(groups: Groups) -> Section:
 
 def _limits(groups: Groups) -> dict[str, float]:
     """The thresholds of the watch, if all runs have the same."""
-    watches = [run.config.get("learner", {}).get("watch", {}) for runs in groups.values() for run in runs]
+    watches = [
+        run.config.get("learner", {}).get("watch", {}) for runs in groups.values() for run in runs
+    ]
     same = watches[0] if all(watch == watches[0] for watch in watches) else {}
     return {metric: same[key] for metric, (_, key) in WATCH.items() if same.get(key)}
 
@@ -341,7 +398,9 @@ def _trees(groups: Groups) -> Section:
             contextlib.suppress(*UNREADABLE),
             contextlib.closing(frames.opened(run.folder)) as journal,
         ):  # Runs has said so
-            columns[name] = {f"trees {status}": f"{count:,}" for status, count in sorted(journal.tally().items())}
+            columns[name] = {
+                f"trees {status}": f"{count:,}" for status, count in sorted(journal.tally().items())
+            }
             rows = journal.trees("split='train' AND status!='growing'")[-TREES:]
             below = frames.nodes(journal, rows)
             table = frames.trees(journal, rows, below)
@@ -351,13 +410,18 @@ def _trees(groups: Groups) -> Section:
                 texts = _remarkable(journal, rows, table, name) if id(run) in first else []
                 section.texts += texts
                 if id(run) in first and not texts:
-                    section.words.append(f"{name}: its trees have no scores, so none is the best or the worst.")
+                    section.words.append(
+                        f"{name}: its trees have no scores, so none is the best or the worst."
+                    )
     section.tables = [compared("Tree statistics", columns)] if columns else []
     return section
 
 
-def _remarkable(journal: Journal, rows: Sequence[TreeRow], table: pl.DataFrame, name: str) -> list[tuple[str, str]]:
-    """Return headings and texts of the best, the worst and the most surprising trees; among equals, of the newest."""
+def _remarkable(
+    journal: Journal, rows: Sequence[TreeRow], table: pl.DataFrame, name: str
+) -> list[tuple[str, str]]:
+    """Return headings and texts of the best, the worst and the most surprising trees; among equals,
+    of the newest."""
     texts, by_id = [], {row.id: row for row in rows}
     for rank in frames.RANKS:
         with contextlib.suppress(ValueError):  # the run has none of the rank's columns
@@ -376,8 +440,11 @@ def _remarkable(journal: Journal, rows: Sequence[TreeRow], table: pl.DataFrame, 
 
 
 def _crashes(below: pl.DataFrame, name: str) -> list[str]:
-    """Return a sentence on the episodes that crashed, with the most frequent reason; none if there are none."""
-    reasons = below.filter(pl.col("fate").str.starts_with("crashed: "))["fate"].value_counts(sort=True)
+    """Return a sentence on the episodes that crashed, with the most frequent reason; none if there
+    are none."""
+    reasons = below.filter(pl.col("fate").str.starts_with("crashed: "))["fate"].value_counts(
+        sort=True
+    )
     if reasons.is_empty():
         return []
     reason, count = reasons.row(0)
@@ -387,9 +454,11 @@ def _crashes(below: pl.DataFrame, name: str) -> list[str]:
 
 
 def _statistics(table: pl.DataFrame, actions: pl.DataFrame, run: Run) -> dict[str, str]:
-    """Return means over a run's trees and shares of their actions. A number that the run lacks is left out."""
+    """Return means over a run's trees and shares of their actions. A number that the run lacks is
+    left out."""
     paths, forwarded = (
-        sum(r.get(f"learner/{kind}_tokens", 0.0) for r in run.records) for kind in ("path", "forwarded")
+        sum(r.get(f"learner/{kind}_tokens", 0.0) for r in run.records)
+        for kind in ("path", "forwarded")
     )
     means: dict[str, Any] = {
         "candidates per tree": table["actions"].mean(),
@@ -400,7 +469,9 @@ def _statistics(table: pl.DataFrame, actions: pl.DataFrame, run: Run) -> dict[st
         "tokens of all paths per token forwarded": paths / forwarded if forwarded else None,
     }
     shares: dict[str, Any] = {
-        "candidates that could not be read": (actions["valid"] == 0).mean() if "valid" in actions.columns else None,
+        "candidates that could not be read": (actions["valid"] == 0).mean()
+        if "valid" in actions.columns
+        else None,
         "candidates with a score that no judge could give": (actions["judge_invalid"] > 0).mean(),
         "candidates cut by the token limit": (actions["finish"] == "length").mean(),
         "trees whose candidates have equal rewards": (table["spread"] == 0).mean(),
@@ -412,26 +483,34 @@ def _statistics(table: pl.DataFrame, actions: pl.DataFrame, run: Run) -> dict[st
 
 
 def _config(groups: Groups) -> Section:
-    """Return what differs between the configs of the runs, or between the only run's and the shipped one of its name."""
+    """Return what differs between the configs of the runs, or between the only run's and the
+    shipped one of its name."""
     configs = {name: [run.config for run in runs if run.config] for name, runs in groups.items()}
     if sum(map(len, configs.values())) == 1:
         ((config,),) = filter(None, configs.values())
         path = ROOT / "configs" / f"{config.get('name')}.toml"
         with contextlib.suppress(ConfigError):
-            configs = {f"configs/{path.name}": [msgspec.json.decode(saved(load(path, [])))], **configs}
+            configs = {
+                f"configs/{path.name}": [msgspec.json.decode(saved(load(path, [])))],
+                **configs,
+            }
     rows = differences(configs)
     section = Section("Configuration", [] if rows else [f"The same in {', '.join(configs)}."])
     section.tables = [Table("Keys whose values differ", ["key", *configs], rows)] if rows else []
     for name, run in _names(groups).items():
         settings = [list(row) for row in flat(run.config).items()]
-        section.tables.append(Table(f"All settings of {name}", ["key", "value"], settings, folded=True))
+        section.tables.append(
+            Table(f"All settings of {name}", ["key", "value"], settings, folded=True)
+        )
     return section
 
 
 def _environment(groups: Groups) -> Section:
     known = {name: dict(run.environment) for name, run in _names(groups).items() if run.environment}
     packages = {name: one.pop("packages", {}) for name, one in known.items()}
-    columns = {name: {key: _value(key, value) for key, value in one.items()} for name, one in known.items()}
+    columns = {
+        name: {key: _value(key, value) for key, value in one.items()} for name, one in known.items()
+    }
     section = Section("Environment and versions")
     if known:
         section.tables = [
@@ -439,7 +518,9 @@ def _environment(groups: Groups) -> Section:
             compared("Packages", packages, folded=True),
         ]
     if other := differences({name: [one] for name, one in packages.items()}):
-        section.words.append(f"Packages of different versions: {', '.join(row[0] for row in other)}.")
+        section.words.append(
+            f"Packages of different versions: {', '.join(row[0] for row in other)}."
+        )
     return section
 
 

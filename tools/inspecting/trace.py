@@ -1,8 +1,10 @@
-"""The command tools/trace: a window of a run for Perfetto (ui.perfetto.dev), in the JSON of Chrome's trace format.
+"""The command tools/trace: a window of a run for Perfetto (ui.perfetto.dev), in the JSON of
+Chrome's trace format.
 
-Each process is a row with as many lanes as it had calls at once; in a call stand its phases (queue, prefill, decode), if the worker told them. The
-learner's row has its updates with their phases, and a mark (stream) for each group that was sent to it. An arrow leads from every call that sampled
-for a tree to the update that trained the tree.
+Each process is a row with as many lanes as it had calls at once; in a call stand its phases (queue,
+prefill, decode), if the worker told them. The learner's row has its updates with their phases, and
+a mark (stream) for each group that was sent to it. An arrow leads from every call that sampled for
+a tree to the update that trained the tree.
 """
 
 import argparse
@@ -24,10 +26,16 @@ LEARNER = "learner"
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of tools/trace."""
-    parser = command_parser("tools/trace", "Write a window of a run as a trace that Perfetto shows.", EXAMPLES)
+    parser = command_parser(
+        "tools/trace", "Write a window of a run as a trace that Perfetto shows.", EXAMPLES
+    )
     parser.add_argument("run", type=Path, metavar="RUN", help="run folder, also of a live run")
     parser.add_argument(
-        "--from", dest="since", type=float, default=0.0, help="seconds since its newest start (default: 0)"
+        "--from",
+        dest="since",
+        type=float,
+        default=0.0,
+        help="seconds since its newest start (default: 0)",
     )
     parser.add_argument(
         "--to",
@@ -38,7 +46,11 @@ def parser() -> argparse.ArgumentParser:
         help="seconds since its newest start (default: its end)",
     )
     parser.add_argument(
-        "--out", type=Path, default=Path("trace.json"), metavar="FILE", help="file to write (default: %(default)s)"
+        "--out",
+        type=Path,
+        default=Path("trace.json"),
+        metavar="FILE",
+        help="file to write (default: %(default)s)",
     )
     return parser
 
@@ -62,9 +74,17 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def window(run: Recorded, since: float, until: float) -> list[dict[str, Any]]:
-    """Return the trace events of what overlaps the time between ``since`` and ``until``, in microseconds since the start began."""
+    """Return the trace events of what overlaps the time between ``since`` and ``until``, in
+    microseconds since the start began."""
     slices = [
-        (c.worker, c.service, c.start, c.end, {"outcome": c.outcome} | ({} if c.tree is None else {"tree": c.tree}), c)
+        (
+            c.worker,
+            c.service,
+            c.start,
+            c.end,
+            {"outcome": c.outcome} | ({} if c.tree is None else {"tree": c.tree}),
+            c,
+        )
         for c in run.calls
     ]
     slices += [
@@ -76,14 +96,18 @@ def window(run: Recorded, since: float, until: float) -> list[dict[str, Any]]:
     processes = {name: number for number, name in enumerate(sorted({row[0] for row in slices}), 1)}
     lanes: dict[str, list[float]] = {name: [] for name in processes}
     events: list[dict[str, Any]] = [
-        {"ph": "M", "name": "process_name", "pid": n, "tid": 0, "args": {"name": name}} for name, n in processes.items()
+        {"ph": "M", "name": "process_name", "pid": n, "tid": 0, "args": {"name": name}}
+        for name, n in processes.items()
     ]
     updates = {tree: update for update in run.updates for tree in update.trees}
     for process, name, start, end, known, what in sorted(slices, key=lambda row: row[2]):
         if end < since or start > until:
             continue
-        free = next((lane for lane, ends in enumerate(lanes[process]) if ends <= start), len(lanes[process]))
-        free = 0 if process == LEARNER else free  # its work never overlaps but for the clock's rounding
+        free = next(
+            (lane for lane, ends in enumerate(lanes[process]) if ends <= start), len(lanes[process])
+        )
+        # its work never overlaps but for the clock's rounding
+        free = 0 if process == LEARNER else free
         lanes[process][free : free + 1] = [end]
         place = {"pid": processes[process], "tid": free + 1}
         parts = [(name, start, end), *getattr(what, "phases", ())]
@@ -99,10 +123,24 @@ def window(run: Recorded, since: float, until: float) -> list[dict[str, Any]]:
                 arrow = {"name": "trained by", "cat": "sampling", "id": len(events)}
                 events.append({"ph": "s", "ts": _us(start, run), **arrow, **place})
                 events.append(
-                    {"ph": "f", "bp": "e", "ts": _us(trained, run), **arrow, "pid": processes[LEARNER], "tid": 1}
+                    {
+                        "ph": "f",
+                        "bp": "e",
+                        "ts": _us(trained, run),
+                        **arrow,
+                        "pid": processes[LEARNER],
+                        "tid": 1,
+                    }
                 )
     events += [
-        {"ph": "i", "s": "t", "name": "stream", "ts": _us(at, run), "pid": processes[LEARNER], "tid": 1}
+        {
+            "ph": "i",
+            "s": "t",
+            "name": "stream",
+            "ts": _us(at, run),
+            "pid": processes[LEARNER],
+            "tid": 1,
+        }
         for at in run.streamed
         if LEARNER in processes and since <= at <= until
     ]

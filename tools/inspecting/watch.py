@@ -1,4 +1,5 @@
-"""The command tools/watch: a live view of a run, with keys that open a tree, pause and resume the run, drain a worker and stop the run."""
+"""The command tools/watch: a live view of a run, with keys that open a tree, pause and resume the
+run, drain a worker and stop the run."""
 
 import argparse
 import asyncio
@@ -33,7 +34,8 @@ EXAMPLES = """\
 EVERY_S, RESTING_S, LONGEST_S = 1.0, 5.0, 10.0
 """Seconds between two looks at a run that is running, and at one that is not; the longest pause."""
 SHARE = 0.005
-"""The share of one processor that this process may take: a look that cost more is followed by a longer pause."""
+"""The share of one processor that this process may take: a look that cost more is followed by a
+longer pause."""
 BAD = ("ended", psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 """States of a process of a running run that are shown in red."""
 
@@ -62,7 +64,10 @@ class Question(ModalScreen[bool]):
 class TreeScreen(Screen[None]):
     """One tree, as tools/dump prints it."""
 
-    BINDINGS: ClassVar[list[BindingType]] = [("escape,q", "dismiss", "Back"), ("f", "full", "Whole texts")]
+    BINDINGS: ClassVar[list[BindingType]] = [
+        ("escape,q", "dismiss", "Back"),
+        ("f", "full", "Whole texts"),
+    ]
 
     def __init__(self, run: Path, number: int):
         super().__init__()
@@ -79,7 +84,9 @@ class TreeScreen(Screen[None]):
         try:
             with contextlib.closing(frames.opened(self.run)) as journal:
                 (row,) = journal.trees("id=?", self.number)
-                text = drawing.as_text(journal, row, drawing.Detail(max(40, self.size.width - 3), self.full))
+                text = drawing.as_text(
+                    journal, row, drawing.Detail(max(40, self.size.width - 3), self.full)
+                )
         except (OSError, sqlite3.Error, msgspec.MsgspecError, ValueError) as error:
             text = f"tree {self.number} cannot be read: {error}"
         self.query_one("#tree", Static).update(text.replace("(--full)", "(key f)"))
@@ -91,7 +98,8 @@ class TreeScreen(Screen[None]):
 
 
 class Table(OptionList):
-    """A table whose title names the columns. Its cursor stays at its row when rows come and go; at the top it stays with the newest."""
+    """A table whose title names the columns. Its cursor stays at its row when rows come and go; at
+    the top it stays with the newest."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("tab", "app.focus_next", "Next table")]
 
@@ -102,14 +110,16 @@ class Table(OptionList):
         self.lines: list[str] = []
 
     def show(self, rows: watched.Rows, bad: tuple[str, ...] = ()) -> None:
-        """Show ``rows``, whose first cells tell them apart. bad: cells whose rows are red. Only rows that have changed are drawn."""
+        """Show ``rows``, whose first cells tell them apart. bad: cells whose rows are red. Only
+        rows that have changed are drawn."""
         if rows == self.cells:
             return
         place, key, before = self.highlighted or 0, self.chosen(), self.lines
         self.border_title, *self.lines = watched.table(self.columns, rows)
         self.cells = rows
         prompts = [
-            Text(line, "bold red" if set(bad) & set(row) else "") for line, row in zip(self.lines, rows, strict=True)
+            Text(line, "bold red" if set(bad) & set(row) else "")
+            for line, row in zip(self.lines, rows, strict=True)
         ]
         if len(before) != len(rows):
             self.set_options(prompts)
@@ -119,7 +129,9 @@ class Table(OptionList):
                 self.replace_option_prompt_at_index(index, prompts[index])
         names = [row[0] for row in rows]
         if names:
-            self.highlighted = names.index(key) if place and key in names else min(place, len(names) - 1)
+            self.highlighted = (
+                names.index(key) if place and key in names else min(place, len(names) - 1)
+            )
 
     def chosen(self) -> str:
         """The first cell of the row under the cursor, or "" if the table is empty."""
@@ -127,7 +139,8 @@ class Table(OptionList):
 
 
 class Watch(App[None]):
-    """The view of one run. It only reads, and gives the orders of tools/launching/control.py when asked to."""
+    """The view of one run. It only reads, and gives the orders of tools/launching/control.py when
+    asked to."""
 
     TITLE, AUTO_FOCUS, ENABLE_COMMAND_PALETTE = "tools/watch", "", False
     HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (150, "-wide")]
@@ -180,7 +193,9 @@ class Watch(App[None]):
             self.look = await asyncio.to_thread(self.reader.look)
             self.draw()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(max(pause, EVERY_S if self.look.status.state == "running" else RESTING_S)):
+                async with asyncio.timeout(
+                    max(pause, EVERY_S if self.look.status.state == "running" else RESTING_S)
+                ):
                     await self.asked.wait()
             self.asked.clear()
             now = time.process_time()
@@ -197,14 +212,24 @@ class Watch(App[None]):
         if self.look is None:
             return
         before = self.usable
-        text = "\n".join(watched.words(self.look, self.query_one("#words").content_size.width or 78))
+        text = "\n".join(
+            watched.words(self.look, self.query_one("#words").content_size.width or 78)
+        )
         label = self.query_one("#text", Static)
         if text != label.content:
             label.update(text, layout=text.count("\n") != str(label.content).count("\n"))
-        running, paused = self.look.status.state == "running", self.look.status.paused.startswith("paus")
+        running, paused = (
+            self.look.status.state == "running",
+            self.look.status.paused.startswith("paus"),
+        )
         self.query_one("#trees", Table).show(self.look.trees)
         self.query_one("#processes", Table).show(self.look.processes, BAD if running else ())
-        self.usable = {"pause": running and not paused, "resume": running and paused, "drain": running, "stop": running}
+        self.usable = {
+            "pause": running and not paused,
+            "resume": running and paused,
+            "drain": running,
+            "stop": running,
+        }
         if self.usable != before:
             self.refresh_bindings()
 
@@ -221,7 +246,8 @@ class Watch(App[None]):
     def action_pause(self) -> None:
         """Ask, then pause."""
         self.order(
-            "Pause the run? No new tree begins until you resume it, also when this view is closed.", control.pause
+            "Pause the run? No new tree begins until you resume it, also when this view is closed.",
+            control.pause,
         )
 
     def action_resume(self) -> None:
@@ -236,7 +262,10 @@ class Watch(App[None]):
             self.notify("choose a worker in the table of processes first (Tab)", severity="warning")
             return
         try:
-            self.order(f"Drain {name}? {control.draining(self.run_, name)}", partial(control.drain, name=name))
+            self.order(
+                f"Drain {name}? {control.draining(self.run_, name)}",
+                partial(control.drain, name=name),
+            )
         except ValueError as error:
             self.notify(str(error), severity="error")
 
@@ -262,7 +291,9 @@ class Watch(App[None]):
 def parser() -> argparse.ArgumentParser:
     """Return the parser of tools/watch."""
     parser = command_parser(
-        "tools/watch", "A live view of a run; keys open a tree, pause, resume, drain a worker, stop.", EXAMPLES
+        "tools/watch",
+        "A live view of a run; keys open a tree, pause, resume, drain a worker, stop.",
+        EXAMPLES,
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="run folder, or a journal file")
     return parser
@@ -272,7 +303,10 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command and return its exit status."""
     run: Path = parser().parse_args(arguments).run.resolve()
     if not (run.is_file() or (run / "config.json").exists() or (run / "journal.sqlite").exists()):
-        print(f"tools/watch: {run}: expected the folder of a run (runs/NAME-TIME) or a journal file", file=sys.stderr)
+        print(
+            f"tools/watch: {run}: expected the folder of a run (runs/NAME-TIME) or a journal file",
+            file=sys.stderr,
+        )
         return 2
     if sys.stdin.isatty() and sys.stdout.isatty():
         Watch(run).run()

@@ -1,6 +1,8 @@
-"""What tools/watch shows of a run, as plain text: its status, curves, staleness, newest trees and processes.
+"""What tools/watch shows of a run, as plain text: its status, curves, staleness, newest trees and
+processes.
 
-Nothing here raises for what is missing, torn or damaged; the status says it in words (tools/launching/status.py).
+Nothing here raises for what is missing, torn or damaged; the status says it in words
+(tools/launching/status.py).
 """
 
 import contextlib
@@ -21,9 +23,20 @@ from tools.launching import status
 from tools.launching.status import Status, ago, span
 from tools.launching.table import COLUMNS
 
-CURVES = ("reward", "outcome", "process", "valid", "judged", "engine", "learner", "cache", "tok/s", "stale")
-"""The columns of the terminal's table that are drawn, if the run has them. engine, learner: busy shares; cache: prompt tokens that the prefix cache
-served."""
+CURVES = (
+    "reward",
+    "outcome",
+    "process",
+    "valid",
+    "judged",
+    "engine",
+    "learner",
+    "cache",
+    "tok/s",
+    "stale",
+)
+"""The columns of the terminal's table that are drawn, if the run has them. engine, learner: busy
+shares; cache: prompt tokens that the prefix cache served."""
 ENDED, GROWING = 16, 8
 """The newest trees that are listed."""
 LATEST = 20
@@ -39,8 +52,8 @@ Rows = list[tuple[str, ...]]
 
 
 class Look(msgspec.Struct, frozen=True):
-    """A run at one moment. records: of the updates, in order. trees, processes: rows of the tables, with the columns of ``TREES`` and
-    ``PROCESSES``."""
+    """A run at one moment. records: of the updates, in order. trees, processes: rows of the tables,
+    with the columns of ``TREES`` and ``PROCESSES``."""
 
     status: Status
     records: list[dict[str, float]]
@@ -49,11 +62,14 @@ class Look(msgspec.Struct, frozen=True):
 
 
 class Reader:
-    """Looks at a run, or at a journal file, again and again. Each look reads only what is new of metrics.jsonl and of the newest trees."""
+    """Looks at a run, or at a journal file, again and again. Each look reads only what is new of
+    metrics.jsonl and of the newest trees."""
 
     def __init__(self, run: Path):
         self.run = run
-        self._records = Records(run, lambda name: name in _SHOWN or name.startswith(_STALENESS), TAIL_BYTES)
+        self._records = Records(
+            run, lambda name: name in _SHOWN or name.startswith(_STALENESS), TAIL_BYTES
+        )
         self._sums: dict[int, tuple[str, str, str]] = {}
 
     def look(self) -> Look:
@@ -71,12 +87,17 @@ class Reader:
     def _trees(self) -> Rows:
         newest = "id IN (SELECT id FROM trees WHERE status{}='growing' ORDER BY id DESC LIMIT ?)"
         with contextlib.closing(frames.opened(self.run)) as journal:
-            rows = [journal.trees(newest.format(how), count) for how, count in (("!", ENDED), ("", GROWING))]
+            rows = [
+                journal.trees(newest.format(how), count)
+                for how, count in (("!", ENDED), ("", GROWING))
+            ]
             self._sums = {row.id: self._sums.get(row.id) or _sums(journal, row) for row in rows[0]}
             return [self._row(journal, row) for part in rows for row in reversed(part)]
 
     def _row(self, journal: Journal, row: TreeRow) -> tuple[str, ...]:
-        trained = max((version for _, version in journal.groups(row.id) if version is not None), default="-")
+        trained = max(
+            (version for _, version in journal.groups(row.id) if version is not None), default="-"
+        )
         state = row.status if row.split == "train" else row.split
         sums = self._sums.get(row.id, ("-", "-", "-"))
         return str(row.id), state, str(row.version), str(trained), *sums, row.task
@@ -88,7 +109,10 @@ _SHOWN = {metric for name, metric, _ in COLUMNS if name in CURVES}
 def _sums(journal: Journal, row: TreeRow) -> tuple[str, str, str]:
     """Return the number of a tree's actions, their mean reward and the mean outcome."""
     nodes = journal.tree(row).nodes.values()
-    scores = [[node.scores[name] for node in nodes if name in node.scores] for name in ("reward", "outcome")]
+    scores = [
+        [node.scores[name] for node in nodes if name in node.scores]
+        for name in ("reward", "outcome")
+    ]
     means = [f"{sum(values) / len(values):+.2f}" if values else "-" for values in scores]
     return str(sum(node.kind == "action" for node in nodes)), means[0], means[1]
 
@@ -96,32 +120,58 @@ def _sums(journal: Journal, row: TreeRow) -> tuple[str, str, str]:
 def _processes(run: Path, now: Status) -> Rows:
     """The launcher's processes, then the workers that joined from elsewhere."""
     report = health.joined(health.read_all(run)) if now.state == "running" else None
-    workers = {worker.pid: worker for worker in report.workers if worker.state == "here"} if report is not None else {}
+    workers = (
+        {worker.pid: worker for worker in report.workers if worker.state == "here"}
+        if report is not None
+        else {}
+    )
     rows: Rows = []
     for process in now.processes:
         rows.append((*status.cells(process), _calls(workers.pop(process.pid, None))))
     for worker in workers.values():
         heard = span(report.at - worker.heard if report is not None else None)
-        rows.append((worker.name, str(worker.pid), f"on {worker.host}", "-", "-", "-", heard, _calls(worker)))
+        rows.append(
+            (
+                worker.name,
+                str(worker.pid),
+                f"on {worker.host}",
+                "-",
+                "-",
+                "-",
+                heard,
+                _calls(worker),
+            )
+        )
     return rows
 
 
 def _calls(worker: health.WorkerHealth | None) -> str:
     if worker is None:
         return "-"
-    return str(worker.in_flight) if worker.capacity >= 2**20 else f"{worker.in_flight}/{worker.capacity}"
+    return (
+        str(worker.in_flight)
+        if worker.capacity >= 2**20
+        else f"{worker.in_flight}/{worker.capacity}"
+    )
 
 
-# ---------------------------------------------------------------------------------------------- text
+# ----------------------------------------------------------------------------------------------
+# text
 
 
 def words(look: Look, width: int) -> list[str]:
     """Everything but the two tables, in lines of at most ``width`` columns."""
-    lines = status.head(look.status, width) + curves(look.records, width) + staleness(look.records, width)
+    lines = (
+        status.head(look.status, width)
+        + curves(look.records, width)
+        + staleness(look.records, width)
+    )
     said = [f"waits for {text}" for text in look.status.waits]
     if (failure := look.status.failure) is not None:
         when = ago(time.time() - failure.time, failure.process)
-        said.append(f"failed {when}: {failure.cause}; {failure.then} (log: {status.shown(Path(failure.log))})")
+        said.append(
+            f"failed {when}: {failure.cause}; {failure.then} (log: {status.shown(Path(failure.log))})"
+        )
     if look.status.fault:
         said.append(f"a call failed {look.status.fault}")
     if look.status.do:
@@ -130,7 +180,8 @@ def words(look: Look, width: int) -> list[str]:
 
 
 def curves(records: Sequence[dict[str, float]], width: int) -> list[str]:
-    """Each metric's first value, its course and its newest value; two metrics per line where there is room."""
+    """Each metric's first value, its course and its newest value; two metrics per line where there
+    is room."""
     if not records:
         return ["curves: no update is recorded yet"]
     across = 2 if width >= 76 else 1
@@ -145,7 +196,8 @@ def curves(records: Sequence[dict[str, float]], width: int) -> list[str]:
 
 
 def spark(values: Sequence[float], width: int) -> str:
-    """Draw values from the lowest bar for the least to the highest for the largest; a bar is the mean of its share of the values."""
+    """Draw values from the lowest bar for the least to the highest for the largest; a bar is the
+    mean of its share of the values."""
     count = max(1, min(width, len(values)))
     ends = pairwise(len(values) * place // count for place in range(count + 1))
     means = [sum(values[start:end]) / (end - start) for start, end in ends]
@@ -155,7 +207,8 @@ def spark(values: Sequence[float], width: int) -> str:
 
 
 def staleness(records: Sequence[dict[str, float]], width: int) -> list[str]:
-    """The share of the trained tokens by how many updates passed between their sampling and their training."""
+    """The share of the trained tokens by how many updates passed between their sampling and their
+    training."""
     tokens: Counter[str] = Counter()
     for record in records[-LATEST:]:
         for key in record:
@@ -169,7 +222,8 @@ def staleness(records: Sequence[dict[str, float]], width: int) -> list[str]:
         for name in sorted(tokens)
     ]
     return status.told(
-        f"staleness of the tokens of the last {min(LATEST, len(records))} updates: {'  '.join(bars)}", width
+        f"staleness of the tokens of the last {min(LATEST, len(records))} updates: {'  '.join(bars)}",
+        width,
     )
 
 
@@ -177,13 +231,19 @@ def table(names: Sequence[str], rows: Rows) -> list[str]:
     """A table as lines."""
     widths = [max(map(len, column)) for column in zip(names, *rows, strict=True)]
     return [
-        "  ".join(cell.ljust(size) for cell, size in zip(row, widths, strict=True)).rstrip() for row in (names, *rows)
+        "  ".join(cell.ljust(size) for cell, size in zip(row, widths, strict=True)).rstrip()
+        for row in (names, *rows)
     ]
 
 
 def page(look: Look, width: int) -> list[str]:
     """Everything, for a pipe."""
     lines = words(look, width)
-    for title, names, rows in (("newest trees", TREES, look.trees), ("processes", PROCESSES, look.processes)):
-        lines += [title, *(f"  {line}" for line in table(names, rows))] if rows else [f"{title}: none"]
+    for title, names, rows in (
+        ("newest trees", TREES, look.trees),
+        ("processes", PROCESSES, look.processes),
+    ):
+        lines += (
+            [title, *(f"  {line}" for line in table(names, rows))] if rows else [f"{title}: none"]
+        )
     return lines

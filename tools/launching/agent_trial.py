@@ -1,4 +1,5 @@
-"""An agent is tried before a run starts anything else, so that a missing module costs seconds and no set-up; ``--try-agent`` plays one whole episode."""
+"""An agent is tried before a run starts anything else, so that a missing module costs seconds and
+no set-up; ``--try-agent`` plays one whole episode."""
 
 import asyncio
 import os
@@ -14,9 +15,11 @@ from wire.faults import Fault
 from wire.messages import Passage
 
 PATIENCE_S = 20.0
-"""Seconds that an agent has for its first call in a trial. A slower one is no fault: a run gives it ``data.options.seconds``."""
+"""Seconds that an agent has for its first call in a trial. A slower one is no fault: a run gives it
+``data.options.seconds``."""
 TASKS = 3
-"""An agent may have nothing to ask about a task. One that asks nothing about the first few is refused."""
+"""An agent may have nothing to ask about a task. One that asks nothing about the first few is
+refused."""
 DEFAULT = Task(
     "trial",
     QUESTION := "What is the capital of Peru?",
@@ -32,30 +35,38 @@ class _Rehearsal(Tools):
     rng = random.Random(0)
 
     async def retrieve(self, query: str, topk: int) -> list[Passage]:
-        return [Passage(str(i), "A trial", f"No corpus is searched in a trial: {query}", 0.0) for i in range(topk)]
+        return [
+            Passage(str(i), "A trial", f"No corpus is searched in a trial: {query}", 0.0)
+            for i in range(topk)
+        ]
 
 
 REHEARSAL = _Rehearsal()  # pyright: ignore[reportAbstractUsage] (an agent's episode has no opponent and no speaker)
 
 
 def check(config: Config) -> None:
-    """Refuse a run whose agent cannot begin, in a process of its own. Raises ValueError, with what the agent wrote. A run without an agent passes."""
+    """Refuse a run whose agent cannot begin, in a process of its own. Raises ValueError, with what
+    the agent wrote. A run without an agent passes."""
     if config.data.environment == "agent" and not config.cluster.on:
         apart(_check, config)
 
 
 def show(config: Config, reply: str) -> bool:
-    """Play one episode on the first task, with ``reply`` in the place of every reply of a policy, and print it. Return False if it failed. Raises
-    ValueError if there is no agent."""
+    """Play one episode on the first task, with ``reply`` in the place of every reply of a policy,
+    and print it. Return False if it failed. Raises ValueError if there is no agent."""
     if config.data.environment != "agent":
-        raise ValueError("--try-agent has no effect without [data] agent: name one (docs/agents.md)")
+        raise ValueError(
+            "--try-agent has no effect without [data] agent: name one (docs/agents.md)"
+        )
     return apart(_show, config, reply)
 
 
 def _check(config: Config) -> None:
     for name in config.data.options.get("pass_env", ()):
         if name not in os.environ:
-            raise ValueError(f"data.options.pass_env names {name!r}, which is not set: export it, or leave it out")
+            raise ValueError(
+                f"data.options.pass_env names {name!r}, which is not set: export it, or leave it out"
+            )
     asyncio.run(_first_calls(config))
 
 
@@ -68,7 +79,10 @@ async def _first_calls(config: Config) -> None:
                     await environment.open(environment.initial(task), REHEARSAL)
                 return
             except TimeoutError:
-                print(f"the agent has not asked within {PATIENCE_S:g} s in a trial; the run goes on", flush=True)
+                print(
+                    f"the agent has not asked within {PATIENCE_S:g} s in a trial; the run goes on",
+                    flush=True,
+                )
                 return
             except Fault as fault:
                 faults.append(fault)

@@ -4,8 +4,9 @@ import msgspec
 
 
 class Assets(msgspec.Struct, frozen=True):
-    """Resolved paths. train and heldout are "" when the environment makes its own tasks. retriever is an index folder, a URL, or "" for
-    none. judge_model is the folder of [judges.model], or "" for none."""
+    """Resolved paths. train and heldout are "" when the environment makes its own tasks. retriever
+    is an index folder, a URL, or "" for none. judge_model is the folder of [judges.model], or ""
+    for none."""
 
     model: str
     train: str | list[str]

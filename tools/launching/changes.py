@@ -1,6 +1,7 @@
 """What a resume may change of a run's config, and the record of what it changed.
 
-``RUN/config.json`` is the newest config. ``RUN/config-1.json``, ``config-2.json`` and so on are those that the run had before, the oldest first.
+``RUN/config.json`` is the newest config. ``RUN/config-1.json``, ``config-2.json`` and so on are
+those that the run had before, the oldest first.
 """
 
 import contextlib
@@ -29,16 +30,35 @@ FIXED = {
         "learner.train_vision",
         *(f"learner.{part}" for part in ("lora.*", "critic", "critic.lora*", "prm", "prm.lora*")),
     ),
-    "its trees were sampled so": tuple(f"scheduler.{key}" for key in ("temperature", "top_p", "top_k", "thinking")),
-    "its trees have that shape": ("scheduler.strategy", "scheduler.strategy_options*", "scheduler.budget"),
-    "its trees were scored so": ("scheduler.judge", "judges.use.*", "judges.model", "judges.model.name"),
-    "its trees have the score columns of that": ("learner.scheme", "learner.scheme_options*", "learner.prm.outcome"),
+    "its trees were sampled so": tuple(
+        f"scheduler.{key}" for key in ("temperature", "top_p", "top_k", "thinking")
+    ),
+    "its trees have that shape": (
+        "scheduler.strategy",
+        "scheduler.strategy_options*",
+        "scheduler.budget",
+    ),
+    "its trees were scored so": (
+        "scheduler.judge",
+        "judges.use.*",
+        "judges.model",
+        "judges.model.name",
+    ),
+    "its trees have the score columns of that": (
+        "learner.scheme",
+        "learner.scheme_options*",
+        "learner.prm.outcome",
+    ),
 }
-"""Reason -> keys that a resume must not change, because old trees or checkpoints would be wrong; ``*`` stands for any text. Every other key
-may change: how many updates, the optimizer, limits and time-outs, where and how many processes run, logs and evaluation."""
+"""Reason -> keys that a resume must not change, because old trees or checkpoints would be wrong;
+``*`` stands for any text. Every other key may change: how many updates, the optimizer, limits and
+time-outs, where and how many processes run, logs and evaluation."""
 REACHED = tuple(
     f"judges.use.*.{key}"
-    for key in ("concurrency", *(f"endpoint.{key}" for key in ("url", "api_key_env", "concurrency", "attempts", "*_s")))
+    for key in (
+        "concurrency",
+        *(f"endpoint.{key}" for key in ("url", "api_key_env", "concurrency", "attempts", "*_s")),
+    )
 )
 """Keys of a judge that may change all the same: how it is reached, not how it judges."""
 
@@ -59,15 +79,20 @@ class Change(msgspec.Struct, frozen=True):
         """Why a resume must not make this change, "" if it may."""
         if any(fnmatchcase(self.key, free) for free in REACHED):
             return ""
-        return next((why for why, keys in FIXED.items() if any(fnmatchcase(self.key, key) for key in keys)), "")
+        return next(
+            (why for why, keys in FIXED.items() if any(fnmatchcase(self.key, key) for key in keys)),
+            "",
+        )
 
 
 def changes(run: Path, config: Config) -> list[Change]:
-    """Return what differs between the config in the run folder, if there is one, and ``config``. Raises OSError."""
+    """Return what differs between the config in the run folder, if there is one, and ``config``.
+    Raises OSError."""
     if not (run / NAME).is_file():
         return []
     old = msgspec.json.decode((run / NAME).read_bytes())
-    with contextlib.suppress(msgspec.ValidationError):  # keys that an earlier release lacked had their defaults
+    # keys that an earlier release lacked had their defaults
+    with contextlib.suppress(msgspec.ValidationError):
         old = msgspec.json.decode(as_json(msgspec.convert(old, Config)))
     return list(differences(old, msgspec.json.decode(as_json(config))))
 
@@ -83,7 +108,8 @@ def differences(old: dict[str, Any], new: dict[str, Any], path: str = "") -> Ite
 
 
 def check(run: Path, config: Config) -> None:
-    """Refuse a config under which old trees or checkpoints of the run would be wrong. Raises ConfigError and OSError."""
+    """Refuse a config under which old trees or checkpoints of the run would be wrong. Raises
+    ConfigError and OSError."""
     refused = [f"{change} ({change.refused})" for change in changes(run, config) if change.refused]
     if refused:
         raise ConfigError(
@@ -93,7 +119,8 @@ def check(run: Path, config: Config) -> None:
 
 
 def record(run: Path, config: Config) -> list[Change]:
-    """Write the run's config, and keep the former one beside it if the two differ. Return what differs. Raises OSError."""
+    """Write the run's config, and keep the former one beside it if the two differ. Return what
+    differs. Raises OSError."""
     changed = changes(run, config)
     if changed:
         write_whole(run / f"config-{len(former(run)) + 1}.json", (run / NAME).read_bytes())
@@ -102,14 +129,17 @@ def record(run: Path, config: Config) -> list[Change]:
 
 
 def former(run: Path) -> list[dict[str, Any]]:
-    """Return the configs that a run had before its newest one, the oldest first. Raises OSError and msgspec.DecodeError."""
+    """Return the configs that a run had before its newest one, the oldest first. Raises OSError and
+    msgspec.DecodeError."""
     paths = sorted(run.glob("config-*.json"), key=lambda path: (len(path.name), path.name))
     return [msgspec.json.decode(path.read_bytes()) for path in paths]
 
 
 def check_free(run: Path) -> None:
-    """Refuse a folder that holds a run already, because a new run would be mixed with it. Raises ConfigError."""
-    if not any((run / name).exists() for name in (NAME, "journal.sqlite")):  # the scheduler refuses checkpoints alone
+    """Refuse a folder that holds a run already, because a new run would be mixed with it. Raises
+    ConfigError."""
+    # the scheduler refuses checkpoints alone
+    if not any((run / name).exists() for name in (NAME, "journal.sqlite")):
         return
     status = gather(run, time.monotonic())
     reached = f", update {status.version} of {status.updates}" if status.version is not None else ""

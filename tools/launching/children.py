@@ -1,4 +1,5 @@
-"""A process of a plan, on this machine or on a node of a cluster: its start, its log, its end and the cause of its end."""
+"""A process of a plan, on this machine or on a node of a cluster: its start, its log, its end and
+the cause of its end."""
 
 import os
 import subprocess
@@ -16,19 +17,22 @@ from wire.process import die_with
 
 GRACE_S = 30.0
 LEFT_S = 2 * GRACE_S
-"""Seconds after which an exit with status 0 counts as a death, if the scheduler still runs (it waits half as long for dismissed workers)."""
+"""Seconds after which an exit with status 0 counts as a death, if the scheduler still runs (it
+waits half as long for dismissed workers)."""
 _TAIL_BYTES = 2**18
 """Bytes at the end of a log that are searched for the last traceback."""
 
 
 def _alone(launcher: int) -> None:
-    """Give the child, in which this runs, its own session, so that Ctrl-C reaches only the launcher; have it killed with the launcher."""
+    """Give the child, in which this runs, its own session, so that Ctrl-C reaches only the
+    launcher; have it killed with the launcher."""
     os.setsid()
     die_with(launcher)
 
 
 class Child:
-    """A process of the plan with its log and its restarts. The process starts with the object; ``start`` starts it again after a death.
+    """A process of the plan with its log and its restarts. The process starts with the object;
+    ``start`` starts it again after a death.
 
     verdict: why the launcher killed it, if it did."""
 
@@ -48,10 +52,16 @@ class Child:
             self.log.touch()
             self._log_start = self.log.stat().st_size
             return self.nodes.start(self.spec, self.run, self.log)
-        inherited = {name: value for name, value in os.environ.items() if name not in self.spec.withheld}
+        inherited = {
+            name: value for name, value in os.environ.items() if name not in self.spec.withheld
+        }
         environment = inherited | self.spec.environment
         threads = str(self.spec.threads)
-        environment |= {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"}
+        environment |= {
+            "OMP_NUM_THREADS": threads,
+            "MKL_NUM_THREADS": threads,
+            "TOKENIZERS_PARALLELISM": "false",
+        }
         paths = [path for path in (self.spec.environment.get("PYTHONPATH"), str(ROOT)) if path]
         environment |= {"PYTHONPATH": os.pathsep.join(paths)}
         environment |= {"PYTHONUNBUFFERED": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
@@ -61,7 +71,11 @@ class Child:
             self._log_start = log.tell()
             show = subprocess.PIPE if self.spec.name.startswith(SCHEDULER) else log
             return subprocess.Popen(
-                command, stdout=show, stderr=log, env=environment, preexec_fn=partial(_alone, os.getpid())
+                command,
+                stdout=show,
+                stderr=log,
+                env=environment,
+                preexec_fn=partial(_alone, os.getpid()),
             )
 
     @property
@@ -71,10 +85,15 @@ class Child:
 
     def asked(self) -> tuple[str, str]:
         """Return what the process does, and its stacks (watchdog.asked), wherever it runs."""
-        return self.process.asked() if isinstance(self.process, Away) else watchdog.asked(self.here, self.log)
+        return (
+            self.process.asked()
+            if isinstance(self.process, Away)
+            else watchdog.asked(self.here, self.log)
+        )
 
     def dead(self, now: float) -> bool:
-        """True if the process failed, or exited with status 0 more than ``LEFT_S`` seconds ago. now: seconds."""
+        """True if the process failed, or exited with status 0 more than ``LEFT_S`` seconds ago.
+        now: seconds."""
         status = self.process.poll()
         if status == 0:
             self.left_at = self.left_at or now

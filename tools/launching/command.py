@@ -43,34 +43,49 @@ _EXAMPLES = """\
 def parser() -> argparse.ArgumentParser:
     """Return the parser of tools/launch."""
     parser = command_parser(
-        "tools/launch", "Train a policy, or go on with a run; everything is set up on the first start.", _EXAMPLES
+        "tools/launch",
+        "Train a policy, or go on with a run; everything is set up on the first start.",
+        _EXAMPLES,
     )
     new = parser.add_argument_group("what to train")
     default = f"TOML file (default: configs/{DEFAULT_CONFIG.name})"
     new.add_argument("--config", type=Path, metavar="FILE", help=default)
-    new.add_argument("--actors", type=int, help="actor processes (default: the config's actors.count)")
-    new.add_argument("--learner", type=int, help="learner ranks (default: the config's learner.count)")
+    new.add_argument(
+        "--actors", type=int, help="actor processes (default: the config's actors.count)"
+    )
+    new.add_argument(
+        "--learner", type=int, help="learner ranks (default: the config's learner.count)"
+    )
     change = "change a key, e.g. learner.lr=1e-6; null takes a key or section away"
     new.add_argument("changes", nargs="*", metavar="KEY=VALUE", help=change)
-    new.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="the same; repeatable")
-    cluster = (
-        "where to run: ray (the cluster of this machine), ray://HOST:PORT; slurm or kuberay prints a job that does"
+    new.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="the same; repeatable"
     )
+    cluster = "where to run: ray (the cluster of this machine), ray://HOST:PORT; slurm or kuberay prints a job that does"
     new.add_argument("--cluster", metavar="WHERE", help=cluster)
     place = "where to put the run (default: runs/<name>-<time>)"
     new.add_argument("--run-folder", type=Path, metavar="FOLDER", help=place)
     new.add_argument(
-        "--dry-run", action="store_true", help="print the resolved config and the process plan, start nothing"
+        "--dry-run",
+        action="store_true",
+        help="print the resolved config and the process plan, start nothing",
     )
     trial = "play one episode of [data] agent with REPLY in the place of the policy's replies, show it, start nothing"
     new.add_argument("--try-agent", nargs="?", const="A trial.", metavar="REPLY", help=trial)
     old = parser.add_argument_group("a run that is there")
     old.add_argument("--resume", type=Path, metavar="RUN", help="go on with a stopped run")
-    old.add_argument("--status", type=Path, metavar="RUN", help="explain a live, stopped or broken run on one page")
+    old.add_argument(
+        "--status",
+        type=Path,
+        metavar="RUN",
+        help="explain a live, stopped or broken run on one page",
+    )
     shown = parser.add_argument_group("what is shown")
     track = f"also send the records to {' or '.join(tracking.TRACKERS)} (scheduler.trackers); repeatable"
     shown.add_argument("--track", action="append", metavar="NAME", help=track)
-    shown.add_argument("--quiet", action="store_true", help="print the run folder, faults and the end only")
+    shown.add_argument(
+        "--quiet", action="store_true", help="print the run folder, faults and the end only"
+    )
     records = "print each record as a line of JSON on stdout, all else on stderr; with --status: the page as JSON"
     shown.add_argument("--json", action="store_true", help=records)
     return parser
@@ -81,7 +96,9 @@ def arguments(options: list[str] | None = None) -> argparse.Namespace:
     command = parser()
     parsed = command.parse_intermixed_args(options)
     if parsed.quiet and (parsed.dry_run or parsed.status):
-        command.error("--quiet has no effect with --dry-run and --status, which print one page: remove it")
+        command.error(
+            "--quiet has no effect with --dry-run and --status, which print one page: remove it"
+        )
     if parsed.json and parsed.dry_run:
         command.error("--json has no effect with --dry-run, which prints no records: remove it")
     if parsed.resume and (parsed.config or parsed.run_folder):
@@ -108,7 +125,9 @@ def resolve(options: argparse.Namespace) -> tuple[Config, Path]:
         return config, options.run_folder or Path(config.runs) / f"{config.name}-{stamp}"
     saved = options.resume / "config.json"
     if not saved.is_file():
-        raise ConfigError(f"--resume {options.resume}: no config.json there; expected the folder of a run")
+        raise ConfigError(
+            f"--resume {options.resume}: no config.json there; expected the folder of a run"
+        )
     try:
         tree = msgspec.json.decode(saved.read_bytes(), type=dict[str, Any])
     except msgspec.DecodeError as error:
@@ -121,10 +140,13 @@ def resolve(options: argparse.Namespace) -> tuple[Config, Path]:
 
 
 def _check_place(run: Path, resumed: bool) -> None:
-    """Refuse a run folder that cannot be made or is another run's, before the set-up spends minutes. Raises ConfigError."""
+    """Refuse a run folder that cannot be made or is another run's, before the set-up spends
+    minutes. Raises ConfigError."""
     place = existing(run)
     if not place.is_dir():
-        raise ConfigError(f"run folder {run}: {place} is a file, expected a folder: choose another --run-folder")
+        raise ConfigError(
+            f"run folder {run}: {place} is a file, expected a folder: choose another --run-folder"
+        )
     if not resumed:
         changes.check_free(run)
 
@@ -140,7 +162,12 @@ def main(command: list[str] | None = None) -> int:
             _check_place(run, options.resume is not None)
             tracking.check_installed(config.scheduler.trackers)
             if options.cluster in jobs.WRITERS:
-                print(jobs.WRITERS[options.cluster](config, command if command is not None else sys.argv[1:]), end="")
+                print(
+                    jobs.WRITERS[options.cluster](
+                        config, command if command is not None else sys.argv[1:]
+                    ),
+                    end="",
+                )
                 return 0
             for lacking in needs.lacking_files(config):
                 raise ConfigError(lacking)
@@ -151,10 +178,13 @@ def main(command: list[str] | None = None) -> int:
             for lacking in needs.lacking_machine(config):
                 raise ConfigError(lacking)
             s = config.scheduler
-            screen = Screen(s.updates, options.quiet, _records() if options.json else None, schedulers=s.shards)
+            screen = Screen(
+                s.updates, options.quiet, _records() if options.json else None, schedulers=s.shards
+            )
             nodes = held.enter_context(_nodes(config, screen))
             for number in (signal.SIGTERM, signal.SIGHUP):
-                if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP, and so do we then
+                # nohup ignores SIGHUP, and so do we then
+                if signal.getsignal(number) != signal.SIG_IGN:
                     signal.signal(number, signal.default_int_handler)
             with _silence() if options.quiet else contextlib.nullcontext():
                 assets = prepare(config)
@@ -162,7 +192,9 @@ def main(command: list[str] | None = None) -> int:
             print(f"tools/launch: {' '.join(str(error).split())}", file=sys.stderr)
             return 2
         except KeyboardInterrupt:
-            print("tools/launch: stopped during set-up; what was finished is cached", file=sys.stderr)
+            print(
+                "tools/launch: stopped during set-up; what was finished is cached", file=sys.stderr
+            )
             return 130
         try:
             named = options.resume is not None or options.run_folder is not None
@@ -184,7 +216,8 @@ def _told(error: OSError | ValueError, run: Path) -> str:
 
 
 def _records() -> TextIO:
-    """Return the stdout of now as a stream for records alone. From now on, what this process and its children write there goes to stderr."""
+    """Return the stdout of now as a stream for records alone. From now on, what this process and
+    its children write there goes to stderr."""
     sys.stdout.flush()
     records = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
@@ -219,15 +252,23 @@ def _nodes(config: Config, screen: Screen) -> Iterator[Nodes | None]:
 
 
 def _launch(
-    config: Config, assets: Assets, run: Path, screen: Screen, nodes: Nodes | None = None, resumed: bool = False
+    config: Config,
+    assets: Assets,
+    run: Path,
+    screen: Screen,
+    nodes: Nodes | None = None,
+    resumed: bool = False,
 ) -> int:
-    """Lock the run folder for this launch alone and run the processes in it. Raises OSError, and ValueError with the remedy."""
+    """Lock the run folder for this launch alone and run the processes in it. Raises OSError, and
+    ValueError with the remedy."""
     run.mkdir(parents=True, exist_ok=True)
     with (run / "lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ValueError(f"{run} is in use by another launch: stop that one, or choose --run-folder") from None
+            raise ValueError(
+                f"{run} is in use by another launch: stop that one, or choose --run-folder"
+            ) from None
         if not resumed:  # another launch may have begun and ended here during the set-up
             changes.check_free(run)
         changed = changes.record(run, config)
@@ -238,12 +279,19 @@ def _launch(
         return supervise(run, lambda: processes.make(placed, assets, run), screen, nodes)
 
 
-def _announce(config: Config, model: Path, run: Path, screen: Screen, changed: list[changes.Change]) -> None:
-    """Show what a resume changes, the warnings about a config, its number type and the run folder. model: the policy's folder."""
+def _announce(
+    config: Config, model: Path, run: Path, screen: Screen, changed: list[changes.Change]
+) -> None:
+    """Show what a resume changes, the warnings about a config, its number type and the run folder.
+    model: the policy's folder."""
     for change in changed:
         screen.say(f"changed: {change}", "detail")
     lines = [f"warning: {doubt}" for doubt in rules.doubts(config)]
-    for line in [*lines, *filter(None, [memory_warning(config, model)]), number_type(config, model)]:
+    for line in [
+        *lines,
+        *filter(None, [memory_warning(config, model)]),
+        number_type(config, model),
+    ]:
         screen.say(line, "fault" if line.startswith("warning: ") else "detail")
     if config.learner.outside:
         screen.say(processes.torchrun(config.learner, run), "summary")
@@ -251,7 +299,8 @@ def _announce(config: Config, model: Path, run: Path, screen: Screen, changed: l
 
 
 def dry_run(config: Config, run: Path) -> int:
-    """Print the resolved config, the process plan and a memory estimate, and start nothing. Raises FileNotFoundError for a wrong model."""
+    """Print the resolved config, the process plan and a memory estimate, and start nothing. Raises
+    FileNotFoundError for a wrong model."""
     import tempfile
 
     from tools.defaults.models import check_name  # it imports transformers
@@ -262,13 +311,19 @@ def dry_run(config: Config, run: Path) -> int:
     model = model if model.is_dir() else Path(config.model.name)
     with tempfile.TemporaryDirectory() as scratch:
         plan = processes.make(config, Assets("MODEL", "TRAIN", "HELDOUT", "INDEX"), Path(scratch))
-    known = "" if (model / "config.json").is_file() else " (the model is not here yet: its weights are counted as 0)"
+    known = (
+        ""
+        if (model / "config.json").is_file()
+        else " (the model is not here yet: its weights are counted as 0)"
+    )
     screen = Screen(config.scheduler.updates)
     _announce(config, model, run, screen, changes.changes(run, config))
     for lacking in needs.lacking_machine(config):
         screen.say(f"warning: {lacking}")
     print("processes:")
     for p in plan:
-        print(f"  {p.name:<12} python -m {p.module} processes/{p.file}.json   {p.threads} thread(s)")
+        print(
+            f"  {p.name:<12} python -m {p.module} processes/{p.file}.json   {p.threads} thread(s)"
+        )
     print(f"{estimate(config, model)}{known}")
     return 0

@@ -1,6 +1,8 @@
-"""One TOML file per experiment becomes typed structs. An unknown key, a wrong type or a value out of range is refused with its path.
+"""One TOML file per experiment becomes typed structs. An unknown key, a wrong type or a value out
+of range is refused with its path.
 
-A file may state only the values that differ from another file: `extends = "slate-7b.toml"` at its top.
+A file may state only the values that differ from another file: `extends = "slate-7b.toml"` at its
+top.
 """
 
 import difflib
@@ -46,29 +48,35 @@ _SYNONYMS = {
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot be used. The message names the key, the value and what was expected."""
+    """A configuration that cannot be used. The message names the key, the value and what was
+    expected."""
 
 
 def load(path: Path, overrides: list[str]) -> Config:
-    """The config of a TOML file, over the file that it ``extends``, with ``a.b=value`` overrides (``a.b=null`` takes a key or section away).
-    Raises ConfigError."""
+    """The config of a TOML file, over the file that it ``extends``, with ``a.b=value`` overrides
+    (``a.b=null`` takes a key or section away). Raises ConfigError."""
     return convert(_read(path), overrides)
 
 
 def _read(path: Path, *heirs: Path) -> dict[str, Any]:
-    """The tables of a TOML file over those of the file that its key ``extends`` names, by a path relative to its own folder.
+    """The tables of a TOML file over those of the file that its key ``extends`` names, by a path
+    relative to its own folder.
 
     heirs: the files that extend this one, the nearest last.
     """
     named = f"config {path}" + (f", which {heirs[-1]} extends," if heirs else "")
     if path.resolve() in [heir.resolve() for heir in heirs]:
-        raise ConfigError(f"{named} extends itself: {' -> '.join(map(str, (*heirs, path)))}; remove one `extends`")
+        raise ConfigError(
+            f"{named} extends itself: {' -> '.join(map(str, (*heirs, path)))}; remove one `extends`"
+        )
     try:
         tree = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"{named} does not exist; there are {_shipped()}") from None
     except IsADirectoryError:
-        raise ConfigError(f"{named} is a folder: expected a TOML file; there are {_shipped()}") from None
+        raise ConfigError(
+            f"{named} is a folder: expected a TOML file; there are {_shipped()}"
+        ) from None
     except OSError as error:
         raise ConfigError(f"{named} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
@@ -79,7 +87,9 @@ def _read(path: Path, *heirs: Path) -> dict[str, Any]:
         return tree
     base = tree.pop("extends")
     if not isinstance(base, str):
-        raise ConfigError(f"{named} has extends = {base!r}: expected the path of one TOML file, from {path.parent}")
+        raise ConfigError(
+            f"{named} has extends = {base!r}: expected the path of one TOML file, from {path.parent}"
+        )
     return _merged(_read(path.parent / base, *heirs, path), tree)
 
 
@@ -88,7 +98,9 @@ def _merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     merged = dict(base)
     for key, value in changes.items():
         old = base.get(key)
-        merged[key] = _merged(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+        merged[key] = (
+            _merged(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+        )
     return merged
 
 
@@ -120,20 +132,26 @@ def convert(tree: dict[str, Any], overrides: list[str]) -> Config:
 
 
 def _without_secrets(value: Any, text: str) -> str:
-    """Return the text of an error without what was written under a key that looks like one of a secret, where only a variable belongs.
+    """Return the text of an error without what was written under a key that looks like one of a
+    secret, where only a variable belongs.
 
     A text of fewer than eight characters is no secret, and the error could hold it in any word.
     """
     if isinstance(value, dict):
         for key, inner in typing.cast(dict[str, Any], value).items():
-            if isinstance(inner, str) and len(inner) >= 8 and key in ("api_key", "key", "token", "password", "secret"):
+            if (
+                isinstance(inner, str)
+                and len(inner) >= 8
+                and key in ("api_key", "key", "token", "password", "secret")
+            ):
                 text = text.replace(inner, "(hidden)")
             text = _without_secrets(inner, text)
     return text
 
 
 def _located(tree: dict[str, Any], fault: str) -> str:
-    """Put the path and its value before the text of msgspec's error, which is "Expected .. - at `$.path`"."""
+    """Put the path and its value before the text of msgspec's error, which is "Expected .. - at
+    `$.path`"."""
     expected, _, place = fault.partition(" - at `$.")
     if not place:  # of the file as a whole, such as a missing name
         return fault
@@ -201,8 +219,9 @@ def _check_keys(tree: dict[str, Any], kind: type, path: str) -> None:
 
 
 def _nearest(path: str, key: str, here: list[str]) -> str:
-    """The key that somebody most likely meant: what a name of other libraries is called here, the same key in another section, or the nearest spelling
-    among those of the section, ``here``; "" if there is none."""
+    """The key that somebody most likely meant: what a name of other libraries is called here, the
+    same key in another section, or the nearest spelling among those of the section, ``here``; "" if
+    there is none."""
     name = _SYNONYMS.get(key, key)
     if name in here:
         return f"{path}{name}"

@@ -1,7 +1,7 @@
 """Orders to a run on this machine: pause, resume, drain a worker, stop.
 
-Each function returns in words what happens next. It raises ValueError, with what to do instead, when the order cannot be given, and OSError when
-the system refuses it.
+Each function returns in words what happens next. It raises ValueError, with what to do instead,
+when the order cannot be given, and OSError when the system refuses it.
 """
 
 import os
@@ -17,7 +17,8 @@ from tools.launching.watchdog import SCHEDULER
 
 
 def pause(run: Path) -> str:
-    """Have the scheduler admit no new tree. The order is a file, so it outlives this process and a scheduler that is started again."""
+    """Have the scheduler admit no new tree. The order is a file, so it outlives this process and a
+    scheduler that is started again."""
     _running(run)
     (run / health.PAUSED).touch()
     return "pausing at the scheduler's next heartbeat; trees in flight finish, and so does an evaluation that is due"
@@ -32,18 +33,30 @@ def resume(run: Path) -> str:
 def draining(run: Path, name: str) -> str:
     """Say what it means to drain the worker ``name``."""
     _worker(run, name)
-    teams = [[worker for worker in report.workers if worker.state == "here"] for report in health.read_all(run)]
+    teams = [
+        [worker for worker in report.workers if worker.state == "here"]
+        for report in health.read_all(run)
+    ]
     workers = next((team for team in teams if name in {worker.name for worker in team}), [])
     others = {service for worker in workers if worker.name != name for service in worker.services}
     alone = [
-        service for worker in workers if worker.name == name for service in worker.services if service not in others
+        service
+        for worker in workers
+        if worker.name == name
+        for service in worker.services
+        if service not in others
     ]
-    waits = f" No other worker offers {', '.join(alone)}: the run waits for it until then." if alone else ""
+    waits = (
+        f" No other worker offers {', '.join(alone)}: the run waits for it until then."
+        if alone
+        else ""
+    )
     return f"It finishes its calls and leaves; the launcher starts a fresh one about {LEFT_S:.0f} s later.{waits}"
 
 
 def drain(run: Path, name: str) -> str:
-    """Have the launcher ask a worker, wherever it runs, to finish its calls and leave. It misses it after ``LEFT_S`` and starts a fresh one."""
+    """Have the launcher ask a worker, wherever it runs, to finish its calls and leave. It misses it
+    after ``LEFT_S`` and starts a fresh one."""
     _worker(run, name)
     (run / DRAIN).mkdir(exist_ok=True)
     (run / DRAIN / name).touch()
@@ -54,18 +67,26 @@ def _worker(run: Path, name: str) -> None:
     """Refuse to drain what cannot be drained."""
     member = _running(run).members.get(name)
     if member is None:
-        raise ValueError(f"{name} was not started by tools/launch: end it where it was started, with Ctrl-C")
+        raise ValueError(
+            f"{name} was not started by tools/launch: end it where it was started, with Ctrl-C"
+        )
     if name.startswith((SCHEDULER, "learner")):
-        raise ValueError(f"{name} cannot be drained, because nothing goes on without it: stop the run instead")
+        raise ValueError(
+            f"{name} cannot be drained, because nothing goes on without it: stop the run instead"
+        )
     if not member.pid:
-        raise ValueError(f"{name} waits for a node with room, so there is nothing to drain: wait until it runs")
+        raise ValueError(
+            f"{name} waits for a node with room, so there is nothing to drain: wait until it runs"
+        )
 
 
 def stop(run: Path) -> str:
     """Ask the launcher to stop the run in order."""
     launched = _running(run)
     if launched.stopping:
-        raise ValueError(f"the run is stopping already; a second request would kill it: kill {launched.pid}")
+        raise ValueError(
+            f"the run is stopping already; a second request would kill it: kill {launched.pid}"
+        )
     os.kill(launched.pid, signal.SIGTERM)
     return f"stopping: the learner writes a checkpoint and every process ends; go on with {resume_command(run)}"
 
@@ -73,5 +94,7 @@ def stop(run: Path) -> str:
 def _running(run: Path) -> record.Record:
     launched = record.read(run)
     if launched is None or not launched.alive:
-        raise ValueError(f"{shown(run)} does not run on this machine, so there is nothing to pause, drain or stop")
+        raise ValueError(
+            f"{shown(run)} does not run on this machine, so there is nothing to pause, drain or stop"
+        )
     return launched

@@ -1,15 +1,18 @@
-"""The disk of a run: where a folder can be made, how a path is shown, and what is said of a disk that is full."""
+"""The disk of a run: where a folder can be made, how a path is shown, and what is said of a disk
+that is full."""
 
 import shlex
 import shutil
 from pathlib import Path
 
 _FULL_BYTES = 2**24
-"""Bytes of free space below which the disk counts as full: the weights of one version, or minutes of logs, do not fit into less."""
+"""Bytes of free space below which the disk counts as full: the weights of one version, or minutes
+of logs, do not fit into less."""
 
 
 def existing(path: Path) -> Path:
-    """Return ``path`` if it exists, or its nearest parent that exists (which may be a file where a folder is needed)."""
+    """Return ``path`` if it exists, or its nearest parent that exists (which may be a file where a
+    folder is needed)."""
     return next(place for place in (path, *path.absolute().parents) if place.exists())
 
 

@@ -1,4 +1,5 @@
-"""The rules of the actors' engine: the settings of [actors] and [actors.sglang] fit the engine, the way to reach it, and the learner's weights."""
+"""The rules of the actors' engine: the settings of [actors] and [actors.sglang] fit the engine, the
+way to reach it, and the learner's weights."""
 
 from collections.abc import Iterator
 
@@ -10,11 +11,13 @@ from learner.config import LearnerConfig
 from tools.launching.settings import Config
 
 _ADAPTERS_AT_ONCE = {"max_loras_per_batch": 2, "max_loaded_loras": 3}
-"""Running requests keep the adapter with which they began, new requests use the newest one, and a third may be loading."""
+"""Running requests keep the adapter with which they began, new requests use the newest one, and a
+third may be loading."""
 
 
 def faults(config: Config) -> Iterator[str]:
-    """Yield the settings that the chosen engine, or the chosen way to reach it, would silently ignore."""
+    """Yield the settings that the chosen engine, or the chosen way to reach it, would silently
+    ignore."""
     a, publish, default = config.actors, config.learner.publish, ActorsConfig()
     g = a.sglang
     registry.check(a.engine, a.engine_options)
@@ -57,7 +60,8 @@ def faults(config: Config) -> Iterator[str]:
 
 
 def _adapters(g: SGLangConfig, w: LearnerConfig) -> Iterator[str]:
-    """Yield the arguments under which SGLang would refuse the learner's adapters at the first update, or ignore a part of them."""
+    """Yield the arguments under which SGLang would refuse the learner's adapters at the first
+    update, or ignore a part of them."""
     adapters = f"learner.lora.rank = {w.lora.rank}"
     if w.train_vision:
         yield "learner.train_vision with actors.sglang.lora = 'adapter': SGLang applies adapters to the language layers only; expected 'merged'"
@@ -70,10 +74,13 @@ def _adapters(g: SGLangConfig, w: LearnerConfig) -> Iterator[str]:
 
 
 def with_adapters(config: Config) -> Config:
-    """Add the arguments that a server which actors start needs for adapters. Their target layers follow from the model's files."""
+    """Add the arguments that a server which actors start needs for adapters. Their target layers
+    follow from the model's files."""
     g, rank = config.actors.sglang, config.learner.lora.rank
     if config.actors.engine != "sglang" or g.way == "url" or g.lora != "adapter" or not rank:
         return config
     arguments = {"enable_lora": True, "max_lora_rank": rank} | g.arguments
     sglang = msgspec.structs.replace(g, arguments=arguments)
-    return msgspec.structs.replace(config, actors=msgspec.structs.replace(config.actors, sglang=sglang))
+    return msgspec.structs.replace(
+        config, actors=msgspec.structs.replace(config.actors, sglang=sglang)
+    )

@@ -1,4 +1,5 @@
-"""Why a process of a run ended, what to do about it, and how soon it may be started again. Pure: callers pass the logs and the time."""
+"""Why a process of a run ended, what to do about it, and how soon it may be started again. Pure:
+callers pass the logs and the time."""
 
 import re
 import signal
@@ -6,12 +7,15 @@ import signal
 import msgspec
 
 RESTARTS, WITHIN_S = 3, 600.0
-"""A process is restarted, and a run resumed, at most RESTARTS times within WITHIN_S seconds if it gets nowhere meanwhile. A start takes from
-half a minute to a few, so what dies a fourth time without progress would most likely never work."""
+"""A process is restarted, and a run resumed, at most RESTARTS times within WITHIN_S seconds if it
+gets nowhere meanwhile. A start takes from half a minute to a few, so what dies a fourth time
+without progress would most likely never work."""
 MOST = 40
-"""Deaths within WITHIN_S that end a run although each came after progress: the run spends its time starting."""
+"""Deaths within WITHIN_S that end a run although each came after progress: the run spends its time
+starting."""
 FIRST_PAUSE_S = 1.0
-"""Seconds to wait before the first restart. The wait doubles with each further restart within ``WITHIN_S``."""
+"""Seconds to wait before the first restart. The wait doubles with each further restart within
+``WITHIN_S``."""
 _LONGEST = 300
 """Characters of a cause that are shown; the log holds the whole text."""
 _TRACEBACK = "Traceback (most recent call last):\n"
@@ -22,18 +26,22 @@ _RECORD = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+ [\w.]+ ", re.MULTILIN
 _RANK = re.compile(r"^\[rank\d+\]: ?", re.MULTILINE)
 """The prefix that torch.distributed puts before each line of a rank's last traceback."""
 _PEER_GONE = re.compile(
-    r"gloo|nccl|DistBackendError|DistNetworkError|DistStoreError|Connection closed by peer", re.IGNORECASE
+    r"gloo|nccl|DistBackendError|DistNetworkError|DistStoreError|Connection closed by peer",
+    re.IGNORECASE,
 )
 _NO_MEMORY = re.compile(
-    r"MemoryError|out ?of ?memory|can't allocate memory|Cannot allocate memory|SIGKILL", re.IGNORECASE
+    r"MemoryError|out ?of ?memory|can't allocate memory|Cannot allocate memory|SIGKILL",
+    re.IGNORECASE,
 )
 _NO_SPACE = re.compile("No space left on device|disk is full")
-"""The messages of Python and SQLite. The free space says nothing afterwards, because the files that did not fit were removed."""
+"""The messages of Python and SQLite. The free space says nothing afterwards, because the files that
+did not fit were removed."""
 
 
 class Cause(msgspec.Struct, frozen=True):
-    """Why a process ended. text: one line. passing: the cause came from outside (a signal, a lost peer) and need not happen again. stall: the
-    launcher ended the process because the run stood still."""
+    """Why a process ended. text: one line. passing: the cause came from outside (a signal, a lost
+    peer) and need not happen again. stall: the launcher ended the process because the run stood
+    still."""
 
     text: str
     passing: bool
@@ -41,7 +49,8 @@ class Cause(msgspec.Struct, frozen=True):
 
     @property
     def second_hand(self) -> bool:
-        """True if this process ended because it lost another process, whose cause is then the cause of the run's end."""
+        """True if this process ended because it lost another process, whose cause is then the cause
+        of the run's end."""
         return self.passing and bool(_PEER_GONE.search(self.text))
 
     @property
@@ -50,27 +59,34 @@ class Cause(msgspec.Struct, frozen=True):
 
 
 def cause_of(status: int, log: str) -> Cause:
-    """Return why a process ended. status: its exit status, negative for a signal. log: what it wrote since its last start."""
+    """Return why a process ended. status: its exit status, negative for a signal. log: what it
+    wrote since its last start."""
     if status < 0:
         known = -status in set(signal.Signals)
         name = f" ({signal.Signals(-status).name})" if known else ""
-        guess = ", most likely by the system for want of memory" if -status == signal.SIGKILL else ""
+        guess = (
+            ", most likely by the system for want of memory" if -status == signal.SIGKILL else ""
+        )
         return Cause(f"killed by signal {-status}{name}{guess}", True)
     if status == 0:
         return Cause("it left, though the run goes on: somebody asked it to (SIGTERM)", True)
     text = _last_error(log)
-    return Cause(text or f"it ended with status {status} and wrote nothing", bool(_PEER_GONE.search(text)))
+    return Cause(
+        text or f"it ended with status {status} and wrote nothing", bool(_PEER_GONE.search(text))
+    )
 
 
 def _last_error(log: str) -> str:
-    """Return, as one line, the message of the exception that ended a process, or the last line of its log if there is none."""
+    """Return, as one line, the message of the exception that ended a process, or the last line of
+    its log if there is none."""
     log = _RANK.sub("", log)
     _, marker, last = log.rpartition(_ENDS)
     if marker:
         return shortened(last)
     _, marker, last = log.rpartition(_TRACEBACK)
     lines = [line for line in last.splitlines() if line.strip()] or [""]
-    if marker and not _RECORD.search(last):  # nothing was logged after the traceback, so nobody handled the exception
+    # nothing was logged after the traceback, so nobody handled the exception
+    if marker and not _RECORD.search(last):
         ends = next((i for i, line in enumerate(lines) if not line[0].isspace()), len(lines) - 1)
         more = 2 if lines[ends].endswith(":") else 1
         module = r"^(\w+\.)+(?=\w+(:|$))"  # the module of the exception's class, which is left out
@@ -89,9 +105,7 @@ def shortened(text: str) -> str:
 def remedy(cause: Cause, again: str) -> str:
     """Return what the user should do about ``cause``. again: the command that resumes the run."""
     if _NO_MEMORY.search(cause.text):
-        return (
-            f"if memory was short: fewer --actors or --learner, or a smaller actors.kv_cache_gib; go on with: {again}"
-        )
+        return f"if memory was short: fewer --actors or --learner, or a smaller actors.kv_cache_gib; go on with: {again}"
     if cause.stall:
         return f"look at the stacks at the end of the logs for what hangs, mend or replace it; then {again}"
     if cause.passing:
@@ -102,16 +116,18 @@ def remedy(cause: Cause, again: str) -> str:
 
 
 class Rate:
-    """Deaths of one process or of the run. For deaths within ten minutes and without progress, ``pause`` returns 1 s, 2 s and 4 s, and None
-    for the fourth. A death after progress starts the count anew."""
+    """Deaths of one process or of the run. For deaths within ten minutes and without progress,
+    ``pause`` returns 1 s, 2 s and 4 s, and None for the fourth. A death after progress starts the
+    count anew."""
 
     def __init__(self) -> None:
         self._deaths: list[float] = []
         self._fruitless: list[float] = []
 
     def pause(self, now: float, progress: bool = False) -> float | None:
-        """Record a death at ``now`` (seconds). Return the seconds until the next start, or None after too many deaths. progress: whether the
-        process, or the run, got anywhere since its last start."""
+        """Record a death at ``now`` (seconds). Return the seconds until the next start, or None
+        after too many deaths. progress: whether the process, or the run, got anywhere since its
+        last start."""
         self._deaths, self._fruitless = (
             [*(before for before in deaths if before > now - WITHIN_S), now]
             for deaths in (self._deaths, [] if progress else self._fruitless)
@@ -121,19 +137,21 @@ class Rate:
 
 
 class Resumes:
-    """Decides whether a run whose scheduler or learner died is resumed. Made once per launch; ``pause`` is called after each death.
+    """Decides whether a run whose scheduler or learner died is resumed. Made once per launch;
+    ``pause`` is called after each death.
 
-    Progress is a new checkpoint, or more trees and evaluations in the journal. An error would repeat, so the run is resumed only if it wrote
-    a checkpoint since its last start. A cause from outside may come ``RESTARTS`` times in a row without progress, a stall once. Everything
-    is limited by ``Rate`` as well.
+    Progress is a new checkpoint, or more trees and evaluations in the journal. An error would
+    repeat, so the run is resumed only if it wrote a checkpoint since its last start. A cause from
+    outside may come ``RESTARTS`` times in a row without progress, a stall once. Everything is
+    limited by ``Rate`` as well.
     """
 
     def __init__(self, checkpoint: str, done: int = 0) -> None:
         self._rate, self._checkpoint, self._done, self._fruitless = Rate(), checkpoint, done, 0
 
     def pause(self, now: float, cause: Cause, checkpoint: str, done: int = 0) -> float | None:
-        """Return the seconds until the run is resumed, or None if the run ends. checkpoint: the newest one now, "" for none. done: the trees
-        and evaluations in the journal."""
+        """Return the seconds until the run is resumed, or None if the run ends. checkpoint: the
+        newest one now, "" for none. done: the trees and evaluations in the journal."""
         durable = checkpoint != self._checkpoint
         progress = durable or done > self._done
         self._checkpoint, self._done = checkpoint, max(done, self._done)

@@ -1,7 +1,9 @@
-"""What runs on a node of a cluster: it holds one process of a run there, and reports to the launcher.
+"""What runs on a node of a cluster: it holds one process of a run there, and reports to the
+launcher.
 
-A process lives as long as its holder, and a holder as long as the launcher's connection. A node that sees the run folder uses it in place. On
-another node the process gets a folder of its own, with what a worker needs: its process file, the endpoint and the keys of its role alone.
+A process lives as long as its holder, and a holder as long as the launcher's connection. A node
+that sees the run folder uses it in place. On another node the process gets a folder of its own,
+with what a worker needs: its process file, the endpoint and the keys of its role alone.
 """
 
 import asyncio
@@ -24,18 +26,22 @@ from wire.keys import write_private
 from wire.process import die_with
 
 PLACE = "COPPICE_RUNS"
-"""Variable of a node: where the folders of processes lie there, although the node may see the run folder. Without it, they are temporary files."""
+"""Variable of a node: where the folders of processes lie there, although the node may see the run
+folder. Without it, they are temporary files."""
 PIECE = 2**20
 """Bytes of a log that travel at once."""
 _TICK_S, _REPORT_S, _SEEN_S = 0.1, 2.0, 5.0
-"""Seconds between two looks at a process, before a report without news, and until a shared disk shows what was just written elsewhere."""
+"""Seconds between two looks at a process, before a report without news, and until a shared disk
+shows what was just written elsewhere."""
 
 
 class Delivery(msgspec.Struct, frozen=True):
-    """A process to start. command: the arguments of Python before the process file; python: "" for the node's own interpreter. run: the folder of
-    its scheduler. file: the path of the process file, body its content. keys: files of RUN/keys, by their path there. environment: of the process, beside the node's own.
-    apart: whether the process can run where the run folder is not seen. folder: the launcher's, in which it runs if the node has it, since plug-ins and
-    relative paths are found from there."""
+    """A process to start. command: the arguments of Python before the process file; python: "" for
+    the node's own interpreter. run: the folder of its scheduler. file: the path of the process
+    file, body its content. keys: files of RUN/keys, by their path there. environment: of the
+    process, beside the node's own. apart: whether the process can run where the run folder is not
+    seen. folder: the launcher's, in which it runs if the node has it, since plug-ins and relative
+    paths are found from there."""
 
     command: list[str]
     run: str
@@ -50,14 +56,16 @@ class Delivery(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True):
-    """News of a process: what it wrote since the last report, and its exit status once it has ended and all was reported."""
+    """News of a process: what it wrote since the last report, and its exit status once it has ended
+    and all was reported."""
 
     log: bytes
     status: int | None
 
 
 def place(delivery: Delivery) -> tuple[Path, Path | None]:
-    """Return the process file, and the folder that was made for the process alone, if one was. Raises FileNotFoundError with the remedy."""
+    """Return the process file, and the folder that was made for the process alone, if one was.
+    Raises FileNotFoundError with the remedy."""
     run, end = Path(delivery.run), time.monotonic() + _SEEN_S
     while PLACE not in os.environ:
         if (run / "endpoint").is_file() and (run / "endpoint").read_text() == delivery.endpoint:
@@ -83,11 +91,12 @@ def place(delivery: Delivery) -> tuple[Path, Path | None]:
 
 
 class Holder:
-    """Holds one process from ``start`` until its end. Its methods are called from afar, one after the other or side by side."""
+    """Holds one process from ``start`` until its end. Its methods are called from afar, one after
+    the other or side by side."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the holder
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115
         self._own: Path | None = None
 
     async def address(self) -> tuple[str, int]:
@@ -99,7 +108,8 @@ class Holder:
             return ray.util.get_node_ip_address(), probe.getsockname()[1]
 
     async def start(self, delivery: Delivery, meeting: tuple[str, int] | None) -> tuple[str, int]:
-        """Start the process, and return the host's name and the process's number. meeting: where the learner's ranks meet."""
+        """Start the process, and return the host's name and the process's number. meeting: where
+        the learner's ranks meet."""
         file, self._own = await asyncio.to_thread(place, delivery)
         paths = [path for path in (delivery.environment.get("PYTHONPATH"), str(ROOT)) if path]
         environment = os.environ | delivery.environment | {"PYTHONPATH": os.pathsep.join(paths)}
@@ -112,13 +122,19 @@ class Holder:
             die_with(launcher)
 
         command = [delivery.python or sys.executable, *delivery.command, str(file)]
-        self._process = subprocess.Popen(  # noqa: ASYNC220 - its parent must be the thread that stays
-            command, cwd=where, env=environment, stdout=self._log, stderr=self._log, preexec_fn=alone
+        self._process = subprocess.Popen(  # noqa: ASYNC220
+            command,
+            cwd=where,
+            env=environment,
+            stdout=self._log,
+            stderr=self._log,
+            preexec_fn=alone,
         )
         return socket.gethostname(), self._process.pid
 
     async def report(self, offset: int) -> Report:
-        """Return what the process wrote after the first ``offset`` bytes: at once if there is something, or else within ``_REPORT_S``."""
+        """Return what the process wrote after the first ``offset`` bytes: at once if there is
+        something, or else within ``_REPORT_S``."""
         assert self._process is not None, "report before start"
         end = time.monotonic() + _REPORT_S
         while True:
@@ -133,9 +149,12 @@ class Holder:
             await asyncio.sleep(_TICK_S)
 
     async def asked(self) -> tuple[str, str]:
-        """Return what the process does, and its stacks, which it also writes to its log (watchdog.asked)."""
+        """Return what the process does, and its stacks, which it also writes to its log
+        (watchdog.asked)."""
         assert self._process is not None, "asked before start"
-        return await asyncio.to_thread(watchdog.asked, self._process.pid, Path(f"/proc/self/fd/{self._log.fileno()}"))
+        return await asyncio.to_thread(
+            watchdog.asked, self._process.pid, Path(f"/proc/self/fd/{self._log.fileno()}")
+        )
 
     async def signal(self, number: int) -> None:
         """Send a signal to the process."""

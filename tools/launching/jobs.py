@@ -1,7 +1,8 @@
-"""Writes the job that starts a run on a cluster: a script for SLURM's sbatch, or a RayJob for KubeRay's operator.
+"""Writes the job that starts a run on a cluster: a script for SLURM's sbatch, or a RayJob for
+KubeRay's operator.
 
-Both start Ray on the nodes and then the same command with ``--cluster ray`` on the first of them; a job that is started again goes on
-with its run.
+Both start Ray on the nodes and then the same command with ``--cluster ray`` on the first of them; a
+job that is started again goes on with its run.
 """
 
 import math
@@ -19,15 +20,17 @@ from tools.launching.settings import Config
 PORT = 6379
 """Ray's default, where the nodes find the first one."""
 GRACE_S = 120
-"""Seconds before the end of its time at which SLURM sends SIGTERM, for the learner's last checkpoint: to the script alone, which has the launcher
-stop in order. ``srun`` would send it to all processes of the step at once, and Ray would die before the run had ended."""
+"""Seconds before the end of its time at which SLURM sends SIGTERM, for the learner's last
+checkpoint: to the script alone, which has the launcher stop in order. ``srun`` would send it to all
+processes of the step at once, and Ray would die before the run had ended."""
 _STOP = "import pathlib, sys; from tools.launching import control; print(control.stop(pathlib.Path(sys.argv[1])))"
 _SHARED = "/runs"
 """Where the pods see the shared volume."""
 
 
 def nodes(config: Config) -> int:
-    """Return how many nodes the plan needs, by the GPUs of learner and actors or, where nodes have none, by the threads of all."""
+    """Return how many nodes the plan needs, by the GPUs of learner and actors or, where nodes have
+    none, by the threads of all."""
     c, a, w = config.cluster, config.actors, config.learner
     if c.gpus:
         own = a.sglang.gpus * (a.sglang.way != "url") if a.engine == "sglang" else 1
@@ -35,27 +38,46 @@ def nodes(config: Config) -> int:
             raise ConfigError(
                 f"actors.sglang.gpus = {own}: expected at most cluster.gpus = {c.gpus}, those of one node"
             )
-        return max(1, math.ceil(w.count / c.gpus + a.count / (c.gpus // own))) if own else math.ceil(w.count / c.gpus)
-    return math.ceil((a.count * a.threads + w.count * w.threads + config.retriever.threads + 3) / c.cpus)
+        return (
+            max(1, math.ceil(w.count / c.gpus + a.count / (c.gpus // own)))
+            if own
+            else math.ceil(w.count / c.gpus)
+        )
+    return math.ceil(
+        (a.count * a.threads + w.count * w.threads + config.retriever.threads + 3) / c.cpus
+    )
 
 
 def _command(given: list[str], run: str) -> tuple[str, str]:
-    """Return the options of the first start and those of a later one. run: the run folder, unless the options name one."""
-    words = [word for place, word in enumerate(given) if "--cluster" not in (word, given[place - 1] if place else "")]
+    """Return the options of the first start and those of a later one. run: the run folder, unless
+    the options name one."""
+    words = [
+        word
+        for place, word in enumerate(given)
+        if "--cluster" not in (word, given[place - 1] if place else "")
+    ]
     words = [word for word in words if not word.startswith("--cluster=")]
     named = [word for word in words if re.match(r"--(run-folder|resume)(=|$)", word)]
     if named:
         raise ConfigError(
             f"{named[0]} with --cluster slurm or kuberay: the job chooses its run folder, {run}: leave it out"
         )
-    return f"{shlex.join([*words, '--cluster', 'ray'])} --run-folder {run}".strip(), f"--resume {run}"
+    return (
+        f"{shlex.join([*words, '--cluster', 'ray'])} --run-folder {run}".strip(),
+        f"--resume {run}",
+    )
 
 
 def slurm(config: Config, given: list[str]) -> str:
     """Return the script for sbatch. given: the options of tools/launch."""
     c, name = config.cluster, config.name
     first, later = _command(given, '"$run"')
-    options = [f"--job-name={name}", f"--nodes={nodes(config)}", "--ntasks-per-node=1", f"--cpus-per-task={c.cpus}"]
+    options = [
+        f"--job-name={name}",
+        f"--nodes={nodes(config)}",
+        "--ntasks-per-node=1",
+        f"--cpus-per-task={c.cpus}",
+    ]
     options += [f"--gpus-per-node={c.gpus}"] if c.gpus else []
     options += [
         f"--mem={c.memory_gib}G",
@@ -95,21 +117,33 @@ def kuberay(config: Config, given: list[str]) -> str:
     start = f"cd {shlex.quote(c.folder)}; if [ -f {_SHARED}/{name}/config.json ]; then tools/launch {later}; else tools/launch {first}; fi"
     count, groups = nodes(config), []
     if count > 1:
-        shape = {"groupName": "nodes", "replicas": count - 1, "minReplicas": count - 1, "maxReplicas": count - 1}
+        shape = {
+            "groupName": "nodes",
+            "replicas": count - 1,
+            "minReplicas": count - 1,
+            "maxReplicas": count - 1,
+        }
         groups = [shape | {"rayStartParams": {}, "template": _pod(config, "ray-worker")}]
     cluster = {
         "headGroupSpec": {"rayStartParams": {}, "template": _pod(config, "ray-head")},
         "workerGroupSpecs": groups,
     }
-    spec = {"entrypoint": f"bash -c {shlex.quote(start)}", "shutdownAfterJobFinishes": True, "rayClusterSpec": cluster}
+    spec = {
+        "entrypoint": f"bash -c {shlex.quote(start)}",
+        "shutdownAfterJobFinishes": True,
+        "rayClusterSpec": cluster,
+    }
     job = {"apiVersion": "ray.io/v1", "kind": "RayJob", "metadata": {"name": name}, "spec": spec}
     return yaml.safe_dump(job, sort_keys=False, width=120)
 
 
 def _pod(config: Config, name: str) -> dict[str, Any]:
-    """Return the template of a pod that fills one node. Its variables are the entries of the secret, and no file holds them."""
+    """Return the template of a pod that fills one node. Its variables are the entries of the
+    secret, and no file holds them."""
     c = config.cluster
-    limits = {"cpu": str(c.cpus), "memory": f"{c.memory_gib}Gi"} | ({"nvidia.com/gpu": str(c.gpus)} if c.gpus else {})
+    limits = {"cpu": str(c.cpus), "memory": f"{c.memory_gib}Gi"} | (
+        {"nvidia.com/gpu": str(c.gpus)} if c.gpus else {}
+    )
     variables = [
         {"name": "RAY_USAGE_STATS_ENABLED", "value": "0"},
         {"name": "COPPICE_CACHE", "value": f"{_SHARED}/cache"},

@@ -1,4 +1,5 @@
-"""The process that serves [judges.model] to a run's own judges: it runs tools/serve-model on the loopback address."""
+"""The process that serves [judges.model] to a run's own judges: it runs tools/serve-model on the
+loopback address."""
 
 import argparse
 import sys
@@ -30,13 +31,17 @@ class JudgeModelProcess(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
 
 
 def main() -> None:
-    """Serve until SIGTERM. If the engine dies, exit with status 1, so that the launcher starts the process again."""
-    # The launcher imports this module to write the process file and must not import torch, which serve_model imports.
+    """Serve until SIGTERM. If the engine dies, exit with status 1, so that the launcher starts the
+    process again."""
+    # The launcher imports this module to write the process file and must not import torch, which
+    # serve_model imports.
     from tools.launching.serve_model import serve
 
     begin()
     process = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=JudgeModelProcess)
-    options = argparse.Namespace(host=HOST, port=process.port, **msgspec.structs.asdict(process.model))
+    options = argparse.Namespace(
+        host=HOST, port=process.port, **msgspec.structs.asdict(process.model)
+    )
     try:
         loop.run(serve(options, Path(process.folder), ""))
     except InfrastructureFault as fault:

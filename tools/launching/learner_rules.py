@@ -8,14 +8,16 @@ from tools.launching.settings import Config
 
 
 def faults(config: Config) -> Iterator[str]:
-    """Yield the settings of the learner that contradict each other or the run's length, or would do nothing."""
+    """Yield the settings of the learner that contradict each other or the run's length, or would do
+    nothing."""
     yield from _objective(config.learner)
     yield from _ranks(config.learner)
     yield from _schedule(config)
 
 
 def _objective(w: LearnerConfig) -> Iterator[str]:
-    """The settings of the aggregation, the correction, the KL, the learning rate and of lengths have an effect, and none counts twice."""
+    """The settings of the aggregation, the correction, the KL, the learning rate and of lengths
+    have an effect, and none counts twice."""
     plan, kl, long = plan_of(w), w.kl_coef > 0, w.soft_overlong
     idle = plan.correct.idle(w.steps)
     if (w.aggregation == "constant") != (w.constant_tokens > 0):
@@ -48,7 +50,11 @@ def _ranks(w: LearnerConfig) -> Iterator[str]:
         yield f"learner.sharding = {w.sharding!r} has no effect with learner.count = 1: remove it"
     if w.shard_ranks and w.sharding != "hybrid":
         yield f"learner.shard_ranks = {w.shard_ranks} has no effect with learner.sharding = {w.sharding!r}: remove it, or set 'hybrid'"
-    if w.sharding == "hybrid" and (w.shards in (1, w.count) or w.count % w.shards) and (w.shard_ranks or not w.outside):
+    if (
+        w.sharding == "hybrid"
+        and (w.shards in (1, w.count) or w.count % w.shards)
+        and (w.shard_ranks or not w.outside)
+    ):
         yield (
             f"learner.sharding = 'hybrid' with learner.count = {w.count} and learner.shard_ranks = {w.shard_ranks}: expected a divisor of the"
             " ranks between 1 and all of them; 'fsdp' shards over all ranks, 'replicate' over none"

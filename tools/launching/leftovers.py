@@ -1,6 +1,8 @@
-"""Removes shared memory that killed processes of a run left in ``/dev/shm``, where it would stay until the machine restarts.
+"""Removes shared memory that killed processes of a run left in ``/dev/shm``, where it would stay
+until the machine restarts.
 
-torch, multiprocessing and SGLang unlink their segments when a process ends in order, and torch's manager does so after a kill as well.
+torch, multiprocessing and SGLang unlink their segments when a process ends in order, and torch's
+manager does so after a kill as well.
 """
 
 import contextlib
@@ -12,7 +14,8 @@ import psutil
 
 FOLDER = Path("/dev/shm")
 _SEGMENT = re.compile(rf" ({FOLDER}/(?:torch_\d+_|psm_|sem\.mp-|sglang_)[^/\s]+)$", re.MULTILINE)
-"""Names that these libraries choose. A user's own files there, such as a model's weights, are left alone."""
+"""Names that these libraries choose. A user's own files there, such as a model's weights, are left
+alone."""
 
 
 def mapped(pids: Iterable[int]) -> set[str]:

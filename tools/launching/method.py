@@ -1,4 +1,5 @@
-"""The one check of a method: compare what the scheme reads with what strategy, judge and environment declare that they give."""
+"""The one check of a method: compare what the scheme reads with what strategy, judge and
+environment declare that they give."""
 
 import difflib
 from collections.abc import Callable, Iterable, Iterator
@@ -25,11 +26,13 @@ Served = dict[str, Worker]
 """The judges, opponents and speakers of [judges.use], by the service that each of them offers."""
 
 _EXTENT = {"turns", "searches", "answered", "sampled_tokens", "response_tokens"}
-"""Columns that the last turn of a trajectory of appended turns has if a judge gives the outcome (``Context.finish``)."""
+"""Columns that the last turn of a trajectory of appended turns has if a judge gives the outcome
+(``Context.finish``)."""
 
 
 class Columns(msgspec.Struct, frozen=True):
-    """Score columns by source. reward: why "reward" is missing, or "". unknown: a judge of [judges.outside] may give any column."""
+    """Score columns by source. reward: why "reward" is missing, or "". unknown: a judge of
+    [judges.outside] may give any column."""
 
     strategy: set[str]
     judge: set[str]
@@ -40,27 +43,43 @@ class Columns(msgspec.Struct, frozen=True):
     @property
     def all(self) -> set[str]:
         """The columns of all sources."""
-        return self.strategy | self.judge | self.environment | ({"reward"} if not self.reward else set())
+        return (
+            self.strategy
+            | self.judge
+            | self.environment
+            | ({"reward"} if not self.reward else set())
+        )
 
 
 def option_table(section: str, key: str) -> str:
-    """The table of a section ("scheduler.") that holds ``key``, if ``key`` is an option of a built-in plug-in of this section; "" otherwise."""
+    """The table of a section ("scheduler.") that holds ``key``, if ``key`` is an option of a
+    built-in plug-in of this section; "" otherwise."""
     functions: dict[str, list[Callable[..., Any]]] = {}
     if section == "scheduler.":
-        functions["strategy_options"] = [strategies.load(name).function for name in strategies.names()]
+        functions["strategy_options"] = [
+            strategies.load(name).function for name in strategies.names()
+        ]
     if section == "learner.":
         functions["scheme_options"] = [schemes.load(name, {}).function for name in schemes.names()]
         functions["correction_options"] = list(corrections.CORRECTIONS.values())
     return next(
-        (table for table, takers in functions.items() if any(key in signature(taker).parameters for taker in takers)),
+        (
+            table
+            for table, takers in functions.items()
+            if any(key in signature(taker).parameters for taker in takers)
+        ),
         "",
     )
 
 
 def faults(config: Config, served: Served, environment: Environment) -> Iterator[str]:
-    """Yield a column that the scheme reads and nobody gives, and choices that do not fit, with those that fit."""
+    """Yield a column that the scheme reads and nobody gives, and choices that do not fit, with
+    those that fit."""
     s, w = config.scheduler, config.learner
-    scheme, strategy = schemes.load(w.scheme, w.scheme_options), strategies.load(s.strategy, s.strategy_options)
+    scheme, strategy = (
+        schemes.load(w.scheme, w.scheme_options),
+        strategies.load(s.strategy, s.strategy_options),
+    )
     judge = served.get(f"judge.{s.judge}")
     yield from _judge(s.judge, judge, environment)
     yield from _groups(scheme, strategy)
@@ -70,16 +89,23 @@ def faults(config: Config, served: Served, environment: Environment) -> Iterator
             f" {w.scheme!r} trains: set them in learner.scheme_options alone"
         )
     yield from _strategy(config, strategy, environment)
-    yield from _columns(config, scheme, strategy, columns_of(config, strategy.gives, served, environment))
+    yield from _columns(
+        config, scheme, strategy, columns_of(config, strategy.gives, served, environment)
+    )
     yield from _models(config, scheme)
     yield from _rewards(config, scheme, strategy)
 
 
 def strategy_options(config: Config) -> dict[str, Any]:
-    """Return the strategy's options, with those that it shares with the scheme by whose advantage it selects."""
+    """Return the strategy's options, with those that it shares with the scheme by whose advantage
+    it selects."""
     s, w = config.scheduler, config.learner
-    shared = _shared(schemes.load(w.scheme, w.scheme_options), strategies.load(s.strategy, s.strategy_options))
-    return s.strategy_options | {name: value for name, value in w.scheme_options.items() if name in shared}
+    shared = _shared(
+        schemes.load(w.scheme, w.scheme_options), strategies.load(s.strategy, s.strategy_options)
+    )
+    return s.strategy_options | {
+        name: value for name, value in w.scheme_options.items() if name in shared
+    }
 
 
 def _shared(scheme: Scheme, strategy: Strategy) -> set[str]:
@@ -90,7 +116,11 @@ def _shared(scheme: Scheme, strategy: Strategy) -> set[str]:
 
 
 def _judge(name: str, judge: Worker | None, environment: Environment) -> Iterator[str]:
-    if isinstance(judge, Judge) and judge.environments and environment.name not in judge.environments:
+    if (
+        isinstance(judge, Judge)
+        and judge.environments
+        and environment.name not in judge.environments
+    ):
         yield f"scheduler.judge = {name!r} judges {' and '.join(judge.environments)} alone: data.environment is {environment.name!r}"
 
 
@@ -114,7 +144,9 @@ def _groups(scheme: Scheme, strategy: Strategy) -> Iterator[str]:
     elsewhere = {column for one in known for column in one.gives.purpose - strategy.gives.purpose}
     others = {name: schemes.load(name, {}).needs for name in schemes.names()}
     others = [
-        name for name, needs in others.items() if not mismatch(needs, strategy.gives) and not needs.columns & elsewhere
+        name
+        for name, needs in others.items()
+        if not mismatch(needs, strategy.gives) and not needs.columns & elsewhere
     ]
     options = f" (now {strategy.options})" if strategy.options else ""
     yield (
@@ -138,7 +170,11 @@ def _strategy(config: Config, strategy: Strategy, environment: Environment) -> I
     if gives.needs_judge and s.judge == UNJUDGED:
         yield f"scheduler.judge = {UNJUDGED!r} leaves scheduler.strategy = {s.strategy!r} without scores: name a judge"
     if gives.needs_outcome_judge and not environment.outcome_judge:
-        fitting = [name for name in strategies.names() if not strategies.load(name).gives.needs_outcome_judge]
+        fitting = [
+            name
+            for name in strategies.names()
+            if not strategies.load(name).gives.needs_outcome_judge
+        ]
         yield (
             f"scheduler.strategy = {s.strategy!r} needs an environment whose outcomes a judge gives, such as search_qa:"
             f" data.environment is {environment.name!r}; expected scheduler.strategy of {fitting}"
@@ -148,14 +184,23 @@ def _strategy(config: Config, strategy: Strategy, environment: Environment) -> I
         yield f"scheduler.strategy_options {idle} have no effect without SLATE's rewards: remove them"
 
 
-def columns_of(config: Config, gives: StrategyGives, served: Served, environment: Environment) -> Columns:
+def columns_of(
+    config: Config, gives: StrategyGives, served: Served, environment: Environment
+) -> Columns:
     """The score columns of a run with this config and these plug-ins."""
     s = config.scheduler
-    judge, outcome = served.get(f"judge.{s.judge}"), served.get(f"judge.{environment.outcome_judge}")
+    judge, outcome = (
+        served.get(f"judge.{s.judge}"),
+        served.get(f"judge.{environment.outcome_judge}"),
+    )
     judged = {*judge.columns} if isinstance(judge, Judge) and gives.judged else set[str]()
     ended = set[str]()
     if gives.outcome:
-        ended = {"outcome", *environment.measured, *(["step_reward"] if environment.gives_step_rewards else [])}
+        ended = {
+            "outcome",
+            *environment.measured,
+            *(["step_reward"] if environment.gives_step_rewards else []),
+        }
         if isinstance(outcome, Judge):
             ended |= {*outcome.columns, *(() if environment.fresh else _EXTENT)}
     reward = ""
@@ -164,11 +209,15 @@ def columns_of(config: Config, gives: StrategyGives, served: Served, environment
     elif not gives.rewarded:
         reward = f"scheduler.strategy = {s.strategy!r} makes none"
     elif environment.rewarded_by_judge:
-        reward = "" if "reward" in judged else f"judge {s.judge!r} must give it for {environment.name!r}"
+        reward = (
+            "" if "reward" in judged else f"judge {s.judge!r} must give it for {environment.name!r}"
+        )
     elif not judged >= COMPONENTS:
         reward = f"it is made of {sorted(COMPONENTS)}, of which judge {s.judge!r} lacks {sorted(COMPONENTS - judged)}"
     outside = s.judge in config.judges.outside or environment.outcome_judge in config.judges.outside
-    return Columns({"valid", "truncated", *gives.columns, *gives.purpose}, judged, ended, reward, outside)
+    return Columns(
+        {"valid", "truncated", *gives.columns, *gives.purpose}, judged, ended, reward, outside
+    )
 
 
 def _columns(config: Config, scheme: Scheme, strategy: Strategy, columns: Columns) -> Iterator[str]:
@@ -191,7 +240,9 @@ def _columns(config: Config, scheme: Scheme, strategy: Strategy, columns: Column
         else ""
     )
     fitting = [
-        name for name in strategies.names() if column in {*(g := strategies.load(name).gives).columns, *g.purpose}
+        name
+        for name in strategies.names()
+        if column in {*(g := strategies.load(name).gives).columns, *g.purpose}
     ]
     offers = f"; scheduler.strategy of {fitting} gives it" if fitting else ""
     yield (
@@ -221,10 +272,18 @@ def _models(config: Config, scheme: Scheme) -> Iterator[str]:
 
 
 def _rewards(config: Config, scheme: Scheme, strategy: Strategy) -> Iterator[str]:
-    """Settings of the reward need a scheme that says which column it is, and dynamic sampling a scheme that compares within a group."""
+    """Settings of the reward need a scheme that says which column it is, and dynamic sampling a
+    scheme that compares within a group."""
     s, w, needs = config.scheduler, config.learner, scheme.needs
-    keys = {key: getattr(w, key) for key in ("reward_scale", "reward_clip", "soft_overlong", "kl_reward_coef")}
-    changed = [f"learner.{key} = {value}" for key, value in keys.items() if value != getattr(LearnerConfig(), key)]
+    keys = {
+        key: getattr(w, key)
+        for key in ("reward_scale", "reward_clip", "soft_overlong", "kl_reward_coef")
+    }
+    changed = [
+        f"learner.{key} = {value}"
+        for key, value in keys.items()
+        if value != getattr(LearnerConfig(), key)
+    ]
     if s.dynamic_sampling_budget:
         changed.append(f"scheduler.dynamic_sampling_budget = {s.dynamic_sampling_budget}")
         if needs.group == "batch" or strategy.gives.size < 2:

@@ -1,4 +1,5 @@
-"""What a config needs of this machine, checked before the set-up spends minutes. On a cluster the processes run elsewhere, and nothing is checked."""
+"""What a config needs of this machine, checked before the set-up spends minutes. On a cluster the
+processes run elsewhere, and nothing is checked."""
 
 import subprocess
 import sys
@@ -16,7 +17,9 @@ _HAS_SGLANG = "import importlib.util, sys; sys.exit(importlib.util.find_spec('sg
 def lacking_files(config: Config) -> Iterator[str]:
     """Yield the files that the config names and that are not here. Nothing is asked of the hub."""
     data = config.data
-    for key, setting in {} if config.cluster.on else {"train": data.train, "heldout": data.heldout}.items():
+    for key, setting in (
+        {} if config.cluster.on else {"train": data.train, "heldout": data.heldout}.items()
+    ):
         for source in listed(setting):
             if source != "default" and not Path(source).exists() and hub.named(source) is None:
                 yield f"data.{key} = {source!r} does not exist: give {EXPECTED}"

@@ -1,7 +1,9 @@
-"""Starts the processes of a run on the nodes of a Ray cluster. Ray places them by their resources and says when a node is lost.
+"""Starts the processes of a run on the nodes of a Ray cluster. Ray places them by their resources
+and says when a node is lost.
 
-``Nodes`` belongs to one launch, and each process that it starts looks to the supervisor like one of this machine (``Away``). The scheduler
-and its journal stay with the launcher; so does the model that judges are served with.
+``Nodes`` belongs to one launch, and each process that it starts looks to the supervisor like one of
+this machine (``Away``). The scheduler and its journal stay with the launcher; so does the model
+that judges are served with.
 """
 
 import contextlib
@@ -29,11 +31,14 @@ ROLE_OF = {
     "judges.retriever.worker": "retriever",
     "learner.main": "learner",
 }
-"""The role of each module that may run on another node. A module that is not here runs with the launcher."""
+"""The role of each module that may run on another node. A module that is not here runs with the
+launcher."""
 PASSED = ("COPPICE_", "HF_")
-"""Variables of the launcher that processes on other nodes get, by how their names begin, beside the keys that their settings name."""
+"""Variables of the launcher that processes on other nodes get, by how their names begin, beside the
+keys that their settings name."""
 STORAGE = ("FSSPEC_", "AWS_", "AZURE_STORAGE_", "GOOGLE_")
-"""Variables by which fsspec reaches a storage: ranks and actors get them too, where ``learner.publish_url`` names one."""
+"""Variables by which fsspec reaches a storage: ranks and actors get them too, where
+``learner.publish_url`` names one."""
 PATIENCE_S = 30.0
 """Seconds without room for a process before the launcher says so."""
 ANSWER_S = 10.0
@@ -43,15 +48,24 @@ LOST = 1
 
 
 class Away:
-    """A process on some node, with the part of ``subprocess.Popen`` that the supervisor uses. It is asked for by its construction, and starts
-    when the cluster has room. pid: 0 until then. verdict: why it ended, if the process itself could not say."""
+    """A process on some node, with the part of ``subprocess.Popen`` that the supervisor uses. It is
+    asked for by its construction, and starts when the cluster has room. pid: 0 until then. verdict:
+    why it ended, if the process itself could not say."""
 
     stdout = None
 
-    def __init__(self, holder: Any, started: Any, log: Path, needs: str, say: Callable[[str], None]):
+    def __init__(
+        self, holder: Any, started: Any, log: Path, needs: str, say: Callable[[str], None]
+    ):
         self.pid, self.host, self.returncode = 0, "", None
         self.verdict: Cause | None = None
-        self._holder, self._pending, self._log, self._needs, self._say = holder, started, log, needs, say
+        self._holder, self._pending, self._log, self._needs, self._say = (
+            holder,
+            started,
+            log,
+            needs,
+            say,
+        )
         self._offset, self._patient = 0, time.monotonic() + PATIENCE_S
 
     def poll(self) -> int | None:
@@ -83,7 +97,8 @@ class Away:
                 self._over(-int(number))
 
     def asked(self) -> tuple[str, str]:
-        """Return what the process does, and its stacks, which come to its log; "" for what its node does not say."""
+        """Return what the process does, and its stacks, which come to its log; "" for what its node
+        does not say."""
         ray = _ray()
         if not self.pid:
             return "no node has room for it yet", ""
@@ -97,7 +112,8 @@ class Away:
         self.send_signal(signal.SIGKILL)
 
     def _news(self, timeout: float) -> bool:
-        """Wait at most ``timeout`` seconds for one answer of the holder. Return whether there may be more."""
+        """Wait at most ``timeout`` seconds for one answer of the holder. Return whether there may
+        be more."""
         ray = _ray()
         if not ray.wait([self._pending], timeout=timeout)[0]:
             if not self.pid and time.monotonic() > self._patient:
@@ -110,7 +126,9 @@ class Away:
             self.verdict = Cause(str(error.cause), False)
             self._over(LOST)
         except ray.exceptions.RayError as error:
-            self.verdict = Cause(f"its node {self.host} is lost ({type(error).__name__})".replace("  ", " "), True)
+            self.verdict = Cause(
+                f"its node {self.host} is lost ({type(error).__name__})".replace("  ", " "), True
+            )
             self._over(LOST)
         else:
             self._take(answer)
@@ -135,7 +153,8 @@ class Away:
 
 
 class Nodes:
-    """The connection to a cluster, from its construction to ``close``. Raises ConfigError with the remedy if there is no cluster."""
+    """The connection to a cluster, from its construction to ``close``. Raises ConfigError with the
+    remedy if there is no cluster."""
 
     def __init__(self, config: Config, say: Callable[[str], None]):
         ray = _ray()
@@ -160,7 +179,9 @@ class Nodes:
 
     def takes(self, spec: Process) -> bool:
         """Return whether the process runs on the cluster, and not with the launcher."""
-        return spec.module in ROLE_OF and not (spec.module == "judges.serve" and self.config.judges.model)
+        return spec.module in ROLE_OF and not (
+            spec.module == "judges.serve" and self.config.judges.model
+        )
 
     def start(self, spec: Process, run: Path, log: Path) -> Away:
         """Ask for a process. It starts when a node has room for it."""
@@ -193,20 +214,29 @@ class Nodes:
         return {"num_cpus": spec.threads, "num_gpus": gpus if self.gpus else 0}
 
     def _beside(self, spec: Process, options: dict[str, Any]) -> dict[str, Any]:
-        """Place the learner's ranks together, on as few nodes as hold them; without a disk that all nodes share, with the launcher."""
+        """Place the learner's ranks together, on as few nodes as hold them; without a disk that all
+        nodes share, with the launcher."""
         from ray.util import scheduling_strategies as strategies
         from ray.util.placement_group import placement_group, remove_placement_group
 
         if self.config.learner.publish_url:
-            return {"scheduling_strategy": strategies.NodeAffinitySchedulingStrategy(self.here, soft=False)}
+            return {
+                "scheduling_strategy": strategies.NodeAffinitySchedulingStrategy(
+                    self.here, soft=False
+                )
+            }
         rank = int(spec.environment.get("RANK", "0"))
         if rank == 0:
             if self._ranks is not None:
                 remove_placement_group(self._ranks)
             bundle = {"CPU": options["num_cpus"], "GPU": options["num_gpus"]}
-            bundles = [{k: v for k, v in bundle.items() if v} for _ in range(self.config.learner.count)]
+            bundles = [
+                {k: v for k, v in bundle.items() if v} for _ in range(self.config.learner.count)
+            ]
             self._ranks = placement_group(bundles, strategy="PACK")
-        strategy = strategies.PlacementGroupSchedulingStrategy(self._ranks, placement_group_bundle_index=rank)
+        strategy = strategies.PlacementGroupSchedulingStrategy(
+            self._ranks, placement_group_bundle_index=rank
+        )
         return {"scheduling_strategy": strategy}
 
     def _delivery(self, spec: Process, run: Path) -> Delivery:
@@ -214,10 +244,19 @@ class Nodes:
         file, keys = run / "processes" / f"{spec.file}.json", home / "keys"
         names = ("server_public", f"peers/{role}.json")
         threads = str(spec.threads)
-        passed = PASSED + (STORAGE if self.config.learner.publish_url and role in ("actor", "learner") else ())
-        environment = {k: v for k, v in os.environ.items() if k.startswith(passed) or k in spec.needed}
-        environment |= {k: v for k, v in spec.environment.items() if k != "CUDA_VISIBLE_DEVICES"}  # Ray sets that one
-        environment |= {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"}
+        passed = PASSED + (
+            STORAGE if self.config.learner.publish_url and role in ("actor", "learner") else ()
+        )
+        environment = {
+            k: v for k, v in os.environ.items() if k.startswith(passed) or k in spec.needed
+        }
+        # Ray sets that one
+        environment |= {k: v for k, v in spec.environment.items() if k != "CUDA_VISIBLE_DEVICES"}
+        environment |= {
+            "OMP_NUM_THREADS": threads,
+            "MKL_NUM_THREADS": threads,
+            "TOKENIZERS_PARALLELISM": "false",
+        }
         environment |= {"PYTHONUNBUFFERED": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
         return Delivery(
             ["-m", spec.module], str(home), str(file), file.read_bytes(), (home / "endpoint").read_text(),
@@ -228,7 +267,8 @@ class Nodes:
 
 def _ray() -> Any:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "^")  # pages of Ray's own logs when a node is lost
+    # pages of Ray's own logs when a node is lost
+    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "^")
     try:
         import ray
     except ImportError:
@@ -239,8 +279,11 @@ def _ray() -> Any:
 
 
 def reachable(config: Config, address: str) -> Config:
-    """Return the config with a scheduler that the nodes can reach, unless it names where to listen. address: of this machine."""
+    """Return the config with a scheduler that the nodes can reach, unless it names where to listen.
+    address: of this machine."""
     s = config.scheduler
     if s.bind != type(s)().bind:
         return config
-    return msgspec.structs.replace(config, scheduler=msgspec.structs.replace(s, bind=f"tcp://{address}:0"))
+    return msgspec.structs.replace(
+        config, scheduler=msgspec.structs.replace(s, bind=f"tcp://{address}:0")
+    )

@@ -1,4 +1,5 @@
-"""The rules of judges, environments and tasks: each can be made with its options, and whatever an episode asks is served by somebody."""
+"""The rules of judges, environments and tasks: each can be made with its options, and whatever an
+episode asks is served by somebody."""
 
 from collections.abc import Generator, Iterator
 from typing import Any
@@ -17,7 +18,8 @@ from wire.options import known
 
 
 def of_judges(config: Config) -> Generator[str, None, Served]:
-    """Make the judges, opponents and speakers of [judges.use] once, as their processes will make them, to check their options. Return them."""
+    """Make the judges, opponents and speakers of [judges.use] once, as their processes will make
+    them, to check their options. Return them."""
     s, served = config.scheduler, Served()
     yield from _judge_model(config.judges)
     for spec, options in config.judges.use.items():
@@ -43,15 +45,21 @@ def _judge_model(judges: JudgesConfig) -> Iterator[str]:
 
 
 def _with_url(spec: str, options: dict[str, Any], judges: JudgesConfig) -> dict[str, Any]:
-    """The options as the judge will get them, but for the port, which is chosen when the run starts."""
+    """The options as the judge will get them, but for the port, which is chosen when the run
+    starts."""
     try:
-        return options if judges.model is None else with_served_model(options, "http://127.0.0.1/v1", judges.model)
+        return (
+            options
+            if judges.model is None
+            else with_served_model(options, "http://127.0.0.1/v1", judges.model)
+        )
     except ValueError as error:
         raise ValueError(f"judges.use.{spec}.{error}") from None
 
 
 def of_environment(config: Config, served: Served) -> Iterator[str]:
-    """Check the environment's options, the tasks' sources, the services that episodes need, and the method."""
+    """Check the environment's options, the tasks' sources, the services that episodes need, and the
+    method."""
     data, steps = config.data, config.warm_start.steps
     environment = registry.load(data.environment, data.options)
     examined = registry.load(data.environment, data.options | config.scheduler.evaluation.options)
@@ -71,21 +79,33 @@ def of_environment(config: Config, served: Served) -> Iterator[str]:
     yield from method.faults(config, served, environment)
 
 
-def _asked(config: Config, served: Served, environment: Environment, examined: Environment) -> Iterator[str]:
-    """Refuse a judge, an opponent or a speaker that neither the run nor [judges.outside] serves, because the run would wait for it forever."""
+def _asked(
+    config: Config, served: Served, environment: Environment, examined: Environment
+) -> Iterator[str]:
+    """Refuse a judge, an opponent or a speaker that neither the run nor [judges.outside] serves,
+    because the run would wait for it forever."""
     s, outside = config.scheduler, config.judges.outside
     opponents = {**getattr(environment, "opponents", {}), **getattr(examined, "opponents", {})}
     asked = {f"judge.{s.judge}": f"scheduler.judge = {s.judge!r}"} if s.judge != UNJUDGED else {}
     if judge := environment.outcome_judge:
-        asked[f"judge.{judge}"] = f"data.environment = {config.data.environment!r} has its outcomes of judge {judge!r}"
-    asked |= {f"player.{name}": f"the environment's opponents name {name!r}" for name in opponents if name != "random"}
+        asked[f"judge.{judge}"] = (
+            f"data.environment = {config.data.environment!r} has its outcomes of judge {judge!r}"
+        )
+    asked |= {
+        f"player.{name}": f"the environment's opponents name {name!r}"
+        for name in opponents
+        if name != "random"
+    }
     speakers = {*environment.speakers, *examined.speakers} - {POLICY}
     asked |= {f"speaker.{name}": f"the environment speaks with {name!r}" for name in speakers}
     for service, setting in asked.items():
         kind, _, name = service.partition(".")
         if service in served or name in outside:
             continue
-        own, unserved = KINDS[kind], {"judge": UNJUDGED, "player": "random", "speaker": POLICY}[kind]
+        own, unserved = (
+            KINDS[kind],
+            {"judge": UNJUDGED, "player": "random", "speaker": POLICY}[kind],
+        )
         if name not in own:
             names = {service.partition(".")[2] for service in served if service.startswith(kind)}
             bring = f"; for one that tools/serve brings, add --set 'judges.outside=[\"{name}\"]'"

@@ -1,4 +1,5 @@
-"""The set-up of a run in a process of its own, so that the launcher, which waits for it, never holds torch in memory."""
+"""The set-up of a run in a process of its own, so that the launcher, which waits for it, never
+holds torch in memory."""
 
 from tools.launching import agent_trial
 from tools.launching.assets import Assets
@@ -7,7 +8,8 @@ from wire.apart import Killed, apart
 
 
 def prepare(config: Config) -> Assets:
-    """Try the agent, if the run has one, and make every asset that is not cached yet. Raises FileNotFoundError, ValueError or MemoryError with the remedy."""
+    """Try the agent, if the run has one, and make every asset that is not cached yet. Raises
+    FileNotFoundError, ValueError or MemoryError with the remedy."""
     try:
         agent_trial.check(config)
         return apart(_prepare, config)

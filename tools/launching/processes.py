@@ -27,10 +27,11 @@ from wire.process import free_port
 
 
 class Process(msgspec.Struct, frozen=True):
-    """One process, ``python -m module RUN/processes/<file>.json``, started by the interpreter python ("" for the launcher's own).
-    vital: when this process dies, the whole run stops or is resumed; other processes are restarted alone. withheld: variables of the launcher that
-    it must not see, because they hold the API keys of others. needed: those that it needs. shard: the scheduler to which it belongs, None for what
-    all schedulers share."""
+    """One process, ``python -m module RUN/processes/<file>.json``, started by the interpreter
+    python ("" for the launcher's own). vital: when this process dies, the whole run stops or is
+    resumed; other processes are restarted alone. withheld: variables of the launcher that it must
+    not see, because they hold the API keys of others. needed: those that it needs. shard: the
+    scheduler to which it belongs, None for what all schedulers share."""
 
     name: str
     module: str
@@ -50,7 +51,9 @@ def make(config: Config, assets: Assets, run: Path) -> list[Process]:
     files, folder = _files(config, assets, str(run)), run / "processes"
     folder.mkdir(parents=True, exist_ok=True)
     for name, body in files.items():
-        (folder / f"{name}.json").write_bytes(msgspec.json.format(msgspec.json.encode(body), indent=1))
+        (folder / f"{name}.json").write_bytes(
+            msgspec.json.format(msgspec.json.encode(body), indent=1)
+        )
     needed = {file: key_variables(msgspec.to_builtins(body)) for file, body in files.items()}
     needed["scheduler"] |= KEYS  # the first one starts the trackers
     everybody = frozenset().union(*needed.values())
@@ -62,7 +65,9 @@ def _files(config: Config, assets: Assets, run: str) -> dict[str, Any]:
     """Return the contents of the process files by name."""
     s = msgspec.structs.replace(config.scheduler, strategy_options=strategy_options(config))
     # A schedule without an end of its own ends with the run.
-    w = msgspec.structs.replace(config.learner, decay_updates=config.learner.decay_updates or s.updates)
+    w = msgspec.structs.replace(
+        config.learner, decay_updates=config.learner.decay_updates or s.updates
+    )
     needs = schemes.load(w.scheme, w.scheme_options).needs
     # A plug-in announces its own name, so only built-in services are waited for.
     services = [service for service in map(built_in_service, config.judges.use) if service]
@@ -93,19 +98,35 @@ def _files(config: Config, assets: Assets, run: str) -> dict[str, Any]:
             shards.Shard(number, s.shards), config.actors.max_batch, reads_evidence(config),
         )  # fmt: skip
         files[name("judges")] = JudgeProcess(name("judges"), home, judges)
-        if players:  # opponents run apart from the judges, because a slow oracle would keep them waiting
+        # opponents run apart from the judges, because a slow oracle would keep them waiting
+        if players:
             files[name("players")] = JudgeProcess(name("players"), home, players)
         if assets.retriever:
             r = config.retriever
-            # Joining depends on time, and a query's vector, in its last bits, on what it is joined with.
+            # Joining depends on time, and a query's vector, in its last bits, on what it is joined
+            # with.
             batch = 1 if config.deterministic else r.batch
             files[name("retriever")] = RetrieverProcess(
-                name("retriever"), home, assets.retriever, r.encoder, r.threads, r.cache, r.search, batch
+                name("retriever"),
+                home,
+                assets.retriever,
+                r.encoder,
+                r.threads,
+                r.cache,
+                r.search,
+                batch,
             )
     for i in range(config.actors.count):
         home = str(shards.folder(Path(run), i % s.shards))
         files[f"actor-{i}"] = ActorProcess(
-            f"actor-{i}", home, config.seed * 1000 + i, assets.model, config.actors, i, config.deterministic, stored
+            f"actor-{i}",
+            home,
+            config.seed * 1000 + i,
+            assets.model,
+            config.actors,
+            i,
+            config.deterministic,
+            stored,
         )
     return files
 
@@ -113,13 +134,24 @@ def _files(config: Config, assets: Assets, run: str) -> dict[str, Any]:
 def reads_evidence(config: Config) -> bool:
     """Return whether the run's judge scores queries by the tasks' supporting passages."""
     name = SlateRules.name
-    return config.scheduler.judge == name and SlateRules(**config.judges.use.get(name, {})).query == "evidence"
+    return (
+        config.scheduler.judge == name
+        and SlateRules(**config.judges.use.get(name, {})).query == "evidence"
+    )
 
 
 def _share(s: SchedulerConfig, number: int) -> SchedulerConfig:
-    """Return the settings of one shard: its equal part of every update. The first shard alone evaluates and tracks."""
-    parts = {key: getattr(s, key) // s.shards for key in ("questions_per_update", "dynamic_sampling_budget")}
-    alone = {"evaluation": EvaluationConfig(questions=0), "trackers": [], "prometheus": ""} if number else {}
+    """Return the settings of one shard: its equal part of every update. The first shard alone
+    evaluates and tracks."""
+    parts = {
+        key: getattr(s, key) // s.shards
+        for key in ("questions_per_update", "dynamic_sampling_budget")
+    }
+    alone = (
+        {"evaluation": EvaluationConfig(questions=0), "trackers": [], "prometheus": ""}
+        if number
+        else {}
+    )
     return msgspec.structs.replace(s, **parts, **alone)
 
 
@@ -131,20 +163,35 @@ def _plan(config: Config, files: dict[str, Any], run: Path) -> list[Process]:
     plan += [_of_shard("judges", "judges.serve", n, 1, rest) for n in numbers]
     if served := files.get("judge-model"):
         threads = served.model.threads
-        plan.append(Process("judge-model", "tools.launching.judge_model", "judge-model", threads, False, rest))
+        plan.append(
+            Process(
+                "judge-model", "tools.launching.judge_model", "judge-model", threads, False, rest
+            )
+        )
     if "players" in files:
         plan += [_of_shard("players", "judges.serve", n, 1, {}) for n in numbers]
     if "retriever" in files:
-        plan += [_of_shard("retriever", "judges.retriever.worker", n, config.retriever.threads, {}) for n in numbers]
+        plan += [
+            _of_shard("retriever", "judges.retriever.worker", n, config.retriever.threads, {})
+            for n in numbers
+        ]
     actors = [_actor(config, place) for place in range(config.actors.count)]
-    plan += [msgspec.structs.replace(actor, shard=place % len(numbers)) for place, actor in enumerate(actors)]
+    plan += [
+        msgspec.structs.replace(actor, shard=place % len(numbers))
+        for place, actor in enumerate(actors)
+    ]
     if config.learner.outside:
         return plan
     return plan + _ranks(config.learner, {} if config.cluster.on else _meeting(run, config.learner))
 
 
 def _of_shard(
-    kind: str, module: str, number: int, threads: int, environment: dict[str, str], vital: bool = False
+    kind: str,
+    module: str,
+    number: int,
+    threads: int,
+    environment: dict[str, str],
+    vital: bool = False,
 ) -> Process:
     """Plan a process that every shard has."""
     name = shards.called(kind, number)
@@ -152,49 +199,77 @@ def _of_shard(
 
 
 def key_variables(settings: Any) -> frozenset[str]:
-    """Return the environment variables that a process's settings name as holders of an API key (``api_key_env``), at any depth."""
+    """Return the environment variables that a process's settings name as holders of an API key
+    (``api_key_env``), at any depth."""
     if isinstance(settings, dict):
-        own = frozenset({settings["api_key_env"]} if isinstance(settings.get("api_key_env"), str) else ()) - {""}
+        own = frozenset(
+            {settings["api_key_env"]} if isinstance(settings.get("api_key_env"), str) else ()
+        ) - {""}
         return own.union(*map(key_variables, settings.values()))
-    return frozenset().union(*map(key_variables, settings)) if isinstance(settings, list | tuple) else frozenset()
+    return (
+        frozenset().union(*map(key_variables, settings))
+        if isinstance(settings, list | tuple)
+        else frozenset()
+    )
 
 
-_ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "1048576", "MALLOC_TRIM_THRESHOLD_": "1048576", "MALLOC_ARENA_MAX": "2"}
-"""glibc's settings for a learner rank: memory of a tensor of 1 MiB or more returns to the system when the tensor is freed. With glibc's
-defaults the heap of a rank grew to twice its contents (docs/performance.md). A decoding engine would save little memory and lose time."""
+_ALLOCATOR = {
+    "MALLOC_MMAP_THRESHOLD_": "1048576",
+    "MALLOC_TRIM_THRESHOLD_": "1048576",
+    "MALLOC_ARENA_MAX": "2",
+}
+"""glibc's settings for a learner rank: memory of a tensor of 1 MiB or more returns to the system
+when the tensor is freed. With glibc's defaults the heap of a rank grew to twice its contents
+(docs/performance.md). A decoding engine would save little memory and lose time."""
 
 
 def forget_meeting(run: Path) -> None:
-    """Remove the file at which the ranks of an earlier start met: it would mislead those that start now. No rank may be alive."""
+    """Remove the file at which the ranks of an earlier start met: it would mislead those that start
+    now. No rank may be alive."""
     for old in run.glob("ranks-*"):
         old.unlink(missing_ok=True)
 
 
 def _meeting(run: Path, learner: LearnerConfig) -> dict[str, str]:
-    """Let the ranks meet at a file of the run folder, which needs no port, and talk over the loopback: torch authenticates neither."""
+    """Let the ranks meet at a file of the run folder, which needs no port, and talk over the
+    loopback: torch authenticates neither."""
     forget_meeting(run)
     interface = "lo0" if sys.platform == "darwin" else "lo"
-    shared = learner.publish != "file" and learner.publish_host != "127.0.0.1"  # weights leave by the same library
+    # weights leave by the same library
+    shared = learner.publish != "file" and learner.publish_host != "127.0.0.1"
     own = {} if shared else {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
     return {"COPPICE_RANKS": str(run / f"ranks-{secrets.token_hex(4)}")} | own
 
 
 def _ranks(learner: LearnerConfig, meeting: dict[str, str]) -> list[Process]:
-    """Plan the learner's ranks. A single rank meets nobody. meeting: where they meet; on a cluster, rank 0's node says so, and each has its own GPU."""
+    """Plan the learner's ranks. A single rank meets nobody. meeting: where they meet; on a cluster,
+    rank 0's node says so, and each has its own GPU."""
     count, several = str(learner.count), learner.count > 1
-    shared = meeting | {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count if meeting else "1"} if several else {}
+    shared = (
+        meeting | {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count if meeting else "1"}
+        if several
+        else {}
+    )
     places = [
         {"RANK": str(rank), "LOCAL_RANK": str(rank) if meeting else "0"} if several else {}
         for rank in range(learner.count)
     ]
     return [
-        Process(f"learner-{rank}", "learner.main", "learner", learner.threads, True, _ALLOCATOR | shared | place)
+        Process(
+            f"learner-{rank}",
+            "learner.main",
+            "learner",
+            learner.threads,
+            True,
+            _ALLOCATOR | shared | place,
+        )
         for rank, place in enumerate(places)
     ]
 
 
 def _actor(config: Config, place: int) -> Process:
-    """Plan one actor. With SGLang inside, it runs where sglang is installed; with actors.sglang.gpus it sees only its own GPUs."""
+    """Plan one actor. With SGLang inside, it runs where sglang is installed; with
+    actors.sglang.gpus it sees only its own GPUs."""
     a, name = config.actors, f"actor-{place}"
     if a.engine != "sglang":
         return Process(name, "actors.worker", name, a.threads, False)
@@ -202,11 +277,20 @@ def _actor(config: Config, place: int) -> Process:
     shown = gpus_of(place, a.sglang.gpus, config.learner.here, hardware.visible_gpus())
     environment = dict(a.sglang.environment) if inside else {}
     environment |= {"CUDA_VISIBLE_DEVICES": ",".join(shown)} if shown else {}
-    return Process(name, "actors.worker", name, a.threads, False, environment, a.sglang.python if inside else "")
+    return Process(
+        name,
+        "actors.worker",
+        name,
+        a.threads,
+        False,
+        environment,
+        a.sglang.python if inside else "",
+    )
 
 
 def _rest(config: Config) -> dict[str, str]:
-    """Give the judges' models the GPUs that neither the learner nor the actors use; if none is left, they may use any GPU."""
+    """Give the judges' models the GPUs that neither the learner nor the actors use; if none is
+    left, they may use any GPU."""
     gpus, a = hardware.visible_gpus(), config.actors
     own = a.count * a.sglang.gpus if a.engine == "sglang" and a.sglang.way != "url" else 0
     rest = gpus[config.learner.here + own :]
@@ -214,7 +298,8 @@ def _rest(config: Config) -> dict[str, str]:
 
 
 def gpus_of(place: int, each: int, learners: int, gpus: list[str]) -> list[str]:
-    """Return the GPUs of the actor at ``place``: actors take turns on the GPUs after the learner's, or on all if too few come after.
+    """Return the GPUs of the actor at ``place``: actors take turns on the GPUs after the learner's,
+    or on all if too few come after.
 
     Raises ValueError when the machine has fewer GPUs than one actor needs.
     """
@@ -228,7 +313,8 @@ def gpus_of(place: int, each: int, learners: int, gpus: list[str]) -> list[str]:
 
 
 def torchrun(learner: LearnerConfig, run: Path) -> str:
-    """Say how the ranks of a learner from outside are started (docs/learner.md, "Several machines")."""
+    """Say how the ranks of a learner from outside are started (docs/learner.md, "Several
+    machines")."""
     return (
         f"the learner's {learner.count} ranks come from outside: start them from the repository's folder on each of N machines with\n"
         f"  torchrun --nnodes N --node-rank I --nproc-per-node {learner.count}/N --master-addr FIRST --master-port PORT"

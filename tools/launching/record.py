@@ -1,6 +1,8 @@
-"""What the launcher knows of a run, in ``RUN/launcher.json``: its processes, its restarts, what failed and how it ended.
+"""What the launcher knows of a run, in ``RUN/launcher.json``: its processes, its restarts, what
+failed and how it ended.
 
-The launcher writes the file anew whenever something changes, and ``tools/launch --status`` reads it.
+The launcher writes the file anew whenever something changes, and ``tools/launch --status`` reads
+it.
 """
 
 import contextlib
@@ -30,8 +32,9 @@ class Failure(msgspec.Struct, frozen=True):
 
 
 class Member(msgspec.Struct, frozen=True):
-    """A process of the run. began: seconds of the epoch. restarts: by this launch, whole resumes of the run included.
-    host: the node on which it runs, "" for this machine; there its number is 0 until the cluster has room for it."""
+    """A process of the run. began: seconds of the epoch. restarts: by this launch, whole resumes of
+    the run included. host: the node on which it runs, "" for this machine; there its number is 0
+    until the cluster has room for it."""
 
     pid: int
     began: float
@@ -40,7 +43,8 @@ class Member(msgspec.Struct, frozen=True):
 
 
 class Record(msgspec.Struct):
-    """One launch. born: when the launcher's process began, which tells it from a later process with its number. stopping: it was asked to end."""
+    """One launch. born: when the launcher's process began, which tells it from a later process with
+    its number. stopping: it was asked to end."""
 
     pid: int
     born: float
@@ -60,7 +64,8 @@ class Record(msgspec.Struct):
 
 
 class Recorder:
-    """Keeps the record of this launch, from its construction until ``end``. A full disk costs only the record."""
+    """Keeps the record of this launch, from its construction until ``end``. A full disk costs only
+    the record."""
 
     def __init__(self, run: Path):
         before, born = read(run), psutil.Process().create_time()
@@ -83,7 +88,10 @@ class Recorder:
 
     def failed(self, process: str, cause: str, log: Path, then: str) -> None:
         """A process died."""
-        self.record.failures = [*self.record.failures, Failure(time.time(), process, cause, str(log), then)][-KEPT:]
+        self.record.failures = [
+            *self.record.failures,
+            Failure(time.time(), process, cause, str(log), then),
+        ][-KEPT:]
         self.write()
 
     def stopping(self) -> None:

@@ -1,4 +1,5 @@
-"""Runs a plan to its end, and resumes the run after a death where that helps (tools/launching/failures.py)."""
+"""Runs a plan to its end, and resumes the run after a death where that helps
+(tools/launching/failures.py)."""
 
 import os
 import time
@@ -17,8 +18,11 @@ from tools.launching.signals import Signals
 from tools.launching.supervisor import INTERRUPTED, Supervisor
 
 
-def supervise(run: Path, make: Callable[[], list[Process]], screen: Screen, nodes: Nodes | None = None) -> int:
-    """Run the plan that ``make`` returns to its end, resuming the run where that helps. nodes: of a cluster. Return the exit status. Raises OSError."""
+def supervise(
+    run: Path, make: Callable[[], list[Process]], screen: Screen, nodes: Nodes | None = None
+) -> int:
+    """Run the plan that ``make`` returns to its end, resuming the run where that helps. nodes: of a
+    cluster. Return the exit status. Raises OSError."""
     signals, recorder = Signals(), Recorder(run)
     signals.listen()
     resumes, again = Resumes(_checkpoint(run), _done(run)), resume_command(run)
@@ -38,12 +42,15 @@ def supervise(run: Path, make: Callable[[], list[Process]], screen: Screen, node
             advice = disk.no_space(run) if full or cause.full_disk else remedy(cause, again)
             recorder.failed(ended.spec.name, cause.text, ended.log, "the run ended")
             recorder.end("failed", advice)
-            screen.say(f"\n{ended.spec.name} failed: {cause.text}\nremedy: {advice}\nlog: {shown(ended.log)}")
+            screen.say(
+                f"\n{ended.spec.name} failed: {cause.text}\nremedy: {advice}\nlog: {shown(ended.log)}"
+            )
             return 1
         recorder.record.resumes += 1
         supervisor.announce(ended, cause, f"resuming the run in {pause:.0f} s")
         signals.interrupted.wait(pause)
-        os.environ["COPPICE_STARTED"] = f"{os.getpid()} {time.monotonic()}"  # the summary counts from this start
+        # the summary counts from this start
+        os.environ["COPPICE_STARTED"] = f"{os.getpid()} {time.monotonic()}"
     recorder.end("stopped", again)
     screen.say(f"stopped; go on with: {again}", "summary")
     return INTERRUPTED
@@ -57,4 +64,6 @@ def _done(run: Path) -> int:
 
 def _checkpoint(run: Path) -> str:
     """Return the name of the newest checkpoint, or "" if there is none."""
-    return max((path.parent.name for path in (run / "checkpoints").glob("v??????/state.json")), default="")
+    return max(
+        (path.parent.name for path in (run / "checkpoints").glob("v??????/state.json")), default=""
+    )

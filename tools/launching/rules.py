@@ -1,4 +1,5 @@
-"""Check that settings fit together. Contradictions and settings without effect are refused when a config is read."""
+"""Check that settings fit together. Contradictions and settings without effect are refused when a
+config is read."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,14 +14,21 @@ from wire.options import known
 
 
 def check(config: Config) -> None:
-    """Refuse settings that contradict each other or would silently do nothing. Raises ValueError or FileNotFoundError."""
+    """Refuse settings that contradict each other or would silently do nothing. Raises ValueError or
+    FileNotFoundError."""
     for fault in _faults(config):
         raise ValueError(fault)
 
 
 def _faults(config: Config) -> Iterator[str]:
-    """Yield what is wrong, in order. The rules of each subject yield theirs; what a plug-in refuses itself is raised."""
-    s, a, d, encoder = config.scheduler, config.actors, config.scheduler.dispatch, config.retriever.encoder
+    """Yield what is wrong, in order. The rules of each subject yield theirs; what a plug-in refuses
+    itself is raised."""
+    s, a, d, encoder = (
+        config.scheduler,
+        config.actors,
+        config.scheduler.dispatch,
+        config.retriever.encoder,
+    )
     if d.dead_after_s <= d.heartbeat_s:
         yield (
             f"scheduler.dispatch.dead_after_s = {d.dead_after_s}: expected more than scheduler.dispatch.heartbeat_s ="
@@ -30,7 +38,12 @@ def _faults(config: Config) -> Iterator[str]:
         yield f"scheduler.max_action_tokens = {s.max_action_tokens} leaves no room for a prompt in actors.max_context = {a.max_context}"
     if "/" not in encoder and not Path(encoder).is_dir():
         expected = [RetrieverConfig().encoder]
-        known(f"retriever.encoder = {encoder!r}", encoder, expected, ", a folder, or a hub name with its owner")
+        known(
+            f"retriever.encoder = {encoder!r}",
+            encoder,
+            expected,
+            ", a folder, or a hub name with its owner",
+        )
     yield from _exports(config)
     yield from _shards(config)
     served = yield from plug_in_rules.of_judges(config)
@@ -87,7 +100,8 @@ def _shards(config: Config) -> Iterator[str]:
 
 
 def doubts(config: Config) -> list[str]:
-    """Warnings, printed when a run starts, about legal settings that do not do what their names promise."""
+    """Warnings, printed when a run starts, about legal settings that do not do what their names
+    promise."""
     w = config.learner
     doubts = corrections.load(w.correction, w.correction_options).doubts(w.steps, w.aggregation)
     remedy = schemes.load(w.scheme, w.scheme_options).needs.pushes_equal
@@ -106,7 +120,8 @@ def doubts(config: Config) -> list[str]:
             " or ranks, so the activations of a longer one must fit into one rank; raise micro_tokens if they do, or lower max_context"
         )
     s, urls = config.scheduler, config.actors.sglang.urls
-    if urls and (s.top_p < 1 or s.top_k):  # only the actor, which asks it, knows whether a URL is a router
+    # only the actor, which asks it, knows whether a URL is a router
+    if urls and (s.top_p < 1 or s.top_k):
         doubts.append(
             f"scheduler.top_p = {s.top_p} and top_k = {s.top_k} with actors.sglang.urls = {urls}: a router among them would refuse every call; give each server's"
             " own URL, or set top_p = 1 and top_k = 0"

@@ -1,7 +1,9 @@
-"""What the launcher shows of a run: the scheduler's lines, its records as a table under a progress bar, and its own lines about processes.
+"""What the launcher shows of a run: the scheduler's lines, its records as a table under a progress
+bar, and its own lines about processes.
 
-On a terminal the bar is written anew in its place, above the rows that came since. Elsewhere, and with NO_COLOR, it comes as a plain line with
-each heading and after the last update, and nothing is ever overwritten.
+On a terminal the bar is written anew in its place, above the rows that came since. Elsewhere, and
+with NO_COLOR, it comes as a plain line with each heading and after the last update, and nothing is
+ever overwritten.
 """
 
 import contextlib
@@ -29,9 +31,10 @@ Level = Literal["detail", "fault", "summary"]
 
 
 class Screen:
-    """Shows the lines of one command, from any thread. out: where they go. updates: how many the run makes; records: where records go as JSON
-    instead of into the table, or None; quiet: show faults and the end only; schedulers: how many the run has. Their records are joined; of the others'
-    words than the first one's only faults are shown, with the scheduler's name."""
+    """Shows the lines of one command, from any thread. out: where they go. updates: how many the
+    run makes; records: where records go as JSON instead of into the table, or None; quiet: show
+    faults and the end only; schedulers: how many the run has. Their records are joined; of the
+    others' words than the first one's only faults are shown, with the scheduler's name."""
 
     def __init__(
         self,
@@ -48,7 +51,11 @@ class Screen:
             self._out.reconfigure(
                 errors="replace"
             )  # a terminal that lacks a letter of a question must not end the relay
-        self._live = self._out.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+        self._live = (
+            self._out.isatty()
+            and not os.environ.get("NO_COLOR")
+            and os.environ.get("TERM") != "dumb"
+        )
         self._table, self._copied, self._progress = Table(), Table(), Progress(updates)
         self._lock = threading.Lock()
         self._size = os.terminal_size((0, 0))
@@ -62,7 +69,8 @@ class Screen:
                 self._print(line, level)
 
     def relay(self, source: IO[bytes], copy: IO[bytes], number: int = 0) -> None:
-        """Show the lines of a scheduler, and write them to a file. Neither a closed terminal (``| head``) nor a full disk stops the relay."""
+        """Show the lines of a scheduler, and write them to a file. Neither a closed terminal (``|
+        head``) nor a full disk stops the relay."""
         with copy:
             for line in source:
                 shown = self._take(line.decode(errors="replace").rstrip("\n"), number)
@@ -71,7 +79,13 @@ class Screen:
 
     def _take(self, line: str, number: int = 0) -> str:
         """Show a line of a scheduler, and return what the copy has of it."""
-        level: Level = "fault" if line.startswith(WARNING) else "summary" if line.startswith(NOTICE) else "detail"
+        level: Level = (
+            "fault"
+            if line.startswith(WARNING)
+            else "summary"
+            if line.startswith(NOTICE)
+            else "detail"
+        )
         try:
             record = msgspec.json.decode(line, type=dict[str, float | None])
         except msgspec.DecodeError:  # words, or a record that a death cut off
@@ -90,7 +104,9 @@ class Screen:
                 elif UPDATE in whole and not self.quiet:
                     self._row(whole)
                 if UPDATE in whole:
-                    copied += "".join(f"{text}\n" for text in self._copied.lines(whole, WIDEST) if text)
+                    copied += "".join(
+                        f"{text}\n" for text in self._copied.lines(whole, WIDEST) if text
+                    )
         return copied
 
     def _row(self, record: dict[str, float]) -> None:
@@ -128,9 +144,13 @@ class Screen:
             return
         width = shutil.get_terminal_size().columns
         if fold and len(line) > width and self._out.isatty():
-            line = textwrap.fill(line, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+            line = textwrap.fill(
+                line, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+            )
         if self._below:
-            self._below += sum(max(1, -(-len(part) // width)) for part in line.split("\n")) if fold else 1
+            self._below += (
+                sum(max(1, -(-len(part) // width)) for part in line.split("\n")) if fold else 1
+            )
         self._write(self._out, (self._colour(line, _YELLOW) if level == "fault" else line) + "\n")
 
     def _colour(self, text: str, colour: str) -> str:

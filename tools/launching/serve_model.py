@@ -1,4 +1,5 @@
-"""The command tools/serve-model: the embedded engine serves a model over the OpenAI-compatible protocol."""
+"""The command tools/serve-model: the embedded engine serves a model over the OpenAI-compatible
+protocol."""
 
 import argparse
 import asyncio
@@ -19,7 +20,8 @@ from wire.options import command_parser
 _DEFAULTS = ActorsConfig()
 _CONTEXT = 4096
 _CACHE_GIB = 2.0
-"""Larger than an actor's cache: running samples and the prefixes that clients share must fit together, or prefixes are computed again."""
+"""Larger than an actor's cache: running samples and the prefixes that clients share must fit
+together, or prefixes are computed again."""
 _PATIENCE_S = 2.0
 """Seconds that open requests have to end when the server stops."""
 
@@ -27,7 +29,8 @@ _PATIENCE_S = 2.0
 async def serve(options: argparse.Namespace, folder: Path, api_key: str) -> None:
     """Serve until SIGINT or SIGTERM.
 
-    Raises OSError if the address cannot be taken, InfrastructureFault when the engine has died, and whatever the engine's start raises.
+    Raises OSError if the address cannot be taken, InfrastructureFault when the engine has died, and
+    whatever the engine's start raises.
     """
     work = asyncio.create_task(_serve(options, folder, api_key))
     if await loop.or_signal(work):
@@ -35,7 +38,8 @@ async def serve(options: argparse.Namespace, folder: Path, api_key: str) -> None
 
 
 async def _serve(options: argparse.Namespace, folder: Path, api_key: str) -> None:
-    from aiohttp import web  # here, because what follows imports torch, for which --help should not wait
+    # here, because what follows imports torch, for which --help should not wait
+    from aiohttp import web
 
     from actors.engines.local import LocalEngine
     from actors.serving.server import Server, runner
@@ -78,7 +82,9 @@ def main(arguments: list[str] | None = None) -> int:
     except (ValueError, OSError, MemoryError) as error:
         command.exit(1, f"tools/serve-model: {error}\n")
     except InfrastructureFault as fault:
-        command.exit(1, f"tools/serve-model: {fault}; its traceback is above. Start the server again\n")
+        command.exit(
+            1, f"tools/serve-model: {fault}; its traceback is above. Start the server again\n"
+        )
     return 0
 
 
@@ -86,13 +92,16 @@ def check(options: argparse.Namespace) -> None:
     """Check the numbers of the command line. Raises ValueError for a number out of range."""
     for name in ("threads", "max_context", "max_batch", "kv_cache_gib"):
         if not 0 < getattr(options, name) < math.inf:
-            raise ValueError(f"--{name.replace('_', '-')} {getattr(options, name)}: expected a number above 0")
+            raise ValueError(
+                f"--{name.replace('_', '-')} {getattr(options, name)}: expected a number above 0"
+            )
     if not 0 <= options.port < 2**16:
         raise ValueError(f"--port {options.port}: expected 0 (a free one) to {2**16 - 1}")
 
 
 def is_loopback(host: str) -> bool:
-    """True if ``host`` can be reached from this machine only. A name other than localhost may mean any machine."""
+    """True if ``host`` can be reached from this machine only. A name other than localhost may mean
+    any machine."""
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
     return host == "localhost"
@@ -122,20 +131,31 @@ EXAMPLES = """\
 def parser() -> argparse.ArgumentParser:
     """Return the parser of tools/serve-model."""
     parser = command_parser(
-        "tools/serve-model", "Serve a model over the OpenAI-compatible protocol (docs/serve-model.md).", EXAMPLES
+        "tools/serve-model",
+        "Serve a model over the OpenAI-compatible protocol (docs/serve-model.md).",
+        EXAMPLES,
     )
     known = f"a folder, a hub id or a known name (default: {DEFAULT})"
     parser.add_argument("model", nargs="?", default=DEFAULT, metavar="MODEL", help=known)
     host = "address to listen at; others than this machine's own need --api-key-env (default: %(default)s)"
     parser.add_argument("--host", default="127.0.0.1", help=host)
-    parser.add_argument("--port", type=int, default=30000, help="0 takes a free one (default: %(default)s)")
-    parser.add_argument("--name", default="", help="what clients call the model (default: the folder's name)")
     parser.add_argument(
-        "--api-key-env", default="", metavar="NAME", help="variable that holds the key clients must send"
+        "--port", type=int, default=30000, help="0 takes a free one (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--name", default="", help="what clients call the model (default: the folder's name)"
+    )
+    parser.add_argument(
+        "--api-key-env",
+        default="",
+        metavar="NAME",
+        help="variable that holds the key clients must send",
     )
     context = "tokens of a prompt and its answer together, at most (default: %(default)s)"
     cores = len(os.sched_getaffinity(0))
-    parser.add_argument("--threads", type=int, default=cores, help="compute threads (default: all cores)")
+    parser.add_argument(
+        "--threads", type=int, default=cores, help="compute threads (default: all cores)"
+    )
     parser.add_argument("--max-context", type=int, default=_CONTEXT, help=context)
     batch = "samples that decode together (default: %(default)s)"
     parser.add_argument("--max-batch", type=int, default=_DEFAULTS.max_batch, help=batch)

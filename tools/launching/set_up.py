@@ -1,4 +1,5 @@
-"""The set-up of a run: model, data, index and warm start. Each is made once and cached, with progress lines. This module imports torch."""
+"""The set-up of a run: model, data, index and warm start. Each is made once and cached, with
+progress lines. This module imports torch."""
 
 from pathlib import Path
 
@@ -25,7 +26,8 @@ from tools.launching.config import Config
 
 
 def prepare(config: Config) -> Assets:
-    """Make, in this process, every asset that is not cached yet. Raises FileNotFoundError, ValueError or MemoryError with the remedy."""
+    """Make, in this process, every asset that is not cached yet. Raises FileNotFoundError,
+    ValueError or MemoryError with the remedy."""
     cache = cache_folder()
     assets = _prepare(config, ensure_model(config.model.name, cache), cache)
     check_weights(Path(assets.model))  # a warm start's folder is cached too
@@ -42,11 +44,15 @@ def prepare(config: Config) -> Assets:
 def _prepare(config: Config, model: Path, cache: Path) -> Assets:
     environment = registry.load(config.data.environment, config.data.options)
     if config.warm_start.skill and not isinstance(environment, Game):
-        raise ValueError(f"warm_start.skill = {config.warm_start.skill}: only a game has good moves; set it to 0")
+        raise ValueError(
+            f"warm_start.skill = {config.warm_start.skill}: only a game has good moves; set it to 0"
+        )
     if isinstance(environment, SearchQA | Agent):
         return _for_questions(config, environment, model, cache)
     if isinstance(environment, Game):
-        model = ensure_legal_play(model, environment, config.data.options, config.warm_start, cache, config.threads)
+        model = ensure_legal_play(
+            model, environment, config.data.options, config.warm_start, cache, config.threads
+        )
         return Assets(str(model), "", "", "")
     if config.warm_start.steps:
         raise ValueError(
@@ -55,9 +61,15 @@ def _prepare(config: Config, model: Path, cache: Path) -> Assets:
     return Assets(str(model), config.data.train, config.data.heldout, config.retriever.backend)
 
 
-def _for_questions(config: Config, environment: SearchQA | Agent, model: Path, cache: Path) -> Assets:
+def _for_questions(
+    config: Config, environment: SearchQA | Agent, model: Path, cache: Path
+) -> Assets:
     data = config.data
-    read = (*listed(data.train), *listed(data.heldout), *([data.corpus] if environment.searches else []))
+    read = (
+        *listed(data.train),
+        *listed(data.heldout),
+        *([data.corpus] if environment.searches else []),
+    )
     facts = ensure_facts(cache) if "default" in read else None
     train, heldout = _files(data.train, facts, "train"), _files(data.heldout, facts, "heldout")
     retriever = config.retriever.backend if environment.searches else ""
@@ -75,7 +87,9 @@ def _for_questions(config: Config, environment: SearchQA | Agent, model: Path, c
     notation = Tags(environment) if isinstance(environment, SearchQA) else Calls()
     if config.model.name == (TINY_SEARCH if isinstance(environment, SearchQA) else TINY_AGENT):
         corpus = ensure_facts(cache) / "corpus.jsonl"
-        model = ensure_search_play(model, corpus, notation, config.warm_start, cache, config.threads)
+        model = ensure_search_play(
+            model, corpus, notation, config.warm_start, cache, config.threads
+        )
     elif config.warm_start.steps and not isinstance(environment, SearchQA):
         raise ValueError(
             f"warm_start.steps = {config.warm_start.steps}: agents have a warm start for model.name = {TINY_AGENT!r} alone; set it to 0"
@@ -85,7 +99,14 @@ def _for_questions(config: Config, environment: SearchQA | Agent, model: Path, c
         assert isinstance(environment, SearchQA)
         index = Path(retriever)
         model = ensure_warm_start(
-            model, facts, index, config.retriever.encoder, environment, config.warm_start, cache, config.threads
+            model,
+            facts,
+            index,
+            config.retriever.encoder,
+            environment,
+            config.warm_start,
+            cache,
+            config.threads,
         )
     return Assets(str(model), train, heldout, retriever)
 

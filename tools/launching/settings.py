@@ -1,4 +1,5 @@
-"""The settings of an experiment as typed structs: one section per room, and the settings of the launcher itself."""
+"""The settings of an experiment as typed structs: one section per room, and the settings of the
+launcher itself."""
 
 from typing import Any, Literal
 
@@ -13,19 +14,22 @@ from wire.numbers import Count, Natural
 
 
 class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Section [model]. name: "smollm2-135m", a Hugging Face folder or a hub id. dtype: the number type of actors and learner; actors.dtype and
-    learner.dtype override it. "auto" is bfloat16 if the machine is faster in it, otherwise float32."""
+    """Section [model]. name: "smollm2-135m", a Hugging Face folder or a hub id. dtype: the number
+    type of actors and learner; actors.dtype and learner.dtype override it. "auto" is bfloat16 if
+    the machine is faster in it, otherwise float32."""
 
     name: str = "smollm2-135m"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
 
 
 class DataConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Section [data]. "default" means the built-in corpus and its questions; other values are paths (JSONL, Parquet) or hub datasets.
+    """Section [data]. "default" means the built-in corpus and its questions; other values are paths
+    (JSONL, Parquet) or hub datasets.
 
-    train, heldout: one source or a list of sources (actors/environments/task_files.py). environment: a name from
-    actors/environments/registry.py, or module:Class. options: arguments of the environment's constructor. An environment that makes
-    its own tasks (a game) reads no files. agent: "module:function" or a command line, which is trained in the place of an environment
+    train, heldout: one source or a list of sources (actors/environments/task_files.py).
+    environment: a name from actors/environments/registry.py, or module:Class. options: arguments of
+    the environment's constructor. An environment that makes its own tasks (a game) reads no files.
+    agent: "module:function" or a command line, which is trained in the place of an environment
     (docs/agents.md); options are then those of the environment "agent".
     """
 
@@ -40,10 +44,12 @@ class DataConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Section [cluster]: where the processes run (docs/cluster.md).
 
-    on: "" for this machine, "ray" for the Ray cluster of which this machine is a node, "ray://HOST:PORT" for one elsewhere. The other keys are
-    for the job that ``--cluster slurm`` or ``--cluster kuberay`` writes. cpus, gpus, memory_gib: of one node. options: further options of
-    sbatch, such as "--partition=h100". image: the container image, with this project in ``folder``. volume: the claim of the volume that all pods
-    share. secret: the Kubernetes secret whose entries become variables (API keys).
+    on: "" for this machine, "ray" for the Ray cluster of which this machine is a node,
+    "ray://HOST:PORT" for one elsewhere. The other keys are for the job that ``--cluster slurm`` or
+    ``--cluster kuberay`` writes. cpus, gpus, memory_gib: of one node. options: further options of
+    sbatch, such as "--partition=h100". image: the container image, with this project in ``folder``.
+    volume: the claim of the volume that all pods share. secret: the Kubernetes secret whose entries
+    become variables (API keys).
     """
 
     on: str = ""
@@ -58,10 +64,12 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A whole experiment. runs: the folder that holds the run folders. threads: compute threads of the set-up (index, warm start).
+    """A whole experiment. runs: the folder that holds the run folders. threads: compute threads of
+    the set-up (index, warm start).
 
-    deterministic: the same config on the same machine gives the same weights, bit for bit, also after any crash (docs/reliability.md). It needs
-    scheduler.max_staleness = 0 and the embedded engine, which then serves one request at a time and reuses no prefix.
+    deterministic: the same config on the same machine gives the same weights, bit for bit, also
+    after any crash (docs/reliability.md). It needs scheduler.max_staleness = 0 and the embedded
+    engine, which then serves one request at a time and reuses no prefix.
     """
 
     name: str
@@ -81,7 +89,8 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def with_agent(config: Config) -> Config:
-    """The config with ``data.agent`` as what it stands for: the environment "agent" and its option ``run``. Raises ValueError."""
+    """The config with ``data.agent`` as what it stands for: the environment "agent" and its option
+    ``run``. Raises ValueError."""
     data = config.data
     if not data.agent:
         return config
@@ -89,5 +98,7 @@ def with_agent(config: Config) -> Config:
         raise ValueError(
             f"data.agent = {data.agent!r} takes the place of data.environment and data.options.run: leave those out"
         )
-    data = msgspec.structs.replace(data, environment="agent", agent="", options={**data.options, "run": data.agent})
+    data = msgspec.structs.replace(
+        data, environment="agent", agent="", options={**data.options, "run": data.agent}
+    )
     return msgspec.structs.replace(config, data=data)

@@ -1,8 +1,9 @@
-"""``tools/launch --status RUN``: what runs, how far it is, what waits for what, what failed last and what to do, on one page.
-``tools/watch`` shows its parts anew every second.
+"""``tools/launch --status RUN``: what runs, how far it is, what waits for what, what failed last
+and what to do, on one page. ``tools/watch`` shows its parts anew every second.
 
-It only reads: the launcher's record, the scheduler's report, the journal (opened read-only), and the system's list of processes. So it works
-on live, stopped and broken runs and disturbs none. What cannot be read is said on the page and costs only its own lines.
+It only reads: the launcher's record, the scheduler's report, the journal (opened read-only), and
+the system's list of processes. So it works on live, stopped and broken runs and disturbs none. What
+cannot be read is said on the page and costs only its own lines.
 """
 
 import shlex
@@ -29,11 +30,13 @@ from wire import shards
 
 WIDTH = 80
 QUIET_S = 60.0
-"""A run without progress, or a worker without a heartbeat, for longer is worth a look at the stacks."""
+"""A run without progress, or a worker without a heartbeat, for longer is worth a look at the
+stacks."""
 
 
 class ProcessStatus(msgspec.Struct, frozen=True):
-    """A process of the run. age_s, heard_s: seconds since its start and since its last heartbeat. mib: its memory (resident)."""
+    """A process of the run. age_s, heard_s: seconds since its start and since its last heartbeat.
+    mib: its memory (resident)."""
 
     name: str
     pid: int
@@ -45,8 +48,9 @@ class ProcessStatus(msgspec.Struct, frozen=True):
 
 
 class Status(msgspec.Struct):
-    """The page. state: running, finished, stopped, failed, killed (the launcher is gone without a word), or unknown. damaged: what could not
-    be read. name: that of its config. do: what to do next."""
+    """The page. state: running, finished, stopped, failed, killed (the launcher is gone without a
+    word), or unknown. damaged: what could not be read. name: that of its config. do: what to do
+    next."""
 
     run: str
     state: str
@@ -68,12 +72,20 @@ class Status(msgspec.Struct):
 
 
 def show(run: Path, as_json: bool) -> int:
-    """Print the page, or the status as JSON. Return the exit status: 2 if ``run`` is not the folder of a run."""
+    """Print the page, or the status as JSON. Return the exit status: 2 if ``run`` is not the folder
+    of a run."""
     if not (run / "config.json").exists():
         reason = (
-            "no config.json is there" if run.is_dir() else "it is not a folder" if run.exists() else "nothing is there"
+            "no config.json is there"
+            if run.is_dir()
+            else "it is not a folder"
+            if run.exists()
+            else "nothing is there"
         )
-        print(f"tools/launch --status {run}: {reason}; expected the folder of a run, runs/NAME-TIME", file=sys.stderr)
+        print(
+            f"tools/launch --status {run}: {reason}; expected the folder of a run, runs/NAME-TIME",
+            file=sys.stderr,
+        )
         return 2
     status = gather(run.resolve(), time.monotonic())
     print(msgspec.json.encode(status).decode() if as_json else "\n".join(page(status)))
@@ -83,7 +95,9 @@ def show(run: Path, as_json: bool) -> int:
 def gather(run: Path, now: float) -> Status:
     """Read the status of a run, or of a journal file alone. now: monotonic seconds."""
     if run.is_file():
-        status = Status(str(shown(run)), "a journal", "without the folder of its run; nothing else is known")
+        status = Status(
+            str(shown(run)), "a journal", "without the folder of its run; nothing else is known"
+        )
         _read_journal(run, status)
         return status
     launched, reports = record.read(run), health.read_all(run)
@@ -93,12 +107,16 @@ def gather(run: Path, now: float) -> Status:
     for name, read in ((record.NAME, launched), (health.NAME, report)):
         if read is None:
             missing = (
-                "cannot be read" if (run / name).exists() else "is not there: this run was not begun by this version"
+                "cannot be read"
+                if (run / name).exists()
+                else "is not there: this run was not begun by this version"
             )
             status.damaged.append(f"{name} {missing}")
     _read_config(run, status)
     for home in shards.homes(run):
-        _read_journal(home / "journal.sqlite", status, "" if home == run else f"shards/{home.name}/")
+        _read_journal(
+            home / "journal.sqlite", status, "" if home == run else f"shards/{home.name}/"
+        )
     status.paused = _paused((run / health.PAUSED).exists(), report if state == "running" else None)
     if launched is not None:
         status.processes = _processes(run, launched, reports if state == "running" else [], now)
@@ -106,7 +124,9 @@ def gather(run: Path, now: float) -> Status:
     if report is not None:
         status.version, status.phase = report.version if report.began else None, report.phase
         status.fault = ago(time.time() - report.fault[0], report.fault[1]) if report.fault else ""
-        newest = health.joined([one for one in reports if one.pid in {p.pid for p in status.processes}])
+        newest = health.joined(
+            [one for one in reports if one.pid in {p.pid for p in status.processes}]
+        )
         if state == "running" and newest is not None:
             status.idle_s, status.waits = now - newest.progress_at, newest.waits()
     status.do = _advice(status, launched)
@@ -121,9 +141,15 @@ def _state(run: Path, launched: Record | None) -> tuple[str, str]:
     if launched.alive:
         resumes = f", resumed {launched.resumes} times" if launched.resumes else ""
         stopping = "; it is stopping" if launched.stopping else ""
-        return "running", f"launcher {launched.pid}, since {span(time.time() - launched.born)}{resumes}{stopping}"
+        return (
+            "running",
+            f"launcher {launched.pid}, since {span(time.time() - launched.born)}{resumes}{stopping}",
+        )
     if launched.state == "running":
-        return "killed", f"its launcher {launched.pid} is gone without a word (killed, or the machine went down)"
+        return (
+            "killed",
+            f"its launcher {launched.pid} is gone without a word (killed, or the machine went down)",
+        )
     return launched.state, "its launcher has ended in order"
 
 
@@ -133,22 +159,30 @@ def _read_config(run: Path, status: Status) -> None:
         config = msgspec.json.decode((run / "config.json").read_bytes(), type=Config)
         status.name, status.updates = config.name, config.scheduler.updates
     except (msgspec.DecodeError, OSError) as error:
-        status.damaged.append(f"config.json is torn or of another version ({error}): restore it, or start anew")
+        status.damaged.append(
+            f"config.json is torn or of another version ({error}): restore it, or start anew"
+        )
 
 
 def _paused(asked: bool, report: Health | None) -> str:
-    """Say whether the run is paused. asked: whether the file that asks for it is there. report: of a running scheduler, which looks for the file at
-    every heartbeat."""
+    """Say whether the run is paused. asked: whether the file that asks for it is there. report: of
+    a running scheduler, which looks for the file at every heartbeat."""
     if report is None:
         return "paused when it ended; a new launch lifts the pause" if asked else ""
     if asked != report.paused:
-        return "pausing at the scheduler's next heartbeat" if asked else "resuming at the scheduler's next heartbeat"
+        return (
+            "pausing at the scheduler's next heartbeat"
+            if asked
+            else "resuming at the scheduler's next heartbeat"
+        )
     return f"paused: no new tree begins, {report.growing} still grow" if asked else ""
 
 
 def _read_journal(path: Path, status: Status, where: str = "") -> None:
     if not path.exists():
-        status.damaged.append(f"{where}journal.sqlite is not there: no scheduler has begun in this folder")
+        status.damaged.append(
+            f"{where}journal.sqlite is not there: no scheduler has begun in this folder"
+        )
         return
     try:
         journal = Journal(path, readonly=True)
@@ -167,18 +201,28 @@ def _read_journal(path: Path, status: Status, where: str = "") -> None:
             shown_ = ", ".join(f"{key} {measure}" for key, measure in measures.items())
             status.heldout = f"{name} (version {version}): {shown_}"
     except (sqlite3.Error, msgspec.MsgspecError, ValueError) as error:
-        status.damaged.append(f"{where}journal.sqlite cannot be read ({error}): restore it from a copy, or start anew")
+        status.damaged.append(
+            f"{where}journal.sqlite cannot be read ({error}): restore it from a copy, or start anew"
+        )
 
 
-def _processes(run: Path, launched: Record, reports: list[Health], now: float) -> list[ProcessStatus]:
+def _processes(
+    run: Path, launched: Record, reports: list[Health], now: float
+) -> list[ProcessStatus]:
     whole = health.joined(reports)
-    heard = {worker.pid: now - worker.heard for worker in whole.workers} if whole is not None else {}
+    heard = (
+        {worker.pid: now - worker.heard for worker in whole.workers} if whole is not None else {}
+    )
     heard |= {report.pid: now - report.at for report in reports}
-    return [_process(run, name, member, heard.get(member.pid)) for name, member in launched.members.items()]
+    return [
+        _process(run, name, member, heard.get(member.pid))
+        for name, member in launched.members.items()
+    ]
 
 
 def living(run: Path, member: record.Member) -> psutil.Process:
-    """Return a process of the run. Another one may have its number by now, so it must have a process file of this run. Raises psutil.Error."""
+    """Return a process of the run. Another one may have its number by now, so it must have a
+    process file of this run. Raises psutil.Error."""
     process = psutil.Process(member.pid)
     if not any(argument.startswith(f"{run}/processes/") for argument in process.cmdline()):
         raise psutil.NoSuchProcess(member.pid)
@@ -188,23 +232,38 @@ def living(run: Path, member: record.Member) -> psutil.Process:
 def _process(run: Path, name: str, member: record.Member, heard: float | None) -> ProcessStatus:
     if member.host or not member.pid:  # the launcher alone knows of its end
         state = f"on {member.host}" if member.host else "no room yet"
-        return ProcessStatus(name, member.pid, state, member.restarts, time.time() - member.began, None, heard)
+        return ProcessStatus(
+            name, member.pid, state, member.restarts, time.time() - member.began, None, heard
+        )
     try:
         process = living(run, member)
         state = process.status()
         mib = process.memory_info().rss / 2**20
     except psutil.Error:
         return ProcessStatus(name, member.pid, "ended", member.restarts)
-    return ProcessStatus(name, member.pid, state, member.restarts, time.time() - member.began, mib, heard)
+    return ProcessStatus(
+        name, member.pid, state, member.restarts, time.time() - member.began, mib, heard
+    )
 
 
 def _advice(status: Status, launched: Record | None) -> str:
     """One line that says what to do, with the exact command."""
     run = shlex.quote(str(status.run))
     again = f"tools/launch --resume {run}"
-    config = next((text for text in status.damaged if text.startswith("config") or "journal.sqlite cannot" in text), "")
+    config = next(
+        (
+            text
+            for text in status.damaged
+            if text.startswith("config") or "journal.sqlite cannot" in text
+        ),
+        "",
+    )
     if status.state == "running" and launched is not None:
-        hanging = [p.name for p in status.processes if p.state == psutil.STATUS_STOPPED or (p.heard_s or 0) > QUIET_S]
+        hanging = [
+            p.name
+            for p in status.processes
+            if p.state == psutil.STATUS_STOPPED or (p.heard_s or 0) > QUIET_S
+        ]
         if hanging or (status.idle_s or 0) > QUIET_S:
             what = f"{', '.join(hanging)} hangs" if hanging else "nothing moves"
             return f"{what}; the launcher will replace it. For all stacks in the logs: kill -QUIT {launched.pid}"
@@ -215,7 +274,11 @@ def _advice(status: Status, launched: Record | None) -> str:
         return f"mend what is damaged ({config}); then {again}"
     if status.state == "finished":
         return f"look at the results: tools/report {run}"
-    return launched.remedy if status.state == "failed" and launched is not None and launched.remedy else again
+    return (
+        launched.remedy
+        if status.state == "failed" and launched is not None and launched.remedy
+        else again
+    )
 
 
 def page(status: Status) -> list[str]:
@@ -229,7 +292,11 @@ def page(status: Status) -> list[str]:
         lines += [_row(process) for process in status.processes]
     if status.state == "running":
         lines += ["what waits for what"]
-        lines += [line for text in status.waits or ["nothing: no call is open"] for line in told(text, indent="  ")]
+        lines += [
+            line
+            for text in status.waits or ["nothing: no call is open"]
+            for line in told(text, indent="  ")
+        ]
     lines += ["what failed last"]
     if status.failure is not None:
         f = status.failure
@@ -250,11 +317,16 @@ def head(status: Status, width: int = WIDTH) -> list[str]:
     idle = f"; last progress {span(status.idle_s)} ago" if status.idle_s is not None else ""
     if status.phase:  # a scheduler learns the version from the learner, when that has joined
         phase = f" ({status.phase})" if status.state != "finished" else ""
-        update = f"update {status.version}{of}{phase}" if status.version is not None else status.phase
+        update = (
+            f"update {status.version}{of}{phase}" if status.version is not None else status.phase
+        )
         lines += told(f"{update}{idle}", width)
     lines += told(status.paused, width)
     if status.trees:
-        lines += told(f"tasks: {', '.join(f'{count} {name}' for name, count in sorted(status.trees.items()))}", width)
+        lines += told(
+            f"tasks: {', '.join(f'{count} {name}' for name, count in sorted(status.trees.items()))}",
+            width,
+        )
     return lines + told(f"held out last: {status.heldout or 'not yet'}", width)
 
 
@@ -275,7 +347,12 @@ def told(text: str, width: int = WIDTH, indent: str = "") -> list[str]:
     """Fold a text to ``width`` columns; no word is broken."""
     more = f"{indent}  "
     return textwrap.wrap(
-        text, width, initial_indent=indent, subsequent_indent=more, break_long_words=False, break_on_hyphens=False
+        text,
+        width,
+        initial_indent=indent,
+        subsequent_indent=more,
+        break_long_words=False,
+        break_on_hyphens=False,
     )
 
 

@@ -1,10 +1,13 @@
-"""Runs the processes of a plan, with logs, restarts and an orderly end. No process outlives the launcher.
+"""Runs the processes of a plan, with logs, restarts and an orderly end. No process outlives the
+launcher.
 
-A worker that dies is started again. When a vital process (scheduler, learner rank) dies, all processes are stopped and started anew from
-journal and checkpoint, as by ``--resume``; only before the training has begun are the ranks alone started again. Of several schedulers
-only the first is vital: another one resumes from its own journal beside the learner, which waits for it. A process that hangs
-(tools/launching/watchdog.py) is diagnosed, killed, and then treated like one that died. A process that dies too often, or of an error that
-would repeat (tools/launching/failures.py), ends the run, and the launcher prints the cause.
+A worker that dies is started again. When a vital process (scheduler, learner rank) dies, all
+processes are stopped and started anew from journal and checkpoint, as by ``--resume``; only before
+the training has begun are the ranks alone started again. Of several schedulers only the first is
+vital: another one resumes from its own journal beside the learner, which waits for it. A process
+that hangs (tools/launching/watchdog.py) is diagnosed, killed, and then treated like one that died.
+A process that dies too often, or of an error that would repeat (tools/launching/failures.py), ends
+the run, and the launcher prints the cause.
 """
 
 import faulthandler
@@ -28,23 +31,28 @@ from tools.launching.watchdog import SCHEDULER, Watchdog
 from wire import shards
 
 SETTLE_S = 3.0
-"""Seconds to wait after a rank's death for the ranks that it takes along, so that the first rank's cause is reported and not theirs."""
+"""Seconds to wait after a rank's death for the ranks that it takes along, so that the first rank's
+cause is reported and not theirs."""
 LOOK_S = 1.0
 """Seconds between two looks for processes that hang, and for orders."""
 DRAIN = "drain"
-"""A file in this folder of the run has the name of a worker that shall finish its calls and leave (tools/launching/control.py)."""
+"""A file in this folder of the run has the name of a worker that shall finish its calls and leave
+(tools/launching/control.py)."""
 NOTE_S = 30.0
-"""Seconds between two looks at the shared memory of the processes, which a process that is killed may leave behind."""
+"""Seconds between two looks at the shared memory of the processes, which a process that is killed
+may leave behind."""
 FRESH_S = 6.0
-"""Seconds to wait for a report that is newer than a rank's death, in order to know whether the training had begun."""
+"""Seconds to wait for a report that is newer than a rank's death, in order to know whether the
+training had begun."""
 INTERRUPTED = 130
 
 
 class Supervisor:
     """Owns the child processes of one start of a run; a resumed run gets a new Supervisor.
 
-    Life cycle, all inside ``watch``: start every process, restart workers that die or hang, stop every process. For example
-    ``Supervisor(run, plan, Signals(), Recorder(run), Screen(updates)).watch()`` returns 0 after a finished run.
+    Life cycle, all inside ``watch``: start every process, restart workers that die or hang, stop
+    every process. For example ``Supervisor(run, plan, Signals(), Recorder(run),
+    Screen(updates)).watch()`` returns 0 after a finished run.
     """
 
     def __init__(
@@ -56,32 +64,48 @@ class Supervisor:
         screen: Screen,
         nodes: Nodes | None = None,
     ):
-        self.run, self.plan, self.signals, self.recorder, self.screen = run, plan, signals, recorder, screen
+        self.run, self.plan, self.signals, self.recorder, self.screen = (
+            run,
+            plan,
+            signals,
+            recorder,
+            screen,
+        )
         self.nodes = nodes
         self.children: dict[str, Child] = {}
         self.schedulers = [spec.name for spec in plan if spec.name.startswith(SCHEDULER)]
         self.homes = [shards.folder(run, number) for number in range(len(self.schedulers))]
-        self.watchdogs = [Watchdog(home, name) for home, name in zip(self.homes, self.schedulers, strict=True)]
+        self.watchdogs = [
+            Watchdog(home, name) for home, name in zip(self.homes, self.schedulers, strict=True)
+        ]
         self._look_at = 0.0
         self._note_at = 0.0
         self._segments: set[str] = set()
         self._relays: list[threading.Thread] = []
 
     def start(self) -> Child | None:
-        """Start the schedulers, wait for their endpoints, then start the other processes. Return the scheduler that died before. Raises OSError."""
+        """Start the schedulers, wait for their endpoints, then start the other processes. Return
+        the scheduler that died before. Raises OSError."""
         endpoints = [home / "endpoint" for home in self.homes]
         for endpoint in endpoints:
             endpoint.unlink(missing_ok=True)
         (self.run / "logs").mkdir(exist_ok=True)
-        shutil.rmtree(self.run / DRAIN, ignore_errors=True)  # orders to the workers of an earlier start
+        # orders to the workers of an earlier start
+        shutil.rmtree(self.run / DRAIN, ignore_errors=True)
         scheduler = self._hire(self.plan[0])
         children = [scheduler, *map(self._hire, self.plan[1 : len(self.schedulers)])]
-        while not all(endpoint.exists() for endpoint in endpoints) and not self.signals.interrupted.is_set():
-            if dead := next((child for child in children if child.process.poll() is not None), None):
+        while (
+            not all(endpoint.exists() for endpoint in endpoints)
+            and not self.signals.interrupted.is_set()
+        ):
+            if dead := next(
+                (child for child in children if child.process.poll() is not None), None
+            ):
                 return dead if dead.process.poll() not in (0, INTERRUPTED) else None
             self._look(time.monotonic())
             time.sleep(0.05)
-        # On a cluster the ranks come first: they must be near each other, and the others would take their room.
+        # On a cluster the ranks come first: they must be near each other, and the others would take
+        # their room.
         rest = self.plan[len(self.schedulers) :]
         for spec in sorted(rest, key=lambda spec: not spec.vital) if self.nodes else rest:
             if scheduler.process.poll() is None and not self.signals.interrupted.is_set():
@@ -100,11 +124,14 @@ class Supervisor:
         if name in self.schedulers and child.process.stdout is not None:
             copy = (self.run / "logs" / "scheduler.out").open("ab", buffering=0)
             source = child.process.stdout, copy, self.schedulers.index(name)
-            self._relays.append(threading.Thread(target=self.screen.relay, args=source, daemon=True))
+            self._relays.append(
+                threading.Thread(target=self.screen.relay, args=source, daemon=True)
+            )
             self._relays[-1].start()
 
     def watch(self) -> Child | int:
-        """Run until the end, then stop every process. Return the exit status, or the process whose death ended the run. Raises OSError."""
+        """Run until the end, then stop every process. Return the exit status, or the process whose
+        death ended the run. Raises OSError."""
         try:
             dead = self.start() or self._watch()
         finally:
@@ -123,7 +150,8 @@ class Supervisor:
                     signal.signal(number, signal.SIG_DFL)
                 self._signal(self.schedulers, signal.SIGINT)
                 self._wait(self.schedulers, GRACE_S)
-                self._signal(self.schedulers, signal.SIGKILL)  # ``stop`` does not wait again for one that hangs
+                # ``stop`` does not wait again for one that hangs
+                self._signal(self.schedulers, signal.SIGKILL)
                 return None
             dead = self._tend(time.monotonic())
             if dead is not None:
@@ -132,17 +160,20 @@ class Supervisor:
         return None if scheduler.poll() in (0, INTERRUPTED) else self.children[SCHEDULER]
 
     def _ended(self) -> bool:
-        """Whether the first scheduler has ended; if it ended well, the others too, because their last words are in their journals then."""
+        """Whether the first scheduler has ended; if it ended well, the others too, because their
+        last words are in their journals then."""
         first, *others = (self.children[name].process.poll() for name in self.schedulers)
         return first is not None and (first != 0 or all(status == 0 for status in others))
 
     def _missed(self, child: Child) -> bool:
-        """Whether a process that ended should run: a shard that has finished dismisses its workers before the others have."""
+        """Whether a process that ended should run: a shard that has finished dismisses its workers
+        before the others have."""
         shard = child.spec.shard
         return shard is None or self.children[self.schedulers[shard]].process.poll() != 0
 
     def _tend(self, now: float) -> Child | None:
-        """Start dead workers again. Return the child whose death ends this start of the run, if there is one."""
+        """Start dead workers again. Return the child whose death ends this start of the run, if
+        there is one."""
         for child in self.children.values():
             if isinstance(child.process, Away):
                 self.recorder.placed(child.spec.name, child.process.pid, child.process.host)
@@ -172,10 +203,15 @@ class Supervisor:
         self.recorder.failed(child.spec.name, cause.text, child.log, then)
 
     def _ranks(self) -> list[Child]:
-        return [child for child in self.children.values() if child.spec.vital and child.spec.name != SCHEDULER]
+        return [
+            child
+            for child in self.children.values()
+            if child.spec.vital and child.spec.name != SCHEDULER
+        ]
 
     def _served(self, child: Child) -> bool:
-        """Whether a worker, or one of a scheduler's workers, answered calls since its last start, as far as the scheduler has reported it."""
+        """Whether a worker, or one of a scheduler's workers, answered calls since its last start,
+        as far as the scheduler has reported it."""
         reports = [one.health for one in self.watchdogs if one.health is not None]
         return any(
             worker.answered and child.process.pid in (worker.pid, report.pid)
@@ -184,7 +220,8 @@ class Supervisor:
         )
 
     def _before_training(self, ranks: list[Child]) -> bool:
-        """Whether no rank has joined this start of the run, so that the ranks alone can be started again. Then all ranks are dead."""
+        """Whether no rank has joined this start of the run, so that the ranks alone can be started
+        again. Then all ranks are dead."""
         if any(one.health is None or one.health.began for one in self.watchdogs):
             return False
         names = [rank.spec.name for rank in ranks]
@@ -193,13 +230,18 @@ class Supervisor:
         dead_at = time.monotonic()
         while time.monotonic() < dead_at + FRESH_S and not self.signals.interrupted.wait(0.1):
             pids = [self.children[name].process.pid for name in self.schedulers]
-            reports = [report for home in self.homes if (report := health.read(home)) and report.at > dead_at]
+            reports = [
+                report
+                for home in self.homes
+                if (report := health.read(home)) and report.at > dead_at
+            ]
             if [report.pid for report in reports] == pids:
                 return not any(report.began for report in reports)
         return False
 
     def _look(self, now: float) -> None:
-        """Diagnose and kill a process that hangs, so that ``_tend`` finds it dead; write all stacks if the user asked for them."""
+        """Diagnose and kill a process that hangs, so that ``_tend`` finds it dead; write all stacks
+        if the user asked for them."""
         if self.signals.stacks.is_set():
             self.signals.stacks.clear()
             faulthandler.dump_traceback(all_threads=True)
@@ -210,12 +252,18 @@ class Supervisor:
         for order in (self.run / DRAIN).glob("*"):
             order.unlink()
             self._signal([order.name], signal.SIGTERM)
-        alive = {name: child for name, child in self.children.items() if child.process.poll() is None}
+        alive = {
+            name: child for name, child in self.children.items() if child.process.poll() is None
+        }
         if now >= self._note_at:
             self._note_at = now + NOTE_S
             self._segments |= leftovers.mapped(child.here for child in alive.values() if child.here)
         pids = {name: child.here for name, child in alive.items() if child.here}
-        away = {(p.host, p.pid): name for name, child in alive.items() if isinstance(p := child.process, Away)}
+        away = {
+            (p.host, p.pid): name
+            for name, child in alive.items()
+            if isinstance(p := child.process, Away)
+        }
         finding = next(filter(None, [one.look(pids, now, away) for one in self.watchdogs]), None)
         if finding is None:
             return
@@ -232,7 +280,9 @@ class Supervisor:
         for name, child in self.children.items():
             if child.process.poll() is None:
                 doing, stacks = child.asked()
-                self.screen.say(f"{name}: {f'its stacks are in {shown(child.log)}' if stacks else doing}")
+                self.screen.say(
+                    f"{name}: {f'its stacks are in {shown(child.log)}' if stacks else doing}"
+                )
 
     def _first(self, child: Child) -> Child:
         """Return the rank whose death took ``child`` along, or ``child`` itself."""
@@ -242,8 +292,11 @@ class Supervisor:
         return next((other for other in dead if not other.cause().second_hand), child)
 
     def stop(self) -> None:
-        """End every process: workers drain on SIGTERM, and processes that stay are killed. Nothing of them stays in shared memory."""
-        self._segments |= leftovers.mapped(child.here for child in self.children.values() if child.here)
+        """End every process: workers drain on SIGTERM, and processes that stay are killed. Nothing
+        of them stays in shared memory."""
+        self._segments |= leftovers.mapped(
+            child.here for child in self.children.values() if child.here
+        )
         first = [*self.schedulers, "learner-0"]
         self._signal(first, signal.SIGTERM)
         self._wait(first, GRACE_S)
@@ -256,7 +309,8 @@ class Supervisor:
         leftovers.sweep(self._segments)
 
     def _signal(self, names: list[str], number: signal.Signals) -> None:
-        """Send a signal to those that live. A stopped process (SIGSTOP) is continued, or it could not end in order."""
+        """Send a signal to those that live. A stopped process (SIGSTOP) is continued, or it could
+        not end in order."""
         for name in names:
             if name in self.children and (process := self.children[name].process).poll() is None:
                 process.send_signal(number)

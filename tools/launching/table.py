@@ -1,4 +1,5 @@
-"""The live table of a run, and its progress in one line. This module is pure but for the injected clock."""
+"""The live table of a run, and its progress in one line. This module is pure but for the injected
+clock."""
 
 import time
 from collections import deque
@@ -24,9 +25,10 @@ COLUMNS = [
     ("saved", "cache/tokens_saved", "{:.0f}"),
     ("seconds", "time/run", "{:.0f}"),
 ]
-"""Heading, metric and format of the live table's columns. A column is shown once a record has its metric. judged: the valid share of the
-judge's scores; search: searches per trajectory; engine and learner: busy shares of wall time per process; cache and saved: the share and
-the number of prompt tokens that the prefix cache served (docs/placement.md)."""
+"""Heading, metric and format of the live table's columns. A column is shown once a record has its
+metric. judged: the valid share of the judge's scores; search: searches per trajectory; engine and
+learner: busy shares of wall time per process; cache and saved: the share and the number of prompt
+tokens that the prefix cache served (docs/placement.md)."""
 _LEAST = (
     "saved", "judged", "turns", "think", "cache", "outcome", "search", "tok/s", "stale", "learner", "engine", "answer", "query",
     "process", "valid", "seconds", "reward",
@@ -39,7 +41,8 @@ _PACE = 20
 
 
 class Table:
-    """Formats records. A heading comes first, after ``BLOCK`` lines, when a column or another width comes, and after ``restart``."""
+    """Formats records. A heading comes first, after ``BLOCK`` lines, when a column or another width
+    comes, and after ``restart``."""
 
     def __init__(self) -> None:
         self._known: set[str] = set()
@@ -51,7 +54,8 @@ class Table:
         self._lines = 0
 
     def lines(self, record: Mapping[str, float], width: int, block: int = BLOCK) -> tuple[str, str]:
-        """Return the heading ("" if none is due) and the record's line, each at most ``width`` wide: a cell has seven characters, with two between."""
+        """Return the heading ("" if none is due) and the record's line, each at most ``width``
+        wide: a cell has seven characters, with two between."""
         self._known |= record.keys()
         columns = [column for column in COLUMNS if column[1] in self._known]
         for least in _LEAST:
@@ -85,19 +89,32 @@ class Progress:
         return bool(self._seen) and self._seen[-1][1] >= self.updates
 
     def line(self, width: int) -> tuple[str, str, str]:
-        """Return the bar's full part, its empty part and the words, together at most ``width`` wide; a narrow terminal has no bar."""
+        """Return the bar's full part, its empty part and the words, together at most ``width``
+        wide; a narrow terminal has no bar."""
         version = self._seen[-1][1] if self._seen else 0
         share = min(1.0, version / max(1, self.updates))
-        words = f"  {version} of {self.updates} updates  {share:4.0%}  {self._left(version)}".rstrip()
+        words = (
+            f"  {version} of {self.updates} updates  {share:4.0%}  {self._left(version)}".rstrip()
+        )
         room = min(40, width - len(words))
         full = round(share * room)
-        return ("#" * full, "." * (room - full), words) if room >= 5 else ("", "", words.strip()[:width])
+        return (
+            ("#" * full, "." * (room - full), words)
+            if room >= 5
+            else ("", "", words.strip()[:width])
+        )
 
     def _left(self, version: int) -> str:
-        (start, first), (end, last) = (self._seen[0], self._seen[-1]) if self._seen else ((0, 0), (0, 0))
+        (start, first), (end, last) = (
+            (self._seen[0], self._seen[-1]) if self._seen else ((0, 0), (0, 0))
+        )
         if self.done:
             return "done"
-        return f"{spoken((end - start) / (last - first) * (self.updates - version))} left" if last > first else ""
+        return (
+            f"{spoken((end - start) / (last - first) * (self.updates - version))} left"
+            if last > first
+            else ""
+        )
 
 
 def spoken(seconds: float) -> str:
@@ -106,5 +123,7 @@ def spoken(seconds: float) -> str:
     if whole < 60:
         return f"{whole} s"
     return (
-        f"{whole // 60} min {whole % 60:02d} s" if whole < 3600 else f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+        f"{whole // 60} min {whole % 60:02d} s"
+        if whole < 3600
+        else f"{whole // 3600} h {whole % 3600 // 60:02d} min"
     )

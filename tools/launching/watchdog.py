@@ -1,7 +1,9 @@
-"""Finds processes that are alive and do not answer, and says where they hang: their state, their Python stacks and their last calls.
+"""Finds processes that are alive and do not answer, and says where they hang: their state, their
+Python stacks and their last calls.
 
-The scheduler reports heartbeats, calls and progress in ``RUN/health.json`` (scheduler/health.py); the system tells which processes are
-stopped. A process that is merely slow is never found: heartbeats stop only if the event loop of a worker stands still, and
+The scheduler reports heartbeats, calls and progress in ``RUN/health.json`` (scheduler/health.py);
+the system tells which processes are stopped. A process that is merely slow is never found:
+heartbeats stop only if the event loop of a worker stands still, and
 ``scheduler.dispatch.replace_after_s`` is far above any pause of a busy machine.
 """
 
@@ -20,8 +22,8 @@ from scheduler.health import Health
 from wire.process import STACKS
 
 HELD_UP_S = 10.0
-"""The launcher looks several times a second. If so much time passed between two looks, the whole machine or container was held up, and
-the other processes get ``replace_after_s`` anew."""
+"""The launcher looks several times a second. If so much time passed between two looks, the whole
+machine or container was held up, and the other processes get ``replace_after_s`` anew."""
 SCHEDULER = "scheduler"
 _STATES = {
     psutil.STATUS_STOPPED: "it is stopped (state T), as by SIGSTOP",
@@ -31,14 +33,23 @@ _STATES = {
 }
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x[^\n]*\n((?:  File [^\n]*\n?)+)", re.MULTILINE)
 _FRAME = re.compile(r'  File "([^"]*)", line (\d+) in (\S+)')
-_IDLE = ("/concurrent/futures/thread.py", "/asyncio/", "/threading.py", "/selectors.py", "/tqdm/", "/queue.py")
-"""Where a thread without work rests. A thread whose innermost frames are there is shown by the first frame outside."""
+_IDLE = (
+    "/concurrent/futures/thread.py",
+    "/asyncio/",
+    "/threading.py",
+    "/selectors.py",
+    "/tqdm/",
+    "/queue.py",
+)
+"""Where a thread without work rests. A thread whose innermost frames are there is shown by the
+first frame outside."""
 _SHOWN = 3
 QUIET_S = 0.5
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """A process that is stuck. why: a clause without its subject. calls: its last calls. whole: the run itself stalls."""
+    """A process that is stuck. why: a clause without its subject. calls: its last calls. whole: the
+    run itself stalls."""
 
     process: str
     why: str
@@ -47,7 +58,8 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 class Watchdog:
-    """Looks at the processes of one start of a run. ``look`` is called several times a second. run: the folder of a scheduler; scheduler: its name."""
+    """Looks at the processes of one start of a run. ``look`` is called several times a second. run:
+    the folder of a scheduler; scheduler: its name."""
 
     def __init__(self, run: Path, scheduler: str = SCHEDULER):
         self.run, self.scheduler = run, scheduler
@@ -56,15 +68,19 @@ class Watchdog:
         self._looked = self._calm_since = time.monotonic()
         self._replaced = -1.0
 
-    def look(self, pids: Mapping[str, int], now: float, away: Mapping[tuple[str, int], str] = {}) -> Finding | None:
-        """Return a stuck process. pids: the living processes of this machine, by name. away: the names of those of other nodes, by host and number.
-        now: monotonic seconds."""
+    def look(
+        self, pids: Mapping[str, int], now: float, away: Mapping[tuple[str, int], str] = {}
+    ) -> Finding | None:
+        """Return a stuck process. pids: the living processes of this machine, by name. away: the
+        names of those of other nodes, by host and number. now: monotonic seconds."""
         if now - self._looked > HELD_UP_S:
             self._calm_since = now
             self._stopped.clear()
         self._looked = now
         report = health.read(self.run)
-        self.health = report if report is not None and report.pid == pids.get(self.scheduler) else None
+        self.health = (
+            report if report is not None and report.pid == pids.get(self.scheduler) else None
+        )
         limit = report.replace_after_s if report is not None else DispatchConfig().replace_after_s
         stopped = self._stopped_process(pids, now, limit)
         if stopped is not None or self.health is None or now - self._calm_since < limit:
@@ -79,10 +95,14 @@ class Watchdog:
         self._stopped = {pid: self._stopped.get(pid, now) for pid in stopped}
         for pid, since in self._stopped.items():
             if now - since > limit:
-                return Finding(stopped[pid], f"has been stopped for {now - since:.0f} s", self._calls(pid))
+                return Finding(
+                    stopped[pid], f"has been stopped for {now - since:.0f} s", self._calls(pid)
+                )
         return None
 
-    def _silent(self, report: Health, names: Mapping[tuple[str, int], str], now: float) -> Finding | None:
+    def _silent(
+        self, report: Health, names: Mapping[tuple[str, int], str], now: float
+    ) -> Finding | None:
         limit = report.replace_after_s
         if now - report.at > limit:
             return Finding(self.scheduler, f"has not reported for {now - report.at:.0f} s")
@@ -101,20 +121,31 @@ class Watchdog:
         return None
 
     def _stalled(self, report: Health, names: Mapping[tuple[str, int], str]) -> Finding | None:
-        """After ``stall_s`` a worker that holds up the run is replaced; after as long again, or if it is vital, the whole run is resumed."""
+        """After ``stall_s`` a worker that holds up the run is replaced; after as long again, or if
+        it is vital, the whole run is resumed."""
         idle = report.at - report.progress_at
         if idle <= report.stall_s:
             return None
         waits = "; ".join(report.waits()) or "no call is open"
         why = f"holds up the run: no node, group or update for {idle:.0f} s ({report.phase}). What waits: {waits}"
         stuck = next((worker for worker in report.workers if worker.name == report.stuck), None)
-        culprit = names.get((stuck.host, stuck.pid), self.scheduler) if stuck is not None else self.scheduler
-        if self._replaced != report.progress_at and culprit != self.scheduler and not culprit.startswith("learner"):
+        culprit = (
+            names.get((stuck.host, stuck.pid), self.scheduler)
+            if stuck is not None
+            else self.scheduler
+        )
+        if (
+            self._replaced != report.progress_at
+            and culprit != self.scheduler
+            and not culprit.startswith("learner")
+        ):
             self._replaced = report.progress_at
             return Finding(culprit, why, stuck.calls if stuck is not None else [])
         if self._replaced == report.progress_at and idle <= 2 * report.stall_s:
             return None
-        return Finding(self.scheduler if self._replaced == report.progress_at else culprit, why, whole=True)
+        return Finding(
+            self.scheduler if self._replaced == report.progress_at else culprit, why, whole=True
+        )
 
     def _calls(self, pid: int) -> list[str]:
         workers = self.health.workers if self.health is not None else []
@@ -135,9 +166,12 @@ def state(pid: int) -> str:
 
 
 def answers(pid: int) -> bool:
-    """True if the process would write its stacks on ``STACKS``, which ends a process that has not begun (wire/process.py)."""
+    """True if the process would write its stacks on ``STACKS``, which ends a process that has not
+    begun (wire/process.py)."""
     try:
-        caught = re.search(r"^SigCgt:\s*([0-9a-f]+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+        caught = re.search(
+            r"^SigCgt:\s*([0-9a-f]+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE
+        )
     except OSError:
         return False
     return caught is not None and bool(int(caught[1], 16) >> (STACKS - 1) & 1)
@@ -146,7 +180,8 @@ def answers(pid: int) -> bool:
 def stacks(pid: int, log: Path, wait_s: float = 5.0) -> str:
     """Have a process write its Python stacks to its log, and return them; "" if it cannot answer.
 
-    The stacks of a process that is not given the processor come in pieces, so they count as whole after ``QUIET_S`` without a further piece.
+    The stacks of a process that is not given the processor come in pieces, so they count as whole
+    after ``QUIET_S`` without a further piece.
     """
     if _status(pid) == psutil.STATUS_STOPPED or not answers(pid):
         return ""
@@ -163,12 +198,14 @@ def stacks(pid: int, log: Path, wait_s: float = 5.0) -> str:
 
 
 def asked(pid: int, log: Path) -> tuple[str, str]:
-    """Return what a process of this machine does, and its stacks, which it also writes to its log; "" for what it cannot say."""
+    """Return what a process of this machine does, and its stacks, which it also writes to its log;
+    "" for what it cannot say."""
     return state(pid), stacks(pid, log)
 
 
 def where(text: str) -> str:
-    """Return where the threads of a process are, in a few words, from its stacks. The main thread comes first."""
+    """Return where the threads of a process are, in a few words, from its stacks. The main thread
+    comes first."""
     places: list[str] = []
     for thread in reversed(_THREAD.findall(text)):
         frames = _FRAME.findall(thread)
@@ -180,7 +217,8 @@ def where(text: str) -> str:
 
 
 def diagnosis(finding: Finding, doing: str, text: str) -> str:
-    """Return what is known of a stuck process, as one line. doing, text: what it answered (``asked``)."""
+    """Return what is known of a stuck process, as one line. doing, text: what it answered
+    (``asked``)."""
     known = [doing] if doing else []
     if place := where(text):
         known.append(f"its threads are in {place} (stacks in its log)")

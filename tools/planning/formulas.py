@@ -1,7 +1,9 @@
-"""The arithmetic of a plan: work into FLOPs, seconds and bytes. Every formula is here, with its units.
+"""The arithmetic of a plan: work into FLOPs, seconds and bytes. Every formula is here, with its
+units.
 
-Sources: a multiplication with an addition is 2 FLOPs, and a backward costs two forwards (Kaplan et al. 2020, arXiv 2001.08361, section 2.1); decoding is
-bound by what it reads, weights once for a batch and each sample's keys and values (Pope et al. 2022, arXiv 2211.05102). How much of a device's
+Sources: a multiplication with an addition is 2 FLOPs, and a backward costs two forwards (Kaplan et
+al. 2020, arXiv 2001.08361, section 2.1); decoding is bound by what it reads, weights once for a
+batch and each sample's keys and values (Pope et al. 2022, arXiv 2211.05102). How much of a device's
 peak is reached is an input (``Assumed``): nothing of this project was measured on a GPU.
 """
 
@@ -38,21 +40,32 @@ class Dense(msgspec.Struct):
         text = settings.get("text_config", settings)
         for key in text:
             if "experts" in key:
-                raise ValueError(f"model {name} has {key} = {text[key]!r}: expected a dense model, without experts")
+                raise ValueError(
+                    f"model {name} has {key} = {text[key]!r}: expected a dense model, without experts"
+                )
         try:
-            return msgspec.convert({key: value for key, value in text.items() if value is not None}, cls)
+            return msgspec.convert(
+                {key: value for key, value in text.items() if value is not None}, cls
+            )
         except msgspec.ValidationError as error:
             raise ValueError(f"config.json of {name}: {error}; expected a dense model of the Llama or Qwen family") from None  # fmt: skip
 
     @property
     def per_token(self) -> int:
-        """The weights that one token passes in all layers: queries and output, keys and values, and the three of the MLP."""
-        attention = 2 * self.hidden_size * self.head_dim * (self.num_attention_heads + self.num_key_value_heads)
+        """The weights that one token passes in all layers: queries and output, keys and values, and
+        the three of the MLP."""
+        attention = (
+            2
+            * self.hidden_size
+            * self.head_dim
+            * (self.num_attention_heads + self.num_key_value_heads)
+        )
         return self.num_hidden_layers * (attention + 3 * self.hidden_size * self.intermediate_size)
 
     @property
     def per_pair(self) -> int:
-        """The multiplications of one (query, key) pair in all layers: the score and the weighted value."""
+        """The multiplications of one (query, key) pair in all layers: the score and the weighted
+        value."""
         return 2 * self.num_hidden_layers * self.num_attention_heads * self.head_dim
 
     @property
@@ -70,7 +83,8 @@ class Dense(msgspec.Struct):
         return 2 * self.num_hidden_layers * self.num_key_value_heads * self.head_dim * size
 
     def multiplications(self, tokens: float, pairs: float, targets: float) -> float:
-        """Return those of a forward of ``tokens``, ``pairs`` of (query, key), and ``targets`` rows of the head."""
+        """Return those of a forward of ``tokens``, ``pairs`` of (query, key), and ``targets`` rows
+        of the head."""
         return tokens * self.per_token + pairs * self.per_pair + targets * self.head
 
 
@@ -80,7 +94,8 @@ SHAPES = {
     "Qwen2.5-7B": Dense(28, 3584, 18_944, 28, 152_064, 4, tie_word_embeddings=False),
     "Qwen3-4B": Dense(36, 2560, 9728, 32, 151_936, 8, 128),
 }
-"""Models of the shipped configs by the beginning of their names, for a machine that does not have them. From their config.json."""
+"""Models of the shipped configs by the beginning of their names, for a machine that does not have
+them. From their config.json."""
 
 
 GPUS = {
@@ -90,7 +105,8 @@ GPUS = {
     "b200": {"flops": 2250e12, "bandwidth": 8.0e12, "memory": 180.0},
     "l40s": {"flops": 362e12, "bandwidth": 0.864e12, "memory": 48.0},
 }
-"""Peaks from NVIDIA's data sheets (SXM where there is one, without sparsity). Prices differ by seller, so there are none."""
+"""Peaks from NVIDIA's data sheets (SXM where there is one, without sparsity). Prices differ by
+seller, so there are none."""
 
 
 Part = Annotated[float, msgspec.Meta(gt=0, le=1)]
@@ -98,14 +114,19 @@ Part = Annotated[float, msgspec.Meta(gt=0, le=1)]
 
 
 class Assumed(msgspec.Struct, frozen=True):
-    """All that a plan assumes, which ``--assume`` changes. No run of this project has tested it on a GPU.
+    """All that a plan assumes, which ``--assume`` changes. No run of this project has tested it on
+    a GPU.
 
-    Lengths in tokens, of texts that are made up: instruction, the part of a first prompt that all questions share; prompt, the whole; action, sampled by one
-    action (0: half of max_action_tokens); observation, read after it (-1: a quarter of max_observation_characters, or 100); turns, actions of
-    an episode (0: the budget). A GPU: flops, dense bfloat16 operations a second; bandwidth, bytes a second of its memory; memory, GiB; price of an
-    hour, in any currency. learner_share: of the FLOPs in forwards and backwards (PaLM reached .46, arXiv 2204.02311, appendix B; forests are
-    irregular, so less). prefill_share: of the FLOPs where prompts are read. decode_share: of the bandwidth where tokens are sampled. wait: seconds that a
-    step of an episode waits for judges, retrievers and the scheduler. tree_ms: a scheduler's processor time of a tree (docs/performance.md).
+    Lengths in tokens, of texts that are made up: instruction, the part of a first prompt that all
+    questions share; prompt, the whole; action, sampled by one action (0: half of
+    max_action_tokens); observation, read after it (-1: a quarter of max_observation_characters, or
+    100); turns, actions of an episode (0: the budget). A GPU: flops, dense bfloat16 operations a
+    second; bandwidth, bytes a second of its memory; memory, GiB; price of an hour, in any currency.
+    learner_share: of the FLOPs in forwards and backwards (PaLM reached .46, arXiv 2204.02311,
+    appendix B; forests are irregular, so less). prefill_share: of the FLOPs where prompts are read.
+    decode_share: of the bandwidth where tokens are sampled. wait: seconds that a step of an episode
+    waits for judges, retrievers and the scheduler. tree_ms: a scheduler's processor time of a tree
+    (docs/performance.md).
     """
 
     instruction: Natural = 200
@@ -127,12 +148,17 @@ class Assumed(msgspec.Struct, frozen=True):
 def learner_flops(w: LearnerConfig, model: Dense, work: Work, shared: bool = True) -> float:
     """Return the FLOPs of an update, with prefixes shared (packed trees) or every turn complete.
 
-    2 FLOPs a multiplication. A backward is two forwards, so training takes 6 FLOPs a weight and token; with adapters the weights need no gradient of
-    their own, so it takes 4. Gradient checkpointing makes one forward more. A trunk that a cut repeats has its pairs repeated.
+    2 FLOPs a multiplication. A backward is two forwards, so training takes 6 FLOPs a weight and
+    token; with adapters the weights need no gradient of their own, so it takes 4. Gradient
+    checkpointing makes one forward more. A trunk that a cut repeats has its pairs repeated.
     """
     tokens, pairs, targets = work.path, work.path_pairs, work.path_targets
     if shared:
-        tokens, pairs, targets = work.forwarded, work.pairs * work.forwarded / max(1, work.packed), work.targets
+        tokens, pairs, targets = (
+            work.forwarded,
+            work.pairs * work.forwarded / max(1, work.packed),
+            work.targets,
+        )
     attention, again, total = 2 * model.multiplications(0, pairs, 0), w.gradient_checkpointing, 0.0
     for part in plan_of(w).models.values():
         weights = 2 * model.multiplications(tokens, 0, targets if part.vocabulary else 0)
@@ -143,16 +169,18 @@ def learner_flops(w: LearnerConfig, model: Dense, work: Work, shared: bool = Tru
 
 
 def actor_flops(model: Dense, work: Work) -> tuple[float, float]:
-    """Return the FLOPs of an update's prefill, and of its decoding. A sampled token passes the head, a prompt once."""
+    """Return the FLOPs of an update's prefill, and of its decoding. A sampled token passes the
+    head, a prompt once."""
     before = work.context / max(1, work.sampled)
     prefill = 2 * model.multiplications(work.prefilled, work.prefilled * before / 2, work.calls)
     return prefill, 2 * model.multiplications(work.sampled, work.context, work.sampled)
 
 
 class Speed(msgspec.Struct, frozen=True):
-    """What a plan takes, in seconds for an update. generate: of the actors' time, all of them busy; latency: from the first admission of an update's trees to
-    their ends; learn: of the learner's; period: from one update to the next. bound: what the period waits for. staleness: the mean over trained
-    tokens, in updates."""
+    """What a plan takes, in seconds for an update. generate: of the actors' time, all of them busy;
+    latency: from the first admission of an update's trees to their ends; learn: of the learner's;
+    period: from one update to the next. bound: what the period waits for. staleness: the mean over
+    trained tokens, in updates."""
 
     generate: float
     latency: float
@@ -163,14 +191,24 @@ class Speed(msgspec.Struct, frozen=True):
 
 
 def speed(
-    w: LearnerConfig, model: Dense, work: Work, reach: Assumed, stale: int, actors: int, most: float, size: int = 2
+    w: LearnerConfig,
+    model: Dense,
+    work: Work,
+    reach: Assumed,
+    stale: int,
+    actors: int,
+    most: float,
+    size: int = 2,
 ) -> Speed:
-    """Return the times of an update, by a roofline and Little's law. stale: max_staleness. actors: devices that generate. most: samples that the
-    memory of all actors together has room for, or that they decode at once if that is less. size: bytes of a number.
+    """Return the times of an update, by a roofline and Little's law. stale: max_staleness. actors:
+    devices that generate. most: samples that the memory of all actors together has room for, or
+    that they decode at once if that is less. size: bytes of a number.
 
-    Decoding: a batch reads the weights once a token, and each sample its context's keys and values; or its FLOPs take longer. The period is the
-    longest of: the actors' time, the learner's, and (latency + learn) / (stale + 1), since no more than (stale + 1) updates' trees are in
-    flight. So without staleness generation and training take turns. The latency is that of one update's trees alone.
+    Decoding: a batch reads the weights once a token, and each sample its context's keys and values;
+    or its FLOPs take longer. The period is the longest of: the actors' time, the learner's, and
+    (latency + learn) / (stale + 1), since no more than (stale + 1) updates' trees are in flight. So
+    without staleness generation and training take turns. The latency is that of one update's trees
+    alone.
     """
     prefill, decode = actor_flops(model, work)
     alone = work.sampled / max(1.0, work.longest)  # samples in flight of one update's trees
@@ -178,7 +216,10 @@ def speed(
 
     def decoding(batch: float) -> float:
         read = work.sampled / batch * model.weights * size + work.context * model.cached(size)
-        return max(read / (reach.bandwidth * reach.decode_share), decode / (reach.flops * reach.prefill_share))
+        return max(
+            read / (reach.bandwidth * reach.decode_share),
+            decode / (reach.flops * reach.prefill_share),
+        )
 
     batch, small = (max(1.0, min(most, many * alone) / actors) for many in (stale + 1, 1))
     generate = (decoding(batch) + prefilling) / actors
@@ -194,8 +235,9 @@ def speed(
 def staleness(bound: str, stale: int, latency: float, learn: float, period: float) -> float:
     """Return the expected mean age of a trained token's weights, in updates.
 
-    Where actors are the bottleneck, a batch is sampled while the one before is trained, and only tokens of that time are one version old. Otherwise its
-    trees begin ``stale`` versions before, and what is sampled later in the latency meets newer weights.
+    Where actors are the bottleneck, a batch is sampled while the one before is trained, and only
+    tokens of that time are one version old. Otherwise its trees begin ``stale`` versions before,
+    and what is sampled later in the latency meets newer weights.
     """
     if bound == "actors":
         return min(float(stale), learn / period)

@@ -1,7 +1,9 @@
-"""Grows the trees of some updates by the real strategy, with a simulated policy, environment and judge, and counts what actors and learner get to do.
+"""Grows the trees of some updates by the real strategy, with a simulated policy, environment and
+judge, and counts what actors and learner get to do.
 
-No model is needed, and a strategy of one's own is counted like a built-in one. Caches are the scheduler's own model of a prefix cache, unlimited
-and emptied by each update; the paths are packed and cut by the learner's own code.
+No model is needed, and a strategy of one's own is counted like a built-in one. Caches are the
+scheduler's own model of a prefix cache, unlimited and emptied by each update; the paths are packed
+and cut by the learner's own code.
 """
 
 import asyncio
@@ -28,7 +30,15 @@ from scheduler.tree import Tree
 from tools.launching.settings import Config
 from tools.planning.samples import Sampled, Source, seeded
 from wire import loop
-from wire.messages import GenerateRequest, GenerateResult, JudgedTurn, Judgement, JudgeResult, Sample, Turn
+from wire.messages import (
+    GenerateRequest,
+    GenerateResult,
+    JudgedTurn,
+    Judgement,
+    JudgeResult,
+    Sample,
+    Turn,
+)
 
 OUTCOME = frozenset({"outcome", "f1"})
 """What a judge of the outcome gives, and no other."""
@@ -37,7 +47,8 @@ VOCABULARY = 2**17
 CHARACTERS = 4
 """Characters of a token, for the opening of a forced answer."""
 TOKENS = 500_000
-"""Trees are simulated until all their samples with their prompts have so many tokens, and at least one: some seconds."""
+"""Trees are simulated until all their samples with their prompts have so many tokens, and at least
+one: some seconds."""
 UPDATES = 16
 """No more updates than this are simulated."""
 
@@ -45,10 +56,13 @@ UPDATES = 16
 class Work(msgspec.Struct, frozen=True):
     """What one update takes; numbers of tokens unless said otherwise.
 
-    nodes, turns, calls, judged: of the trees, of the groups, of generate calls, and of actions that judges saw. sampled; prompt: of all samples, as if
-    each had its own request; prefilled: with shared prefixes. context: the sum over sampled tokens of the prefix that each reads. longest:
-    sampled one after the other in a tree (mean over trees). steps: calls one after the other (mean over trees). path, packed, forwarded: of
-    all trained turns, of their trie, and of the micro-batches of an epoch. path_pairs, pairs: (query, key) pairs of attention. path_targets, targets: rows of the head.
+    nodes, turns, calls, judged: of the trees, of the groups, of generate calls, and of actions that
+    judges saw. sampled; prompt: of all samples, as if each had its own request; prefilled: with
+    shared prefixes. context: the sum over sampled tokens of the prefix that each reads. longest:
+    sampled one after the other in a tree (mean over trees). steps: calls one after the other (mean
+    over trees). path, packed, forwarded: of all trained turns, of their trie, and of the
+    micro-batches of an epoch. path_pairs, pairs: (query, key) pairs of attention. path_targets,
+    targets: rows of the head.
     """
 
     nodes: float = 0
@@ -110,28 +124,42 @@ class Numbers:
 
 
 class Place(msgspec.Struct, frozen=True):
-    """The state of an episode: what the policy has read so far, as bytes of int32, and the number of actions in it."""
+    """The state of an episode: what the policy has read so far, as bytes of int32, and the number
+    of actions in it."""
 
     prefix: bytes
     turn: int = 0
 
 
 class World(Environment):
-    """Stands for the run's environment, actors and judges: answers every call at once by ``source``, and counts."""
+    """Stands for the run's environment, actors and judges: answers every call at once by
+    ``source``, and counts."""
 
     name = "simulated"
 
     def __init__(self, config: Config, source: Source):
         self.source, self.text, self.actors = source, Numbers(), config.actors.count
         real = registry.load(config.data.environment, config.data.options)
-        for name in ("fresh", "outcome_judge", "rewarded_by_judge", "measured", "gives_step_rewards"):
+        for name in (
+            "fresh",
+            "outcome_judge",
+            "rewarded_by_judge",
+            "measured",
+            "gives_step_rewards",
+        ):
             setattr(self, name, getattr(real, name))
         opening = -(-len(real.forced_prefix) // CHARACTERS)
         self.forced_prefix = " ".join(["0"] * opening)
-        self.strategy = strategies.load(config.scheduler.strategy, config.scheduler.strategy_options)
-        needs, own = schemes.load(config.learner.scheme, config.learner.scheme_options).needs, self.strategy.gives
+        self.strategy = strategies.load(
+            config.scheduler.strategy, config.scheduler.strategy_options
+        )
+        needs, own = (
+            schemes.load(config.learner.scheme, config.learner.scheme_options).needs,
+            self.strategy.gives,
+        )
         self.columns = (needs.columns | COMPONENTS | {"reward"}) - own.columns - own.purpose
-        self.end = [-1] if config.actors.engine == "local" else []  # this engine keeps what follows the end of a prompt
+        # this engine keeps what follows the end of a prompt
+        self.end = [-1] if config.actors.engine == "local" else []
         self.turns: dict[bytes, int] = {}  # of each prefix after which an action begins
         self.draws: Counter[bytes] = Counter()  # after it
         self.begin()
@@ -149,7 +177,8 @@ class World(Environment):
         return self._place(self.source.prompt(task.seed), 0)
 
     def prompt(self, task: Task, state: Place) -> list[dict[str, Any]]:
-        """See ``Environment``. All of a fresh prompt follows the separator: equal tokens are shared whatever node they belong to."""
+        """See ``Environment``. All of a fresh prompt follows the separator: equal tokens are shared
+        whatever node they belong to."""
         shown = self.text.decode(np.frombuffer(state.prefix, np.int32))
         return [{"content": f"{SPLIT}{shown}" if self.fresh else shown}]
 
@@ -158,7 +187,9 @@ class World(Environment):
         offered = self.offered[state.prefix + self.text.encode(text).tobytes()]
         action = offered.pop(0) if len(offered) > 1 else offered[0]
         self.taken.append(action)
-        kind = "invalid" if not action.valid else "answer" if self._over(action, state) else "search"
+        kind = (
+            "invalid" if not action.valid else "answer" if self._over(action, state) else "search"
+        )
         return Action(kind, text, move=(len(self.taken) - 1,))
 
     async def step(self, state: Place, action: Action, tools: Tools) -> Transition:
@@ -168,7 +199,9 @@ class World(Environment):
         if self._over(taken, state):
             drawn = float(seeded(state.prefix, len(action.text)).random() < 0.5)
             outcome = None if self.outcome_judge else taken.scores.get("outcome", drawn)
-            return Transition(state, "", True, outcome, dict.fromkeys(self.measured, 0.0), reward=reward)
+            return Transition(
+                state, "", True, outcome, dict.fromkeys(self.measured, 0.0), reward=reward
+            )
         assert taken.then is not None, "something follows an action that does not end"
         if self.fresh:
             return Transition(self._place(taken.then, state.turn + 1), "", False, reward=reward)
@@ -177,7 +210,8 @@ class World(Environment):
         return Transition(place, f" {self.text.decode(taken.then)}", False, reward=reward)
 
     def _over(self, action: Sampled, state: Place) -> bool:
-        """Return whether an action ends the episode. An end at the horizon says nothing of the same action in an earlier turn."""
+        """Return whether an action ends the episode. An end at the horizon says nothing of the same
+        action in an earlier turn."""
         horizon = self.source.horizon
         return state.turn + 1 >= horizon or (action.ends and action.turn + 1 < horizon)
 
@@ -195,29 +229,45 @@ class World(Environment):
         return JudgeResult([Judgement(self._scored(turn, columns)) for turn in request.turns])
 
     def _scored(self, turn: JudgedTurn, columns: frozenset[str]) -> dict[str, float]:
-        """Return the scores that the run's judges gave to an action; a column that it lacks is drawn."""
-        known, rng = self.taken[turn.move[0]].scores if turn.move else {}, seeded(turn.response.encode())
+        """Return the scores that the run's judges gave to an action; a column that it lacks is
+        drawn."""
+        known, rng = (
+            self.taken[turn.move[0]].scores if turn.move else {},
+            seeded(turn.response.encode()),
+        )
         return {name: known.get(name, float(rng.random() < 0.5)) for name in sorted(columns)}
 
     def _generate(self, request: GenerateRequest, tree: int) -> GenerateResult:
         prefix, n = request.tokens.astype(np.int32), request.n
-        kept = next(k for k in range(len(prefix)) if prefix[: len(prefix) - k].tobytes() in self.turns)
+        kept = next(
+            k for k in range(len(prefix)) if prefix[: len(prefix) - k].tobytes() in self.turns
+        )
         base = prefix[: len(prefix) - kept].tobytes()
-        cache, whole = self.caches[tree % len(self.caches)], np.append(prefix, self.end).astype(np.int32)
+        cache, whole = (
+            self.caches[tree % len(self.caches)],
+            np.append(prefix, self.end).astype(np.int32),
+        )
         cached = cache.match(whole.tobytes())
         cached -= cached in (len(prefix), len(whole))  # the last token is read again, or is the end
         cache.insert(whole.tobytes())
         samples = [self._sample(base, kept, request) for _ in range(n)]
         for sample in samples:
             cache.insert(np.concatenate([prefix, sample.tokens[:-1]]).tobytes())
-        lengths, own, turn = [len(sample.tokens) for sample in samples], self.longest[tree], self.turns[base]
+        lengths, own, turn = (
+            [len(sample.tokens) for sample in samples],
+            self.longest[tree],
+            self.turns[base],
+        )
         own[turn] = max(own[turn], *lengths)
-        self.counts.update(calls=1, sampled=sum(lengths), prompt=n * len(prefix), prefilled=len(prefix) - cached)
+        self.counts.update(
+            calls=1, sampled=sum(lengths), prompt=n * len(prefix), prefilled=len(prefix) - cached
+        )
         self.counts["context"] += sum(m * len(prefix) + m * (m + 1) // 2 for m in lengths)
         return GenerateResult(samples, len(prefix), cached)
 
     def _sample(self, base: bytes, kept: int, request: GenerateRequest) -> Sample:
-        """Return the next action of a place. kept: tokens of it that the request has already, as at a fork."""
+        """Return the next action of a place. kept: tokens of it that the request has already, as at
+        a fork."""
         action = self.source.action(base, self.turns[base], self.draws[base])
         self.draws[base] += 1
         tokens = action.tokens[min(kept, len(action.tokens) - 1) :][: request.sampling.max_tokens]
@@ -229,7 +279,8 @@ class World(Environment):
 
 
 def work_of(config: Config, source: Source) -> Work:
-    """Return the mean work of an update, from a few that are grown, or from some trees of one if it is large."""
+    """Return the mean work of an update, from a few that are grown, or from some trees of one if it
+    is large."""
     questions = config.scheduler.questions_per_update
     one = grown(config, source, 1, 1)
     each = max(1, one.sampled + one.prompt)
@@ -250,9 +301,13 @@ async def _grown(config: Config, world: World, size: int, updates: int) -> Work:
     parts = max(1, round(config.learner.minibatches * size / config.scheduler.questions_per_update))
     for update in range(updates):
         world.begin()
-        planted = [Tree(number, str(number)) for number in range(update * size, (update + 1) * size)]
+        planted = [
+            Tree(number, str(number)) for number in range(update * size, (update + 1) * size)
+        ]
         paths = await _grow(config, world, planted)
-        known = packed(paths, config.learner.micro_tokens, config.learner.count, parts) | world.counts
+        known = (
+            packed(paths, config.learner.micro_tokens, config.learner.count, parts) | world.counts
+        )
         known["nodes"] = sum(len(tree.nodes) for tree in planted)
         known["longest"] = sum(sum(turns.values()) for turns in world.longest.values()) / size
         known["steps"] = sum(map(len, world.longest.values())) / size
@@ -270,7 +325,9 @@ async def _grow(config: Config, world: World, planted: Sequence[Tree]) -> list[l
         tree.groups.append(next(groups))
         for turn in turns:
             tokens = tree.prefix(tree.nodes[turn.node]).astype(np.int64)
-            paths[tree.id].append(trees.Path(tokens, len(tokens) - len(tree.nodes[turn.node].tokens)))
+            paths[tree.id].append(
+                trees.Path(tokens, len(tokens) - len(tree.nodes[turn.node].tokens))
+            )
 
     services: Any = world
     text: Any = world.text
@@ -288,13 +345,20 @@ async def _grow(config: Config, world: World, planted: Sequence[Tree]) -> list[l
 
 
 def packed(questions: Sequence[Sequence[trees.Path]], micro_tokens: int, ranks: int, minibatches: int = 1) -> dict[str, float]:  # fmt: skip
-    """Return what the learner forwards for the turns of some questions, by the names of ``Work``. The minibatches share the questions."""
+    """Return what the learner forwards for the turns of some questions, by the names of ``Work``.
+    The minibatches share the questions."""
     paths = [path for own in questions for path in own]
     ends = np.cumsum([len(own) for own in questions])
-    bounds = [0, *(int(part[-1]) for part in np.array_split(ends, min(minibatches, len(questions))))]
+    bounds = [
+        0,
+        *(int(part[-1]) for part in np.array_split(ends, min(minibatches, len(questions)))),
+    ]
     trie = trees.Trie(paths)
     cuts = [trie.cuts(range(a, b)) for a, b in itertools.pairwise(bounds) if b > a]
-    forest, lengths = trie.forest(range(len(paths)), True), np.array([len(path.tokens) for path in paths])
+    forest, lengths = (
+        trie.forest(range(len(paths)), True),
+        np.array([len(path.tokens) for path in paths]),
+    )
     return {
         "turns": len(paths),
         "path": forest.path_tokens,

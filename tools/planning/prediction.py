@@ -1,4 +1,5 @@
-"""From a config to what a run of it will take: its work simulated, its times and memory by ``tools.planning.formulas``, for every split of the GPUs."""
+"""From a config to what a run of it will take: its work simulated, its times and memory by
+``tools.planning.formulas``, for every split of the GPUs."""
 
 import math
 from collections.abc import Sequence
@@ -20,15 +21,18 @@ from tools.planning.samples import MadeUp, Recorded
 from wire import hardware
 
 CUDA_GIB = 1.5
-"""GiB of a GPU that a process takes beside what is counted (CUDA's context, libraries, buffers): an assumption."""
+"""GiB of a GPU that a process takes beside what is counted (CUDA's context, libraries, buffers): an
+assumption."""
 ENGINE_SHARE = 0.85
-"""Share of a GPU's memory that SGLang fills with weights and cache if actors.sglang.arguments.mem_fraction_static does not say."""
+"""Share of a GPU's memory that SGLang fills with weights and cache if
+actors.sglang.arguments.mem_fraction_static does not say."""
 
 
 class Split(msgspec.Struct, frozen=True):
-    """Who gets how many of the devices (processes, without a GPU), and what follows. engines: actor processes. hours: of the whole run without its
-    evaluations. cache: tokens that an engine has room for. Without a GPU, the rest says nothing: actor_gib, rank_gib: memory of one GPU. lacks: why it
-    cannot work, or "". gpu_hours: of all devices; cost: 0 without a price."""
+    """Who gets how many of the devices (processes, without a GPU), and what follows. engines: actor
+    processes. hours: of the whole run without its evaluations. cache: tokens that an engine has
+    room for. Without a GPU, the rest says nothing: actor_gib, rank_gib: memory of one GPU. lacks:
+    why it cannot work, or "". gpu_hours: of all devices; cost: 0 without a price."""
 
     actors: int
     ranks: int
@@ -44,7 +48,8 @@ class Split(msgspec.Struct, frozen=True):
 
 
 def model_of(config: Config, given: Path | None = None) -> Dense:
-    """Return the sizes of a config's model: those of a config.json that is ``given``, of the model's folder, or as known by its name. Raises ValueError.
+    """Return the sizes of a config's model: those of a config.json that is ``given``, of the
+    model's folder, or as known by its name. Raises ValueError.
 
     A model of this project that is not here yet is made, which takes some seconds.
     """
@@ -52,7 +57,11 @@ def model_of(config: Config, given: Path | None = None) -> Dense:
     folder = given or (ensure_model(name, cache_folder()) if name in OURS else Path(name))
     if shape := model_shape(folder):
         return Dense.of(shape, str(folder))
-    known = [shape for start, shape in formulas.SHAPES.items() if name.rpartition("/")[2].startswith(start)]
+    known = [
+        shape
+        for start, shape in formulas.SHAPES.items()
+        if name.rpartition("/")[2].startswith(start)
+    ]
     if known and not given:
         return known[0]
     raise ValueError(
@@ -65,7 +74,9 @@ def config_of(run: Path, changes: Sequence[str] = ()) -> Config:
     """Return the config of a run that ended, with ``a.b=value`` changes. Raises ValueError."""
     read = runs.read(run)
     if not read.records or "phases" not in read.summary.get("seconds", {}):
-        raise ValueError(f"{run} has made no update or has no summary.json: expected the folder of a run that ended")
+        raise ValueError(
+            f"{run} has made no update or has no summary.json: expected the folder of a run that ended"
+        )
     try:
         return convert(read.config, list(changes))
     except ConfigError as error:
@@ -85,13 +96,20 @@ def recorded(run: Path, config: Config) -> Recorded:
 
 
 def measured(run: Path) -> dict[str, float]:
-    """Return what a run that ended measured, per update, by the names of ``Work`` and ``Speed``; nan where it has no record. Prompts are counted in
-    updates beside which no evaluation ran."""
+    """Return what a run that ended measured, per update, by the names of ``Work`` and ``Speed``;
+    nan where it has no record. Prompts are counted in updates beside which no evaluation ran."""
     read = runs.read(run)
     evaluated = {round(e["version"]) for e in read.evaluations}
-    alone = [r for r in read.records if not {round(r["version"]) - 1, round(r["version"])} & evaluated] or read.records
-    prefilled = [r["cache/tokens_saved"] * (1 / r["cache/hit_rate"] - 1) for r in alone if r.get("cache/hit_rate")]
-    told = next((place for place, tokens in enumerate(prefilled) if tokens), 0)  # before, no heartbeat had come
+    alone = [
+        r for r in read.records if not {round(r["version"]) - 1, round(r["version"])} & evaluated
+    ] or read.records
+    prefilled = [
+        r["cache/tokens_saved"] * (1 / r["cache/hit_rate"] - 1)
+        for r in alone
+        if r.get("cache/hit_rate")
+    ]
+    # before, no heartbeat had come
+    told = next((place for place, tokens in enumerate(prefilled) if tokens), 0)
     period = read.summary["seconds"]["phases"]["updates"] / len(read.records)
 
     def mean(name: str) -> float:
@@ -102,7 +120,8 @@ def measured(run: Path) -> dict[str, float]:
         "prefilled": _mean(prefilled[told:]),
         "turns": mean("learner/turns"),
         "path": mean("learner/path_tokens"),
-        "forwarded": mean("learner/forwarded_tokens") * read.config["learner"]["minibatches"],  # it is of a step
+        # it is of a step
+        "forwarded": mean("learner/forwarded_tokens") * read.config["learner"]["minibatches"],
         "staleness": mean("learner/staleness_mean"),
         "generate": mean("busy/engine") * period,
         "learn": mean("learner/seconds"),
@@ -115,23 +134,37 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def reached(run: Path) -> Assumed:
-    """Return one process of a run as a device, by the FLOPs that it reached, and what a step waited beside.
+    """Return one process of a run as a device, by the FLOPs that it reached, and what a step waited
+    beside.
 
-    wait: what is left of the latency in the formula of the period; 0 where actors or learner leave nothing.
+    wait: what is left of the latency in the formula of the period; 0 where actors or learner leave
+    nothing.
     """
     config, told = config_of(run), measured(run)
     model, work = model_of(config), work_of(config, recorded(run, config))
-    learner = formulas.learner_flops(config.learner, model, work) / config.learner.count / told["learn"]
+    learner = (
+        formulas.learner_flops(config.learner, model, work) / config.learner.count / told["learn"]
+    )
     busy = told["generate"] or told["period"]  # in a short run no heartbeat may have told it
     actor = sum(formulas.actor_flops(model, work)) / config.actors.count / busy
     free = (config.scheduler.max_staleness + 1) * told["period"] - told["learn"] - told["generate"]
-    wait = free / max(1, work.steps) if told["period"] > 1.05 * max(told["learn"], told["generate"]) else 0.0
+    wait = (
+        free / max(1, work.steps)
+        if told["period"] > 1.05 * max(told["learn"], told["generate"])
+        else 0.0
+    )
     return Assumed(
-        flops=learner, learner_share=1.0, prefill_share=actor / learner, decode_share=1.0, wait=max(0.0, wait)
+        flops=learner,
+        learner_share=1.0,
+        prefill_share=actor / learner,
+        decode_share=1.0,
+        wait=max(0.0, wait),
     )
 
 
-def split(config: Config, model: Dense, work: Work, reach: Assumed, actors: int, ranks: int, gpus: bool) -> Split:
+def split(
+    config: Config, model: Dense, work: Work, reach: Assumed, actors: int, ranks: int, gpus: bool
+) -> Split:
     """Return what follows if so many devices generate and so many train."""
     a, s = config.actors, config.scheduler
     learner = msgspec.structs.replace(typed(config).learner, count=ranks)
@@ -141,36 +174,63 @@ def split(config: Config, model: Dense, work: Work, reach: Assumed, actors: int,
     share = float(a.sglang.arguments.get("mem_fraction_static", ENGINE_SHARE))
     room = share * reach.memory * each if gpus else held + a.kv_cache_gib
     cache = (room - held) * 2**30 / model.cached(size)
-    most = engines * min(a.max_batch, max(1.0, cache / max(1.0, work.context / max(1, work.sampled))))
+    most = engines * min(
+        a.max_batch, max(1.0, cache / max(1.0, work.context / max(1, work.sampled)))
+    )
     timed = formulas.speed(learner, model, work, reach, s.max_staleness, actors, most, size)
     hours = timed.period * s.updates / 3600
     if not gpus:
         return Split(actors, ranks, engines, timed, hours, cache)
-    rank, lacks = sum(rank_gib(learner, msgspec.structs.asdict(model), model.weights, size)) + CUDA_GIB, ""
+    rank, lacks = (
+        sum(rank_gib(learner, msgspec.structs.asdict(model), model.weights, size)) + CUDA_GIB,
+        "",
+    )
     if cache < a.max_context:
         lacks = f"an engine has {max(0.0, cache):.0f} tokens of cache, less than actors.max_context = {a.max_context}"
     elif rank > reach.memory:
         lacks = f"a rank needs {rank:.0f} GiB of {reach.memory:g}"
     spent = hours * (actors + ranks)
-    return Split(actors, ranks, engines, timed, hours, cache, room / each, rank, lacks, spent, spent * reach.price)
+    return Split(
+        actors,
+        ranks,
+        engines,
+        timed,
+        hours,
+        cache,
+        room / each,
+        rank,
+        lacks,
+        spent,
+        spent * reach.price,
+    )
 
 
-def splits(config: Config, model: Dense, work: Work, reach: Assumed, gpus: int | None) -> list[Split]:
-    """Return every split of ``gpus`` between actors and learner, the fastest that fits first; None: the config's own. Raises ValueError."""
+def splits(
+    config: Config, model: Dense, work: Work, reach: Assumed, gpus: int | None
+) -> list[Split]:
+    """Return every split of ``gpus`` between actors and learner, the fastest that fits first; None:
+    the config's own. Raises ValueError."""
     each, pairs = max(1, config.actors.sglang.gpus), [(config.actors.count, config.learner.count)]
     if gpus is not None:
         pairs = [(actors, gpus - actors) for actors in range(each, gpus, each)]
     if not pairs:
         needed = f"{each} of an engine (actors.sglang.gpus) and 1 of the learner"
         raise ValueError(f"--gpus {gpus}: expected at least {each + 1}, {needed}")
-    every = [split(config, model, work, reach, actors, ranks, gpus is not None) for actors, ranks in pairs]
+    every = [
+        split(config, model, work, reach, actors, ranks, gpus is not None)
+        for actors, ranks in pairs
+    ]
     return sorted(every, key=lambda one: (bool(one.lacks), one.speed.period))
 
 
 def made_up(config: Config, assumed: Assumed) -> tuple[MadeUp, dict[str, float]]:
     """Return texts of the assumed lengths, and these lengths. Raises ValueError."""
     s, options, a = config.scheduler, config.data.options, assumed
-    seen = options["max_observation_characters"] // 4 if "max_observation_characters" in options else 100
+    seen = (
+        options["max_observation_characters"] // 4
+        if "max_observation_characters" in options
+        else 100
+    )
     environment = registry.load(config.data.environment, options)
     lengths: dict[str, int] = {
         "instruction": min(a.instruction, a.prompt - 1),

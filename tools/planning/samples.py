@@ -1,4 +1,5 @@
-"""What a simulated policy says and reads: token ids of prompts and actions, made up by length or taken from the journal of a run."""
+"""What a simulated policy says and reads: token ids of prompts and actions, made up by length or
+taken from the journal of a run."""
 
 import functools
 import math
@@ -22,8 +23,9 @@ MOST_TREES = 512
 
 
 class Sampled(msgspec.Struct):
-    """One action. tokens: int32. turn: the number of actions before it. then: what the policy reads after it, an observation or the whole next
-    prompt where prompts are fresh. scores: what judges gave it."""
+    """One action. tokens: int32. turn: the number of actions before it. then: what the policy reads
+    after it, an observation or the whole next prompt where prompts are fresh. scores: what judges
+    gave it."""
 
     tokens: np.ndarray
     turn: int
@@ -34,7 +36,8 @@ class Sampled(msgspec.Struct):
 
 
 class Source(Protocol):
-    """Where texts come from. horizon: no episode has more actions than this. trees: so many have texts of their own."""
+    """Where texts come from. horizon: no episode has more actions than this. trees: so many have
+    texts of their own."""
 
     horizon: float
     trees: float
@@ -44,13 +47,15 @@ class Source(Protocol):
         ...
 
     def action(self, prefix: bytes, turn: int, number: int) -> Sampled:
-        """Return the action that is drawn as number 0, 1, .. after a prefix, the bytes of int32, with ``turn`` actions before it."""
+        """Return the action that is drawn as number 0, 1, .. after a prefix, the bytes of int32,
+        with ``turn`` actions before it."""
         ...
 
 
 def going_on(turns: float, budget: int) -> float:
-    """Return the probability p that an action is not the last, so that episodes of at most ``budget`` actions have ``turns`` in the mean: the p with
-    1 + p + p^2 + .. + p^(budget - 1) = turns."""
+    """Return the probability p that an action is not the last, so that episodes of at most
+    ``budget`` actions have ``turns`` in the mean: the p with 1 + p + p^2 + .. + p^(budget - 1) =
+    turns."""
     low, high = 0.0, 1.0
     for _ in range(50):
         p = (low + high) / 2
@@ -64,13 +69,26 @@ def seeded(prefix: bytes, number: int = 0) -> random.Random:
 
 
 class MadeUp:
-    """Texts of fixed lengths in tokens (``tools.planning.formulas.Assumed``), in which siblings share nothing. Which actions end their episode is drawn,
-    so that its mean number of them is ``turns``."""
+    """Texts of fixed lengths in tokens (``tools.planning.formulas.Assumed``), in which siblings
+    share nothing. Which actions end their episode is drawn, so that its mean number of them is
+    ``turns``."""
 
     def __init__(
-        self, instruction: int, prompt: int, action: int, observation: int, turns: float, budget: int, fresh: bool
+        self,
+        instruction: int,
+        prompt: int,
+        action: int,
+        observation: int,
+        turns: float,
+        budget: int,
+        fresh: bool,
     ):
-        self.instruction, self.whole, self.length, self.observation = instruction, prompt, action, observation
+        self.instruction, self.whole, self.length, self.observation = (
+            instruction,
+            prompt,
+            action,
+            observation,
+        )
         self.fresh, most = fresh, max(budget, math.ceil(turns))
         self.horizon, self.trees, self.on = float(most), math.inf, going_on(turns, most)
 
@@ -96,8 +114,9 @@ def _unlike(rng: random.Random, count: int) -> np.ndarray:
 
 
 class Recorded:
-    """Texts of a run's training trees. A prefix of the run is answered as it was there, each time in turn; then, and where the prefix is a new one,
-    as some prefix of the same turn was. Equal prompts of different trees are one prefix: in a game many trees come to the same position."""
+    """Texts of a run's training trees. A prefix of the run is answered as it was there, each time
+    in turn; then, and where the prefix is a new one, as some prefix of the same turn was. Equal
+    prompts of different trees are one prefix: in a game many trees come to the same position."""
 
     def __init__(self, run: Path, environment: Environment):
         self.environment = environment
@@ -136,26 +155,44 @@ class Recorded:
     def _read(self, tree: Tree) -> None:
         """Note every action of a tree below what the policy had read before it."""
         fresh = self.environment.fresh
-        shown = {(n.trajectory, n.step): n for n in tree.nodes.values() if n.kind == "prompt" and n.parent >= 0}
+        shown = {
+            (n.trajectory, n.step): n
+            for n in tree.nodes.values()
+            if n.kind == "prompt" and n.parent >= 0
+        }
         self.prompts.append(tree.prefix(shown.get((0, 0), tree.nodes[0])))
         actions = [node for node in tree.nodes.values() if node.kind == "action"]
-        last = {own[-1].id for number in {node.trajectory for node in actions} if (own := tree.actions(number))}
+        last = {
+            own[-1].id
+            for number in {node.trajectory for node in actions}
+            if (own := tree.actions(number))
+        }
         for node in actions:
             place = tree.parent(node)
             if place is None or node.forced or not len(node.tokens):
                 continue
-            below = next((child for child in tree.children(node) if child.kind == "observation"), None)
+            below = next(
+                (child for child in tree.children(node) if child.kind == "observation"), None
+            )
             if fresh:
                 below = shown.get((node.trajectory, node.step))
             then = None if below is None else tree.prefix(below) if fresh else below.tokens
             ends = node.id in last if node.chosen else self._answers(tree, node)
             scores = {name: node.scores[name] for name in node.scores.keys() - OURS}
             self.known[tree.prefix(place).tobytes()].append(
-                Sampled(node.tokens, node.step - 1, bool(node.scores.get("valid", 1.0)), ends, then, scores)
+                Sampled(
+                    node.tokens,
+                    node.step - 1,
+                    bool(node.scores.get("valid", 1.0)),
+                    ends,
+                    then,
+                    scores,
+                )
             )
 
     def _answers(self, tree: Tree, node: Node) -> bool:
-        """Return whether a candidate that was not continued would have ended its episode, as far as its text tells."""
+        """Return whether a candidate that was not continued would have ended its episode, as far as
+        its text tells."""
         state = msgspec.convert(tree.state_before(node), self._state)
         return self.environment.read(state, node.text).kind == "answer"
 
@@ -164,12 +201,19 @@ class Recorded:
         return type(self.environment.initial(Task("0", "?")))
 
     def _complete(self) -> None:
-        """Give every action that nothing follows in the run what followed an equal one there, or another one of its turn."""
+        """Give every action that nothing follows in the run what followed an equal one there, or
+        another one of its turn."""
         for turn in sorted(self.places, reverse=True):
             every = [action for actions in self.places[turn] for action in actions]
-            after = [action.then for action in every if action.then is not None] or [np.zeros(0, np.int32)]
+            after = [action.then for action in every if action.then is not None] or [
+                np.zeros(0, np.int32)
+            ]
             for actions in self.places[turn]:
-                alike = {action.tokens.tobytes(): action.then for action in actions if action.then is not None}
+                alike = {
+                    action.tokens.tobytes(): action.then
+                    for action in actions
+                    if action.then is not None
+                }
                 for action in actions:
                     if action.then is None:
                         key = action.tokens.tobytes()

@@ -1,7 +1,9 @@
-"""The checks of tools/gpu_check: they run one after the other, each with its own time limit, and are recorded with all versions.
+"""The checks of tools/gpu_check: they run one after the other, each with its own time limit, and
+are recorded with all versions.
 
-A check that hangs is interrupted, then killed with all its descendants, and is reported as failed; the checks after it still run. All
-checks end within ``WHOLE_S``: no check begins after that time, and a check that is still running then counts as hung.
+A check that hangs is interrupted, then killed with all its descendants, and is reported as failed;
+the checks after it still run. All checks end within ``WHOLE_S``: no check begins after that time,
+and a check that is still running then counts as hung.
 """
 
 import argparse
@@ -24,17 +26,19 @@ from tools.bootstrap import ROOT
 from wire.options import command_parser
 
 WHOLE_S = 570.0
-"""Seconds for all checks. Ten minutes are then enough, including the time that a hanging check takes to end."""
+"""Seconds for all checks. Ten minutes are then enough, including the time that a hanging check
+takes to end."""
 GRACE_S = 15.0
-"""Seconds that a check has to end after an interrupt. An actor gives its SGLang server 7 s to end."""
+"""Seconds that a check has to end after an interrupt. An actor gives its SGLang server 7 s to end.
+"""
 BEGIN, END = "<!-- tools/gpu_check writes from here -->", "<!-- to here -->"
 _CONTRACT = ("engine_contract", "one_policy_two_engines", "sglang_weights")
 
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """One check. name: its name on the command line. module: the module that ``python -m`` runs, and its arguments. limit_s: its time limit
-    in seconds. sglang: the check needs SGLang."""
+    """One check. name: its name on the command line. module: the module that ``python -m`` runs,
+    and its arguments. limit_s: its time limit in seconds. sglang: the check needs SGLang."""
 
     name: str
     module: list[str]
@@ -65,7 +69,8 @@ CHECKS = [
 """The limits are about twice the estimates of docs/gpu.md."""
 
 
-# ---------------------------------------------------------------------------------------------- running
+# ----------------------------------------------------------------------------------------------
+# running
 
 
 def run_all(checks: Sequence[Check], whole_s: float = WHOLE_S) -> list[Outcome]:
@@ -79,7 +84,9 @@ def run_all(checks: Sequence[Check], whole_s: float = WHOLE_S) -> list[Outcome]:
             outcome = Outcome(check.name, 0.0, reason)
         else:
             outcome = run(check, min(check.limit_s, left))
-        print(f"== {check.name}: {outcome.failure or 'passed'}, {outcome.seconds:.1f} s", flush=True)
+        print(
+            f"== {check.name}: {outcome.failure or 'passed'}, {outcome.seconds:.1f} s", flush=True
+        )
         outcomes.append(outcome)
     return outcomes
 
@@ -113,12 +120,14 @@ def _echo(process: "subprocess.Popen[str]", printed: list[str]) -> None:
 
 
 def _end(process: "subprocess.Popen[str]") -> None:
-    """Interrupt a process, so that it ends its servers and frees their memory; then kill it and every process that it had started."""
+    """Interrupt a process, so that it ends its servers and frees their memory; then kill it and
+    every process that it had started."""
     if process.poll() is not None:
         return
     import psutil  # not at the top: a Python without it prints the help
 
-    family = psutil.Process(process.pid).children(recursive=True)  # servers have sessions of their own
+    # servers have sessions of their own
+    family = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGINT)
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(GRACE_S)
@@ -128,17 +137,23 @@ def _end(process: "subprocess.Popen[str]") -> None:
     process.wait()
 
 
-# ---------------------------------------------------------------------------------------------- the record
+# ---------------------------------------------------------------------------------------------- the
+# record
 
 
 def versions(python: str, run_sglang: bool) -> dict[str, str]:
-    """Return the versions of everything on which the measured numbers depend. python: the interpreter that has SGLang."""
+    """Return the versions of everything on which the measured numbers depend. python: the
+    interpreter that has SGLang."""
     import torch
     import transformers
 
-    driver = _said(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]).splitlines()
+    driver = _said(
+        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    ).splitlines()
     versions_by_name = {
-        "GPU": f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}" if torch.cuda.is_available() else "none",
+        "GPU": f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
+        if torch.cuda.is_available()
+        else "none",
         "driver": driver[0] if driver else "unknown",
         "Python": sys.version.split()[0],
         "torch": torch.__version__,
@@ -150,7 +165,9 @@ def versions(python: str, run_sglang: bool) -> dict[str, str]:
         wanted = ("sglang", "torch", "transformers")
         ask = f"import importlib.metadata as m; print(*(m.version(name) for name in {wanted!r}))"
         answer = _said([python, "-c", ask]).split() or ["unknown"] * len(wanted)
-        versions_by_name |= dict(zip(("sglang", "its torch", "its transformers"), answer, strict=True))
+        versions_by_name |= dict(
+            zip(("sglang", "its torch", "its transformers"), answer, strict=True)
+        )
     return versions_by_name
 
 
@@ -163,8 +180,11 @@ def _said(command: list[str]) -> str:
     return done.stdout.strip()
 
 
-def section(outcomes: Sequence[Outcome], version_table: dict[str, str], when: datetime.datetime) -> str:
-    """Return the record in Markdown: versions, seconds, and the last JSON object of each check (every object of a failed check)."""
+def section(
+    outcomes: Sequence[Outcome], version_table: dict[str, str], when: datetime.datetime
+) -> str:
+    """Return the record in Markdown: versions, seconds, and the last JSON object of each check
+    (every object of a failed check)."""
     lines = [
         f"`tools/gpu_check`, {when:%Y-%m-%d %H:%M} UTC: "
         + ", ".join(f"{k} {v}" for k, v in version_table.items())
@@ -198,7 +218,8 @@ def objects(output: str) -> list[Any]:
 
 
 def around(path: Path) -> tuple[str, str]:
-    """Return a file's text up to the first mark and from the second mark on. Raises ValueError unless it has each mark once, in order."""
+    """Return a file's text up to the first mark and from the second mark on. Raises ValueError
+    unless it has each mark once, in order."""
     whole = path.read_text()
     before, begun, rest = whole.partition(BEGIN)
     _, ended, after = rest.partition(END)
@@ -215,16 +236,22 @@ def record(path: Path, text: str) -> None:
     path.write_text(f"{before}\n\n{text}\n{after}")
 
 
-# ---------------------------------------------------------------------------------------------- the command
+# ---------------------------------------------------------------------------------------------- the
+# command
 
 
 def chosen(names: Sequence[str], sglang: bool) -> list[Check]:
-    """Return the checks to run: those named, or all that can run. Raises ValueError for a name that is unknown or needs missing SGLang."""
+    """Return the checks to run: those named, or all that can run. Raises ValueError for a name that
+    is unknown or needs missing SGLang."""
     possible = {check.name: check for check in CHECKS if sglang or not check.sglang}
     if unknown := [name for name in names if name not in possible]:
         raise ValueError(
             f"{unknown}: expected names of {list(possible)}"
-            + ("" if sglang else "; the checks of SGLang need the sglang extra, or COPPICE_SGLANG_PYTHON")
+            + (
+                ""
+                if sglang
+                else "; the checks of SGLang need the sglang extra, or COPPICE_SGLANG_PYTHON"
+            )
         )
     return [possible[name] for name in names] or list(possible.values())
 
@@ -237,7 +264,9 @@ EXAMPLES = """\
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of tools/gpu_check."""
-    parser = command_parser("tools/gpu_check", "Run every check that needs a GPU, each with a time limit.", EXAMPLES)
+    parser = command_parser(
+        "tools/gpu_check", "Run every check that needs a GPU, each with a time limit.", EXAMPLES
+    )
     names = f"any of {', '.join(c.name for c in CHECKS)} (default: all)"
     parser.add_argument("names", nargs="*", metavar="NAME", help=names)
     replaced = "replace the marked section of FILE (docs/gpu.md) instead of printing it"
@@ -260,12 +289,18 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"tools/gpu_check: {error}", file=sys.stderr)
         return 2
     if not torch.cuda.is_available():
-        print("tools/gpu_check: no CUDA device here; what can run on a CPU runs in tools/test", file=sys.stderr)
+        print(
+            "tools/gpu_check: no CUDA device here; what can run on a CPU runs in tools/test",
+            file=sys.stderr,
+        )
         return 2
     version_table = versions(python or sys.executable, sglang)
     print(", ".join(f"{name} {version}" for name, version in version_table.items()), flush=True)
     if not sglang:
-        print("SGLang is not checked: install the sglang extra, or set COPPICE_SGLANG_PYTHON", flush=True)
+        print(
+            "SGLang is not checked: install the sglang extra, or set COPPICE_SGLANG_PYTHON",
+            flush=True,
+        )
     outcomes = run_all(checks)
     text = section(outcomes, version_table, datetime.datetime.now(datetime.UTC))
     if options.record is not None:

@@ -1,7 +1,8 @@
-"""Makes virtual environments beside the main one, each for a foreign program, from a table [tool.coppice.TABLE] of pyproject.toml.
+"""Makes virtual environments beside the main one, each for a foreign program, from a table
+[tool.coppice.TABLE] of pyproject.toml.
 
-The table lists ``packages``, and in ``no_deps`` packages whose declared dependencies are not needed here. An environment is made anew
-only when its table changes.
+The table lists ``packages``, and in ``no_deps`` packages whose declared dependencies are not needed
+here. An environment is made anew only when its table changes.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ from tools.bootstrap import ROOT
 def python(name: str, table: str, over_ours: bool = False) -> Path:
     """Return the interpreter of the environment ``name``, which is made first if it is absent.
 
-    over_ours: the environment sees every package of this one, so that both use the same versions and only other packages are installed.
-    Raises LookupError if there is no such table, RuntimeError if a step of the installation fails.
+    over_ours: the environment sees every package of this one, so that both use the same versions
+    and only other packages are installed. Raises LookupError if there is no such table,
+    RuntimeError if a step of the installation fails.
     """
     packages = _table(table)
     lists = [packages.get("no_deps", []), packages["packages"]]
@@ -33,7 +35,8 @@ def python(name: str, table: str, over_ours: bool = False) -> Path:
     if not _holds(stamp, mark):
         venv.mkdir(parents=True, exist_ok=True)
         with open(venv / ".lock", "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # of two commands that start together, only one installs
+            # of two commands that start together, only one installs
+            fcntl.flock(lock, fcntl.LOCK_EX)
             if not _holds(stamp, mark):
                 _install(name, venv, packages, over_ours)
                 stamp.write_text(mark)
@@ -41,7 +44,8 @@ def python(name: str, table: str, over_ours: bool = False) -> Path:
 
 
 def folder(name: str) -> Path:
-    """Return the environment's folder: beside the main one, unless COPPICE_<NAME>_VENV names another."""
+    """Return the environment's folder: beside the main one, unless COPPICE_<NAME>_VENV names
+    another."""
     main = os.environ.get("COPPICE_VENV") or ROOT / ".venv"
     return Path(os.environ.get(f"COPPICE_{name.upper()}_VENV") or f"{main}-{name}").absolute()
 
@@ -49,7 +53,9 @@ def folder(name: str) -> Path:
 def _table(name: str) -> dict[str, Any]:
     tables = tomllib.loads((ROOT / "pyproject.toml").read_text()).get("tool", {}).get("coppice", {})
     if name not in tables:
-        raise LookupError(f"pyproject.toml has no table [tool.coppice.{name}], which lists the packages to install")
+        raise LookupError(
+            f"pyproject.toml has no table [tool.coppice.{name}], which lists the packages to install"
+        )
     return tables[name]
 
 
@@ -60,7 +66,8 @@ def _holds(stamp: Path, mark: str) -> bool:
 def _install(name: str, venv: Path, table: dict[str, Any], over_ours: bool) -> None:
     print(f"setting up {venv} (a minute or more the first time)", file=sys.stderr, flush=True)
     inside = venv / "bin" / "python"
-    if not (venv / "bin" / "pip").exists():  # pip comes last, so an unfinished environment is made again
+    # pip comes last, so an unfinished environment is made again
+    if not (venv / "bin" / "pip").exists():
         _run([sys.executable, "-m", "venv", str(venv)], "making the virtual environment")
     (venv / ".gitignore").write_text("*\n")
     if over_ours:
@@ -76,5 +83,7 @@ def _install(name: str, venv: Path, table: dict[str, Any], over_ours: bool) -> N
 def _run(command: list[str], purpose: str) -> str:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise RuntimeError(f"{purpose} failed (exit {done.returncode}): {(done.stdout + done.stderr)[-3000:]}")
+        raise RuntimeError(
+            f"{purpose} failed (exit {done.returncode}): {(done.stdout + done.stderr)[-3000:]}"
+        )
     return done.stdout

@@ -1,11 +1,15 @@
-"""Any agent as an environment: its calls to the policy are the turns, and whatever it does between two calls is what the environment does.
+"""Any agent as an environment: its calls to the policy are the turns, and whatever it does between
+two calls is what the environment does.
 
-An agent is a live process, and a state says how to come back to it: the task and the replies that it was given. A state whose process is still
-waiting goes on at once; any other is reached by replay, in which a new process is given the recorded replies to the requests that it makes again. So
-every strategy works that works for games, also those that go back to an earlier turn, for agents that ask the same when they are told the same.
+An agent is a live process, and a state says how to come back to it: the task and the replies that
+it was given. A state whose process is still waiting goes on at once; any other is reached by
+replay, in which a new process is given the recorded replies to the requests that it makes again. So
+every strategy works that works for games, also those that go back to an earlier turn, for agents
+that ask the same when they are told the same.
 
-The tree holds what the policy read and sampled, token by token: of a request that continues a conversation, only what the agent has added after the
-sampled reply is rendered; a request that continues none (another agent inside, a rewritten prompt) begins a branch.
+The tree holds what the policy read and sampled, token by token: of a request that continues a
+conversation, only what the agent has added after the sampled reply is rendered; a request that
+continues none (another agent inside, a rewritten prompt) begins a branch.
 """
 
 import asyncio
@@ -23,7 +27,16 @@ import msgspec
 from actors.environments.agents.episode import Ended, Episode, Limits
 from actors.environments.agents.gateway import Gateway
 from actors.environments.agents.nursery import Nursery
-from actors.environments.base import Action, Diverged, Environment, Spent, Task, Tools, Transition, TurnedAway
+from actors.environments.base import (
+    Action,
+    Diverged,
+    Environment,
+    Spent,
+    Task,
+    Tools,
+    Transition,
+    TurnedAway,
+)
 from actors.serving.asked import Asked
 from actors.serving.protocol import Refused
 from actors.serving.replies import Reply
@@ -40,12 +53,14 @@ SHOWN = 300
 MOST_OVER = 16
 """Calls beyond the budget, one after the other, after which an agent is ended."""
 PATIENCE_S = 5.0
-"""Seconds for which a replay waits for a recorded request while another one waits: parallel calls come in any order."""
+"""Seconds for which a replay waits for a recorded request while another one waits: parallel calls
+come in any order."""
 
 
 class Exchange(msgspec.Struct, frozen=True, array_like=True):
-    """A request and what its reply took. asked, after: digests of the conversation before and after the reply (``wire.dialogue.histories``). The reply
-    itself is in the tree, because every later state has the exchange."""
+    """A request and what its reply took. asked, after: digests of the conversation before and after
+    the reply (``wire.dialogue.histories``). The reply itself is in the tree, because every later
+    state has the exchange."""
 
     asked: str
     after: str
@@ -53,8 +68,10 @@ class Exchange(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Standing(msgspec.Struct, frozen=True):
-    """A state: an agent that waits for a reply. asked: the digest of what it asks. offered: names of the tools; must_call: the reply must call one.
-    most: tokens of the reply, 0 if the agent sets no limit. stop: strings that end it. messages, tools: the whole request where it begins a branch, otherwise empty."""
+    """A state: an agent that waits for a reply. asked: the digest of what it asks. offered: names
+    of the tools; must_call: the reply must call one. most: tokens of the reply, 0 if the agent sets
+    no limit. stop: strings that end it. messages, tools: the whole request where it begins a
+    branch, otherwise empty."""
 
     task: dict[str, Any]
     record: tuple[Exchange, ...] = ()
@@ -71,18 +88,22 @@ class Standing(msgspec.Struct, frozen=True):
 
 
 class Agent(Environment):
-    """run: "module:function", called with the task (id, question, golds, seed, and all columns of its row) in a process of its own, or a command line, which finds them as JSON in
-    its stdin and in COPPICE_TASK. Both find the policy at OPENAI_BASE_URL with OPENAI_API_KEY, and at
+    """run: "module:function", called with the task (id, question, golds, seed, and all columns of
+    its row) in a process of its own, or a command line, which finds them as JSON in its stdin and
+    in COPPICE_TASK. Both find the policy at OPENAI_BASE_URL with OPENAI_API_KEY, and at
     ANTHROPIC_BASE_URL with ANTHROPIC_API_KEY. horizon: calls of an episode. outcome_judge: the
-    judge that gives the outcome, read from the last reply; "" takes the reward that the function returns or the agent posts to /v1/episode/reward.
-    retriever: whether it may ask the run's retriever, at /v1/retrieve. rewarded: "judge" takes a judge's column "reward", "slate" SLATE's
-    composite of its columns think, query and answer. step_rewards: whether the agent posts a reward of every reply there, with its response_id and
-    before it asks again; a reply without one is unscored. kept: waiting processes that are kept: of more, the one that waits longest is ended, and
-    reached again by replay. seconds (without those in which it waits for replies), memory_gib,
-    output_mib: limits of a process. family: how the model writes tool
-    calls (``wire.tool_calls``). open_calls: whether a reply that must call a tool begins with the opening of a call, which the policy does not sample.
-    python: runs functions in the place of the run's own Python; it must be 3.9 or newer, and needs none of the run's packages. pass_env: variables that
-    agents get although their names tell of a secret (``wire.process.without_secrets``)."""
+    judge that gives the outcome, read from the last reply; "" takes the reward that the function
+    returns or the agent posts to /v1/episode/reward. retriever: whether it may ask the run's
+    retriever, at /v1/retrieve. rewarded: "judge" takes a judge's column "reward", "slate" SLATE's
+    composite of its columns think, query and answer. step_rewards: whether the agent posts a reward
+    of every reply there, with its response_id and before it asks again; a reply without one is
+    unscored. kept: waiting processes that are kept: of more, the one that waits longest is ended,
+    and reached again by replay. seconds (without those in which it waits for replies), memory_gib,
+    output_mib: limits of a process. family: how the model writes tool calls (``wire.tool_calls``).
+    open_calls: whether a reply that must call a tool begins with the opening of a call, which the
+    policy does not sample. python: runs functions in the place of the run's own Python; it must be
+    3.9 or newer, and needs none of the run's packages. pass_env: variables that agents get although
+    their names tell of a secret (``wire.process.without_secrets``)."""
 
     name = "agent"
     fresh = False
@@ -111,17 +132,26 @@ class Agent(Environment):
     ):
         plain = ":" in run and not any(character.isspace() for character in run)
         if python and not plain:
-            raise ValueError(f"python = {python!r} has no effect on the command line {run!r}: name the Python in it")
+            raise ValueError(
+                f"python = {python!r} has no effect on the command line {run!r}: name the Python in it"
+            )
         if python and shutil.which(python) is None:
             raise ValueError(
                 f"python = {python!r}: there is no such program; expected the path of a Python, such as venv/bin/python"
             )
         self.run = run
         self.nursery = Nursery(
-            [] if plain else shlex.split(run), run if plain else "", python or sys.executable, pass_env
+            [] if plain else shlex.split(run),
+            run if plain else "",
+            python or sys.executable,
+            pass_env,
         )
         self.horizon, self.outcome_judge, self.family = horizon, outcome_judge, family
-        self.searches, self.rewarded_by_judge, self.gives_step_rewards = retriever, rewarded == "judge", step_rewards
+        self.searches, self.rewarded_by_judge, self.gives_step_rewards = (
+            retriever,
+            rewarded == "judge",
+            step_rewards,
+        )
         self.kept, self.open_calls = kept, open_calls
         self.limits = Limits(seconds, memory_gib, output_mib)
         self.gateway = Gateway()
@@ -137,7 +167,8 @@ class Agent(Environment):
         return Standing({**task.row, **own})
 
     async def open(self, state: Standing, tools: Tools) -> Standing:
-        """Start the agent, and return the state of its first request. Raises DataFault if it ends without one."""
+        """Start the agent, and return the state of its first request. Raises DataFault if it ends
+        without one."""
         episode, asked = await self._begun(state, tools)
         first = _standing(state, (), asked, whole=True)
         self._keep(first, episode, asked)
@@ -156,7 +187,8 @@ class Agent(Environment):
         return state.most
 
     def stops(self, state: Standing) -> list[str]:
-        """Return the agent's own strings that end a reply. They were sampled, so they are in the tree; the agent does not get them."""
+        """Return the agent's own strings that end a reply. They were sampled, so they are in the
+        tree; the agent does not get them."""
         return list(state.stop)
 
     def beginning(self, state: Standing) -> str:
@@ -164,7 +196,8 @@ class Agent(Environment):
         return opening(self.family, state.offered) if self.open_calls and state.must_call else ""
 
     def read(self, state: Standing, text: str) -> Action:
-        """Return the reply. Its tool calls must be readable and of tools that were offered, and there must be one if the agent requires one."""
+        """Return the reply. Its tool calls must be readable and of tools that were offered, and
+        there must be one if the agent requires one."""
         parsed = parse(until(text, state.stop), self.family, state.offered)
         invalid = parsed.problem or (state.must_call and not parsed.calls)
         kind = "invalid" if invalid else "search" if parsed.calls else "answer"
@@ -195,8 +228,11 @@ class Agent(Environment):
         return msgspec.structs.replace(transition, reward=reward)
 
     async def beside(self, state: Standing) -> AsyncIterator[tuple[str, Transition]]:
-        """Yield the other calls of the agent that waits in ``state``, those that wait already and those that come, as long as the budget has room."""
-        found = next(((episode, asked) for waits, episode, asked in self._waiting if waits == state), None)
+        """Yield the other calls of the agent that waits in ``state``, those that wait already and
+        those that come, as long as the budget has room."""
+        found = next(
+            ((episode, asked) for waits, episode, asked in self._waiting if waits == state), None
+        )
         if found is None:
             return
         episode, seen = found[0], {found[1].id}
@@ -213,8 +249,11 @@ class Agent(Environment):
         """Return the end of an episode whose conversation has no room: a failure."""
         return Transition(state, "", True, 0.0, {"crashed": 0.0})
 
-    def judged(self, task: Task, state: Standing, action: Action, step: int, budget: int) -> JudgedTurn:
-        """Return what a judge sees of a reply: a query if it calls tools (the texts among their arguments), an answer if it does not."""
+    def judged(
+        self, task: Task, state: Standing, action: Action, step: int, budget: int
+    ) -> JudgedTurn:
+        """Return what a judge sees of a reply: a query if it calls tools (the texts among their
+        arguments), an answer if it does not."""
         reply = parse(until(action.text, state.stop), self.family, state.offered)
         return JudgedTurn(
             question=task.question or task.id,
@@ -229,8 +268,11 @@ class Agent(Environment):
             evidence=task.evidence,
         )
 
-    def recalled(self, turn: JudgedTurn, state: Standing, before: Sequence[tuple[str, str]]) -> JudgedTurn:
-        """Return the turn with the queries and what came back before it, and with the conversation as its context."""
+    def recalled(
+        self, turn: JudgedTurn, state: Standing, before: Sequence[tuple[str, str]]
+    ) -> JudgedTurn:
+        """Return the turn with the queries and what came back before it, and with the conversation
+        as its context."""
         queries = [_query(parse(reply, self.family, state.offered).calls) for reply, _ in before]
         lines = [f"Question: {turn.question}"]
         for reply, seen in before:
@@ -245,10 +287,15 @@ class Agent(Environment):
     def measures(self, task: Task, turns: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
         """Return the measures of an episode. Tasks of several hops have a return by hops too."""
         measures = super().measures(task, turns)
-        by_hops = {f"return_{task.hops}_hop": measures["return"]} if task.evidence and "return" in measures else {}
+        by_hops = (
+            {f"return_{task.hops}_hop": measures["return"]}
+            if task.evidence and "return" in measures
+            else {}
+        )
         return measures | by_hops
 
-    # ------------------------------------------------------------------------------------------ episodes
+    # ------------------------------------------------------------------------------------------
+    # episodes
 
     async def _stand(self, state: Standing, tools: Tools) -> tuple[Episode, Asked]:
         """Return an agent that waits in ``state``, or another one that has been brought there."""
@@ -263,11 +310,22 @@ class Agent(Environment):
             raise
 
     async def _brought(self, state: Standing, tools: Tools, episode: Episode) -> Asked:
-        """Give a new agent the recorded replies, in whatever order it asks for them, and return its request in ``state``. Raises Diverged."""
+        """Give a new agent the recorded replies, in whatever order it asks for them, and return its
+        request in ``state``. Raises Diverged."""
         left = list(zip(state.record, tools.replies(), strict=False)) if state.record else []
         while True:
-            waiting = [(histories(asked.messages, asked.tools)[-1], asked) for asked in episode.asked()]
-            known = next(((asked, pair) for digest, asked in waiting for pair in left if pair[0].asked == digest), None)
+            waiting = [
+                (histories(asked.messages, asked.tools)[-1], asked) for asked in episode.asked()
+            ]
+            known = next(
+                (
+                    (asked, pair)
+                    for digest, asked in waiting
+                    for pair in left
+                    if pair[0].asked == digest
+                ),
+                None,
+            )
             if known is not None:
                 asked, (exchange, text) = known
                 left.remove((exchange, text))
@@ -280,14 +338,19 @@ class Agent(Environment):
             await self._patience(episode, bool(waiting), len(left), len(state.record))
 
     async def _patience(self, episode: Episode, waits: bool, left: int, of: int) -> None:
-        """Wait until a replay gets another request. waits: whether one waits that is not recorded. left: of ``of`` replies. Raises Diverged."""
+        """Wait until a replay gets another request. waits: whether one waits that is not recorded.
+        left: of ``of`` replies. Raises Diverged."""
         if waits:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(PATIENCE_S):
                     await episode.news()
                 if not episode.over:
                     return
-            where = f"after {of - left} of {of} replies of a replay" if left else "at the end of a replay"
+            where = (
+                f"after {of - left} of {of} replies of a replay"
+                if left
+                else "at the end of a replay"
+            )
             raise Diverged(
                 f"the agent asks something else {where}: expected one that asks the same when it is told the same"
             )
@@ -315,13 +378,17 @@ class Agent(Environment):
             await episode.start()
             event = await episode.next()
         except OSError as error:
-            raise InfrastructureFault(f"the agent {self.run!r} cannot be started: {error}") from None
+            raise InfrastructureFault(
+                f"the agent {self.run!r} cannot be started: {error}"
+            ) from None
         except BaseException:
             self._end(episode)
             raise
         if isinstance(event, Ended):
             self._end(episode)
-            raise DataFault(f"the agent ended before it asked the policy{_refused(episode)} ({event.told})")
+            raise DataFault(
+                f"the agent ended before it asked the policy{_refused(episode)} ({event.told})"
+            )
         return episode, event
 
     def _ended(self, state: Standing, record: tuple[Exchange, ...], event: Ended) -> Transition:
@@ -353,10 +420,12 @@ class Agent(Environment):
 
 
 def _check(tools: Tools, before: Standing, record: tuple[Exchange, ...], asked: Asked) -> None:
-    """Raise Refused unless the policy can be asked this after the replies of ``record``, and the journal can keep it."""
+    """Raise Refused unless the policy can be asked this after the replies of ``record``, and the
+    journal can keep it."""
     try:
         tools.check(_asking(before, record, asked))
-    except Exception as error:  # whatever fails, templates and tokenizers too, fails because of this request
+    # whatever fails, templates and tokenizers too, fails because of this request
+    except Exception as error:
         reason = str(error).encode(errors="backslashreplace").decode()
         raise Refused(
             f"the policy cannot be asked this, or the journal cannot keep it: {type(error).__name__}: {reason}"
@@ -365,25 +434,43 @@ def _check(tools: Tools, before: Standing, record: tuple[Exchange, ...], asked: 
 
 def _refused(episode: Episode) -> str:
     """What its last call was refused with, "" if it went on."""
-    return f" after the gateway had answered {episode.session.refused}" if episode.session.refused else ""
+    return (
+        f" after the gateway had answered {episode.session.refused}"
+        if episode.session.refused
+        else ""
+    )
 
 
 def _query(calls: Sequence[ToolCall]) -> str:
     """The texts among the arguments of calls, in their order; their JSON if there are none."""
     values = [value for call in calls for value in json.loads(call.arguments).values()]
-    return " ".join(value for value in values if isinstance(value, str)) or " ".join(call.arguments for call in calls)
+    return " ".join(value for value in values if isinstance(value, str)) or " ".join(
+        call.arguments for call in calls
+    )
 
 
-def _standing(before: Standing, record: tuple[Exchange, ...], asked: Asked, whole: bool) -> Standing:
+def _standing(
+    before: Standing, record: tuple[Exchange, ...], asked: Asked, whole: bool
+) -> Standing:
     request = (tuple(asked.messages), tuple(asked.tools)) if whole else ((), ())
     limits = tuple(asked.offered), asked.must_call, asked.most
-    return Standing(before.task, record, histories(asked.messages, asked.tools)[-1], *limits, *request, asked.stop)
+    return Standing(
+        before.task,
+        record,
+        histories(asked.messages, asked.tools)[-1],
+        *limits,
+        *request,
+        asked.stop,
+    )
 
 
 def _asking(before: Standing, record: tuple[Exchange, ...], asked: Asked) -> Transition:
-    """What a request is after the replies of ``record``: the continuation of one of them, or a branch."""
+    """What a request is after the replies of ``record``: the continuation of one of them, or a
+    branch."""
     place, tail = _continued(record, asked)
-    return Transition(_standing(before, record, asked, place is None), "", False, messages=tail, after=place)
+    return Transition(
+        _standing(before, record, asked, place is None), "", False, messages=tail, after=place
+    )
 
 
 def _digest(asked: Asked, reply: Reply) -> str:
@@ -392,12 +479,17 @@ def _digest(asked: Asked, reply: Reply) -> str:
         {"id": f"reply-{i}", "function": {"name": call.name, "arguments": call.arguments}}
         for i, call in enumerate(reply.calls)
     ]
-    message: Message = {"role": "assistant", "content": reply.text, **({"tool_calls": calls} if calls else {})}
+    message: Message = {
+        "role": "assistant",
+        "content": reply.text,
+        **({"tool_calls": calls} if calls else {}),
+    }
     return histories([*asked.messages, message], asked.tools)[-1]
 
 
 def _continued(record: tuple[Exchange, ...], asked: Asked) -> tuple[int | None, list[Message]]:
-    """Return which reply of the record a request continues, and what the agent has added; None and nothing if it continues none."""
+    """Return which reply of the record a request continues, and what the agent has added; None and
+    nothing if it continues none."""
     after = {exchange.after: place for place, exchange in enumerate(record)}
     digests = histories(asked.messages, asked.tools)
     for length in range(len(asked.messages) - 1, 0, -1):
@@ -407,7 +499,8 @@ def _continued(record: tuple[Exchange, ...], asked: Asked) -> tuple[int | None, 
 
 
 async def _told_that_it_is_over(episode: Episode) -> Ended:
-    """Answer all further calls that the budget is used up, those that wait at the same time at once, until the agent ends."""
+    """Answer all further calls that the budget is used up, those that wait at the same time at
+    once, until the agent ends."""
     for _ in range(MOST_OVER):
         for asked in episode.asked():
             episode.answer(asked, Reply(OVER))

@@ -1,4 +1,5 @@
-"""One episode of an agent: a process of its own that speaks to the policy through a session of the gateway."""
+"""One episode of an agent: a process of its own that speaks to the policy through a session of the
+gateway."""
 
 import asyncio
 import contextlib
@@ -18,16 +19,21 @@ from actors.serving.replies import Reply
 TAIL = 4_096
 """Bytes of what an agent wrote last that are kept of a fault."""
 DRAIN_S = 1.0
-"""Seconds after the end of a process in which its output is read to its end. Only what has escaped holds it open longer."""
+"""Seconds after the end of a process in which its output is read to its end. Only what has escaped
+holds it open longer."""
 LONGEST_VARIABLE = 100_000
-"""Bytes of a task that COPPICE_TASK holds. Linux starts no program with a longer variable than 128 KiB."""
-_TRACEBACK = re.compile(r"^Traceback \(most recent call last\):\n(?:[ \t].*\n|\n)*(?P<error>\S.*)", re.MULTILINE)
+"""Bytes of a task that COPPICE_TASK holds. Linux starts no program with a longer variable than 128
+KiB."""
+_TRACEBACK = re.compile(
+    r"^Traceback \(most recent call last\):\n(?:[ \t].*\n|\n)*(?P<error>\S.*)", re.MULTILINE
+)
 _NODE = re.compile(r"^Node\.js v\d")
 _THROWN = re.compile(r"^\[?(?:Uncaught )?[\w$.]*(?:Error|Exception|Rejection)\b.*", re.MULTILINE)
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """seconds: of an episode, without those in which it waits for replies; memory_gib: address space of its process, 0 for no limit; output_mib: that it may write."""
+    """seconds: of an episode, without those in which it waits for replies; memory_gib: address
+    space of its process, 0 for no limit; output_mib: that it may write."""
 
     seconds: float = 600.0
     memory_gib: float = 0.0
@@ -35,7 +41,8 @@ class Limits(msgspec.Struct, frozen=True):
 
 
 class Ended(msgspec.Struct, frozen=True):
-    """How an episode ended. reward: None if nobody gave one. fault: why the process failed, "" if it did not. said: what it wrote last."""
+    """How an episode ended. reward: None if nobody gave one. fault: why the process failed, "" if
+    it did not. said: what it wrote last."""
 
     reward: float | None
     fault: str = ""
@@ -43,7 +50,8 @@ class Ended(msgspec.Struct, frozen=True):
 
     @property
     def error(self) -> str:
-        """The line that tells why: of a Python traceback or of what Node throws the error's own line, else the last line that it wrote."""
+        """The line that tells why: of a Python traceback or of what Node throws the error's own
+        line, else the last line that it wrote."""
         last = self.said.strip().rpartition("\n")[2]
         errors = [match["error"] for match in _TRACEBACK.finditer(self.said)]
         if _NODE.match(last):
@@ -57,7 +65,8 @@ class Ended(msgspec.Struct, frozen=True):
 
 
 class Episode:
-    """A process and its session, from ``start`` to ``close``. Several requests may wait at the same time; each is answered once."""
+    """A process and its session, from ``start`` to ``close``. Several requests may wait at the same
+    time; each is answered once."""
 
     def __init__(self, gateway: Gateway, nursery: Nursery, task: dict[str, Any], limits: Limits):
         self.gateway, self.nursery, self.task, self.limits = gateway, nursery, task, limits
@@ -86,7 +95,8 @@ class Episode:
         self._ended = asyncio.create_task(self._run())
 
     def asked(self) -> list[Asked]:
-        """Return the requests that wait for their answers, in the order in which they came. While there are any, the agent's time stands still."""
+        """Return the requests that wait for their answers, in the order in which they came. While
+        there are any, the agent's time stands still."""
         while not self.session.requests.empty():
             asked, answer = self.session.requests.get_nowait()
             self._waiting[asked.id] = asked, answer
@@ -111,7 +121,8 @@ class Episode:
             coming.cancel()
 
     async def next(self) -> Asked | Ended:
-        """Return the oldest request that waits, or the end of the episode. Raises InfrastructureFault if its process is lost."""
+        """Return the oldest request that waits, or the end of the episode. Raises
+        InfrastructureFault if its process is lost."""
         assert self._ended is not None
         while not (waiting := self.asked()):
             if self._ended.done():
@@ -146,14 +157,18 @@ class Episode:
         """Read what the process writes until it has ended, or until a limit ends it."""
         assert self._process is not None
         process, fault = self._process, ""
-        reading, ended = asyncio.create_task(self._read(process.stdout)), asyncio.ensure_future(process.wait())
+        reading, ended = (
+            asyncio.create_task(self._read(process.stdout)),
+            asyncio.ensure_future(process.wait()),
+        )
         try:
             try:
                 async with self._limit:
                     self._since = asyncio.get_running_loop().time()
                     self._hold(self._since + self._left)
                     await asyncio.wait([reading, ended], return_when=asyncio.FIRST_COMPLETED)
-                    if reading.done() and not reading.result():  # it has closed its output, and goes on
+                    # it has closed its output, and goes on
+                    if reading.done() and not reading.result():
                         await ended
             except TimeoutError:
                 fault = f"it ran longer than {self.limits.seconds:g} s"

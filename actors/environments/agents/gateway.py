@@ -1,8 +1,10 @@
-"""The door through which agents speak with the policy: a server of OpenAI's and Anthropic's protocols whose every key is the session of one episode.
+"""The door through which agents speak with the policy: a server of OpenAI's and Anthropic's
+protocols whose every key is the session of one episode.
 
-A request waits in its session until the episode answers it. Nothing here knows the policy: what an agent sends becomes ``Asked``, and what is
-answered comes as ``Reply``. Any model name is the policy's, and the client's sampling settings are left to the run, whose settings the learner knows. A
-reply is generated whole and then, if a stream is asked for, replayed as server-sent events.
+A request waits in its session until the episode answers it. Nothing here knows the policy: what an
+agent sends becomes ``Asked``, and what is answered comes as ``Reply``. Any model name is the
+policy's, and the client's sampling settings are left to the run, whose settings the learner knows.
+A reply is generated whole and then, if a stream is asked for, replayed as server-sent events.
 """
 
 import asyncio
@@ -29,11 +31,14 @@ from wire.messages import Passage
 LARGEST_BODY = 16 << 20
 """The most bytes of a request; histories come whole with every call."""
 KEEPALIVE_S = 10.0
-"""Seconds between two comments of a stream whose reply is not there yet, so that no proxy closes it."""
+"""Seconds between two comments of a stream whose reply is not there yet, so that no proxy closes
+it."""
 REMEMBERED = 4
-"""Answered requests of a session that are kept for a client that asks again. A request that waits is always kept."""
+"""Answered requests of a session that are kept for a client that asks again. A request that waits
+is always kept."""
 CLOSED = 10_000
-"""Ended sessions whose keys are kept, with their reasons, so that a late call is told why it is refused."""
+"""Ended sessions whose keys are kept, with their reasons, so that a late call is told why it is
+refused."""
 MOST_STOPS = 16
 """The most stop strings of one request."""
 MOST_PASSAGES = 1_000
@@ -58,11 +63,14 @@ _REMEDIES = {
 
 
 class Session:
-    """The episode that belongs to a key: its requests in the order in which they came. reward: of the episode, None if nobody gave one. open: the
-    request whose reply can be rewarded: the last one that was answered, until the next one is taken. retrieve: asks the run's retriever for a query and a
-    number of passages; None where there is none. count: tells how many tokens a request's prompt has; None where nobody can. remembered: what
-    /v1/responses has answered. news: is set when the next request comes. check: raises Refused for what the policy cannot be asked. refused: what
-    its last call was refused with, "" once it went on and a later request was accepted."""
+    """The episode that belongs to a key: its requests in the order in which they came. reward: of
+    the episode, None if nobody gave one. open: the request whose reply can be rewarded: the last
+    one that was answered, until the next one is taken. retrieve: asks the run's retriever for a
+    query and a number of passages; None where there is none. count: tells how many tokens a
+    request's prompt has; None where nobody can. remembered: what /v1/responses has answered. news:
+    is set when the next request comes. check: raises Refused for what the policy cannot be asked.
+    refused: what its last call was refused with, "" once it went on and a later request was
+    accepted."""
 
     def __init__(self, key: str):
         self.key = key
@@ -81,13 +89,22 @@ class Session:
         self._answers: dict[str, asyncio.Future[Reply]] = {}
         self._keys: dict[tuple[str, str], str] = {}
 
-    def ask(self, asked: Asked, digest: str, again: bool = False, key: str = "") -> tuple[str, asyncio.Future[Reply]]:
-        """Put a request into the queue, and return its id and its future answer. digest: of its body. again: the client says that it repeats the last
-        request with this body, whose answer it then gets. key: the client's own name of the call: the same key with the same body is the same call, and
-        another key is another call."""
+    def ask(
+        self, asked: Asked, digest: str, again: bool = False, key: str = ""
+    ) -> tuple[str, asyncio.Future[Reply]]:
+        """Put a request into the queue, and return its id and its future answer. digest: of its
+        body. again: the client says that it repeats the last request with this body, whose answer
+        it then gets. key: the client's own name of the call: the same key with the same body is the
+        same call, and another key is another call."""
         if self.closed:
             raise closed(self.closed)
-        name = self._keys.get((key, digest), "") if key else f"{digest}{self._asked[digest]}" if again else ""
+        name = (
+            self._keys.get((key, digest), "")
+            if key
+            else f"{digest}{self._asked[digest]}"
+            if again
+            else ""
+        )
         if name in self._answers:
             return name, self._answers[name]
         self.check(asked)
@@ -106,7 +123,8 @@ class Session:
         return asked.id, answer
 
     def give(self, reward: float, response_id: str) -> None:
-        """Note a reward: of the episode, or of the reply that has this id. Raises Refused if that reply's turn is recorded already."""
+        """Note a reward: of the episode, or of the reply that has this id. Raises Refused if that
+        reply's turn is recorded already."""
         if not response_id:
             self.reward = reward
         elif self.open and response_id.endswith(f"-{self.open}"):
@@ -118,7 +136,8 @@ class Session:
             )
 
     def close(self, reason: str) -> None:
-        """Refuse further requests, and those that wait. Of a closed session only the reason is kept."""
+        """Refuse further requests, and those that wait. Of a closed session only the reason is
+        kept."""
         self.closed, self.open, self.retrieve, self.count = reason, "", None, None
         self.check = lambda asked: None  # it knew the tree
         waiting = [answer for answer in self._answers.values() if not answer.done()]
@@ -137,7 +156,8 @@ def closed(reason: str) -> Refused:
 
 
 class Gateway:
-    """Serves from ``start`` to ``close``. ``opened`` makes a session; ``url`` is where its key is taken."""
+    """Serves from ``start`` to ``close``. ``opened`` makes a session; ``url`` is where its key is
+    taken."""
 
     def __init__(self, host: str = "127.0.0.1", port: int = 0):
         self.host, self.port = host, port
@@ -184,14 +204,16 @@ class Gateway:
         return session
 
     def end(self, session: Session, reason: str) -> None:
-        """Close a session. Of the last ``CLOSED`` ones the key stays known, so that a late call is told why."""
+        """Close a session. Of the last ``CLOSED`` ones the key stays known, so that a late call is
+        told why."""
         session.close(reason)
         if self.sessions.pop(session.key, None) is not None:
             self._ended[session.key] = reason
         while len(self._ended) > CLOSED:
             del self._ended[next(iter(self._ended))]
 
-    # ------------------------------------------------------------------------------------------ routes
+    # ------------------------------------------------------------------------------------------
+    # routes
 
     def _session(self, request: web.Request) -> Session:
         bearer = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
@@ -239,7 +261,9 @@ class Gateway:
         except (TypeError, OverflowError):
             number = math.nan
         if not math.isfinite(number):
-            raise Refused(f"`reward`: {shown(reward)}: expected a finite number; leave the call out if there is none")
+            raise Refused(
+                f"`reward`: {shown(reward)}: expected a finite number; leave the call out if there is none"
+            )
         if not isinstance(name, str):
             raise Refused(f"`response_id`: {shown(name)}: expected the id of a reply")
         session.give(number, name)
@@ -252,10 +276,16 @@ class Gateway:
         retrieve = session.retrieve  # the session forgets it when the episode ends
         if retrieve is None:
             raise Refused("this run has no retriever: set data.options.retriever = true", 404)
-        if not isinstance(queries, list) or not all(isinstance(query, str) for query in queries) or not queries:
+        if (
+            not isinstance(queries, list)
+            or not all(isinstance(query, str) for query in queries)
+            or not queries
+        ):
             raise Refused("`queries`: expected a list of at least one text")
         if isinstance(topk, bool) or not isinstance(topk, int) or not 0 < topk <= MOST_PASSAGES:
-            raise Refused(f"`topk`: {shown(topk)}: expected a whole number from 1 to {MOST_PASSAGES}")
+            raise Refused(
+                f"`topk`: {shown(topk)}: expected a whole number from 1 to {MOST_PASSAGES}"
+            )
         found = [await retrieve(query, topk) for query in queries]
         rows = [[{"id": p.id, "contents": f'"{p.title}"\n{p.text}'} for p in row] for row in found]
         return web.json_response({"result": rows})
@@ -272,34 +302,46 @@ class Gateway:
     async def _messages(self, request: web.Request) -> web.StreamResponse:
         body = body_of(await request.read())
         chat = anthropic.chat_body(body)
-        return await self._answer(request, chat, chat_of(chat), anthropic.MessagesForm(body, _model(body)))
+        return await self._answer(
+            request, chat, chat_of(chat), anthropic.MessagesForm(body, _model(body))
+        )
 
     async def _count_tokens(self, request: web.Request) -> web.Response:
         session, body = self._session(request), body_of(await request.read())
         if session.count is None:
             raise Refused("nobody here can count the tokens of a request", 404)
         try:
-            return web.json_response({"input_tokens": session.count(chat_of(anthropic.chat_body(body, counted=True)))})
+            return web.json_response(
+                {"input_tokens": session.count(chat_of(anthropic.chat_body(body, counted=True)))}
+            )
         except ValueError as error:  # of the chat template
             raise Refused(str(error)) from None
 
-    async def _answer(self, request: web.Request, body: dict[str, Any], asked: Asked, form: Form) -> web.StreamResponse:
+    async def _answer(
+        self, request: web.Request, body: dict[str, Any], asked: Asked, form: Form
+    ) -> web.StreamResponse:
         _check(body)
         asked = msgspec.structs.replace(asked, stop=_stop(body))
         digest = hashlib.blake2b(await request.read(), digest_size=8).hexdigest()
         again = request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
-        name, answer = self._session(request).ask(asked, digest, again, request.headers.get("Idempotency-Key", ""))
+        name, answer = self._session(request).ask(
+            asked, digest, again, request.headers.get("Idempotency-Key", "")
+        )
         form.id += name
         if not body.get("stream"):
             return web.json_response(form.whole(await asyncio.shield(answer)))
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        response = web.StreamResponse(
+            headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+        )
         await response.prepare(request)
         while not answer.done():
             await asyncio.wait([answer], timeout=KEEPALIVE_S)
             if not answer.done():
                 await response.write(b": waiting\n\n")
         try:
-            for chunk in form.events(answer.result(), bool((body.get("stream_options") or {}).get("include_usage"))):
+            for chunk in form.events(
+                answer.result(), bool((body.get("stream_options") or {}).get("include_usage"))
+            ):
                 await response.write(chunk)
         except Refused as refused:  # the status is sent already
             await response.write(form.refusal(refused))
@@ -340,13 +382,20 @@ def _model(body: dict[str, Any]) -> str:
 def _stop(body: dict[str, Any]) -> tuple[str, ...]:
     stop = body.get("stop") or []
     stop = [stop] if isinstance(stop, str) else stop
-    if not isinstance(stop, list) or not all(isinstance(text, str) and text for text in stop) or len(stop) > MOST_STOPS:
-        raise Refused(f"`stop`: {shown(stop)}: expected a text or a list of at most {MOST_STOPS} texts")
+    if (
+        not isinstance(stop, list)
+        or not all(isinstance(text, str) and text for text in stop)
+        or len(stop) > MOST_STOPS
+    ):
+        raise Refused(
+            f"`stop`: {shown(stop)}: expected a text or a list of at most {MOST_STOPS} texts"
+        )
     return tuple(stop)
 
 
 def _check(body: dict[str, Any]) -> None:
-    """Raise Refused for a field that would change the reply and is not honoured, or that is of another type than the protocol's."""
+    """Raise Refused for a field that would change the reply and is not honoured, or that is of
+    another type than the protocol's."""
     text = body.get("text") or {}
     if not isinstance(text, dict):
         raise Refused(f"`text`: {shown(text)}: expected an object")

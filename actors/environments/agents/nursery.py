@@ -1,5 +1,7 @@
-"""Starts the processes of episodes. All are forked from one small process (``actors.environments.agents.runner``), the nurse. Of agents that are Python functions
-it has imported the libraries already, so that an episode costs milliseconds and not the seconds that a library takes to import."""
+"""Starts the processes of episodes. All are forked from one small process
+(``actors.environments.agents.runner``), the nurse. Of agents that are Python functions it has
+imported the libraries already, so that an episode costs milliseconds and not the seconds that a
+library takes to import."""
 
 import asyncio
 import collections
@@ -20,10 +22,17 @@ from wire.process import die_with, without_secrets
 
 
 class Nursery:
-    """Starts processes of ``command``, or of the function ``run`` ("module:function") if the command is empty. python: runs the functions. pass_env: the
-    variables that agents get although their names tell of a secret."""
+    """Starts processes of ``command``, or of the function ``run`` ("module:function") if the
+    command is empty. python: runs the functions. pass_env: the variables that agents get although
+    their names tell of a secret."""
 
-    def __init__(self, command: list[str], run: str = "", python: str = sys.executable, pass_env: Sequence[str] = ()):
+    def __init__(
+        self,
+        command: list[str],
+        run: str = "",
+        python: str = sys.executable,
+        pass_env: Sequence[str] = (),
+    ):
         self.command, self.run, self.python, self.pass_env = command, run, python, pass_env
         self._channel: socket.socket | None = None
         self._nurse: asyncio.subprocess.Process | None = None
@@ -33,17 +42,21 @@ class Nursery:
         self._living: dict[int, Process] = {}
 
     async def start(self, task: bytes, variables: dict[str, str], memory: int) -> "Process":
-        """Start an episode with the task, JSON, in its stdin. variables: of its environment, beside those of this process. memory: bytes of its address
-        space, 0 for no limit. Raises OSError if it cannot start."""
+        """Start an episode with the task, JSON, in its stdin. variables: of its environment, beside
+        those of this process. memory: bytes of its address space, 0 for no limit. Raises OSError if
+        it cannot start."""
         if self.command and shutil.which(self.command[0]) is None:
-            raise FileNotFoundError(f"there is no program {self.command[0]!r}: expected a path, or a name on the PATH")
+            raise FileNotFoundError(
+                f"there is no program {self.command[0]!r}: expected a path, or a name on the PATH"
+            )
         environment = {"PYTHONUNBUFFERED": "1", **without_secrets(self.pass_env), **variables}
         settings = {"command": self.command, "environment": environment, "memory": memory}
         async with self._opening:
             if self._nurse is None or self._nurse.returncode is not None:
                 await self._open()
         assert self._channel is not None
-        # A pair of sockets and not a pipe: uvloop closes the file of a pipe twice, and the second time it may be another's.
+        # A pair of sockets and not a pipe: uvloop closes the file of a pipe twice, and the second
+        # time it may be another's.
         ours, into = socket.socketpair()
         born = asyncio.get_running_loop().create_future()
         try:
@@ -112,7 +125,8 @@ class Nursery:
 
 
 class Process:
-    """The process of an episode, with what asyncio's processes have. It ends after everything that the agent has started."""
+    """The process of an episode, with what asyncio's processes have. It ends after everything that
+    the agent has started."""
 
     stdout: asyncio.StreamReader
     writer: asyncio.StreamWriter
@@ -123,10 +137,13 @@ class Process:
 
     @property
     def returncode(self) -> int | None:
-        return None if not self.ended.done() else 1 if self.ended.exception() else self.ended.result()
+        return (
+            None if not self.ended.done() else 1 if self.ended.exception() else self.ended.result()
+        )
 
     def kill(self) -> None:
-        """Kill the agent with all that it has started. Its keeper (``actors.environments.agents.runner``) does so."""
+        """Kill the agent with all that it has started. Its keeper
+        (``actors.environments.agents.runner``) does so."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGTERM)
 

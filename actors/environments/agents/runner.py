@@ -1,14 +1,18 @@
-"""What the processes of agents run. It imports nothing but the standard library and the agent, so that an episode begins at once, also in another Python.
+"""What the processes of agents run. It imports nothing but the standard library and the agent, so
+that an episode begins at once, also in another Python.
 
-``python runner.py MODULE:FUNCTION FD`` imports what the module imports, once, and then forks an episode for each one that is asked for over the socket
-FD (``actors.environments.agents.nursery``). What libraries import later, episodes tell, and it is there for those that follow. The module itself is imported
-in the episode's process, which knows the episode's key by then. A number that the function returns is the episode's reward. With "" in the place of the
-function, episodes are command lines.
+``python runner.py MODULE:FUNCTION FD`` imports what the module imports, once, and then forks an
+episode for each one that is asked for over the socket FD (``actors.environments.agents.nursery``).
+What libraries import later, episodes tell, and it is there for those that follow. The module itself
+is imported in the episode's process, which knows the episode's key by then. A number that the
+function returns is the episode's reward. With "" in the place of the function, episodes are command
+lines.
 
-An episode is two processes. The keeper adopts whatever the agent's own process leaves behind (PR_SET_CHILD_SUBREAPER), and ends as that one ends, after it
-has killed all of it::
+An episode is two processes. The keeper adopts whatever the agent's own process leaves behind
+(PR_SET_CHILD_SUBREAPER), and ends as that one ends, after it has killed all of it::
 
-    scheduler -> nurse (serve) -> keeper (_keep) -> the agent's process (_episode) -> whatever it starts
+    scheduler -> nurse (serve) -> keeper (_keep) -> the agent's process (_episode) -> whatever it
+    starts
 """
 
 import ast
@@ -42,7 +46,8 @@ _ENDS = {signal.SIGTERM, signal.SIGCHLD}
 
 
 def play(run: str, task: dict[str, Any]) -> None:
-    """Call the function with the task, and tell the number that it returns. The random numbers of an episode depend on its task alone."""
+    """Call the function with the task, and tell the number that it returns. The random numbers of
+    an episode depend on its task alone."""
     random.seed(f"{task['id']}/{task['seed']}")
     module, _, name = run.partition(":")
     result = getattr(importlib.import_module(module), name)(task)
@@ -71,12 +76,14 @@ async def _awaited(result: Any) -> Any:
 
 
 def serve(run: str, channel: socket.socket) -> None:
-    """Fork an episode for every byte that comes, with the files that come with it as its stdin and stdout; tell each start and end in a line."""
+    """Fork an episode for every byte that comes, with the files that come with it as its stdin and
+    stdout; tell each start and end in a line."""
     here, beside = os.getcwd(), str(Path(__file__).parent)
     sys.path[:] = [here, *(place for place in sys.path if place not in ("", here, beside))]
     if run:
         _preload(run.partition(":")[0])
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the run, which ends its episodes itself
+    # Ctrl-C is for the run, which ends its episodes itself
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     heard, told = socket.socketpair()
     told.setblocking(False)
     signal.set_wakeup_fd(told.fileno(), warn_on_full_buffer=False)
@@ -112,8 +119,8 @@ def _bury(channel: socket.socket) -> None:
 
 
 def _keep(run: str, nurse: int, files: list[int], tell: int) -> NoReturn:
-    """Be the keeper of an episode: start the agent's process with a folder of its own, wait for its end or for SIGTERM, kill whatever it has left, and
-    end as it ended."""
+    """Be the keeper of an episode: start the agent's process with a folder of its own, wait for its
+    end or for SIGTERM, kill whatever it has left, and end as it ended."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_BLOCK, _ENDS)
@@ -163,7 +170,8 @@ def _reaped(leader: int) -> "int | None":
 
 
 def _clear() -> None:
-    """Kill and reap all children, and those that they leave in turn. What has other rights than this process, such as a set-user-id program, stays."""
+    """Kill and reap all children, and those that they leave in turn. What has other rights than
+    this process, such as a set-user-id program, stays."""
     with contextlib.suppress(ChildProcessError):  # none is left
         while True:
             if not os.waitpid(-1, os.WNOHANG)[0]:
@@ -192,8 +200,8 @@ def _children() -> list[int]:
 
 
 def _episode(run: str, files: list[int], folder: str, tell: int) -> NoReturn:
-    """Be the agent's process, with a session and a group of its own. Its stdin holds a line of settings and then the task. tell: takes the names of
-    modules that were imported late."""
+    """Be the agent's process, with a session and a group of its own. Its stdin holds a line of
+    settings and then the task. tell: takes the names of modules that were imported late."""
     status, before = 1, set(sys.modules)
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDS)
@@ -221,7 +229,7 @@ def _episode(run: str, files: list[int], folder: str, tell: int) -> NoReturn:
         status = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
         if isinstance(ended.code, str):
             print(ended.code, file=sys.stderr)
-    except BaseException:  # noqa: BLE001 - as Python itself ends a program
+    except BaseException:  # noqa: BLE001
         traceback.print_exc()
     finally:
         with contextlib.suppress(Exception):
@@ -233,7 +241,8 @@ def _episode(run: str, files: list[int], folder: str, tell: int) -> NoReturn:
 
 
 def _become(command: list[str]) -> NoReturn:
-    """Run a command line in the place of this process, with the signals as a shell leaves them and no files but the three."""
+    """Run a command line in the place of this process, with the signals as a shell leaves them and
+    no files but the three."""
     for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them
         signal.signal(number, signal.SIG_DFL)
     os.closerange(3, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
@@ -241,19 +250,27 @@ def _become(command: list[str]) -> NoReturn:
 
 
 def _libraries(names: set[str]) -> list[str]:
-    """The modules among ``names`` that are of Python or installed, whose import says nothing of an episode."""
+    """The modules among ``names`` that are of Python or installed, whose import says nothing of an
+    episode."""
     roots = tuple({sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib")})
     files = {name: getattr(sys.modules[name], "__file__", None) or "" for name in names}
-    return sorted(name for name, file in files.items() if file.startswith(roots) or "site-packages" in file)
+    return sorted(
+        name for name, file in files.items() if file.startswith(roots) or "site-packages" in file
+    )
 
 
 def _preload(module: str) -> None:
-    """Import what the module imports at its top. Whatever fails here fails again, and is told, in the episode."""
+    """Import what the module imports at its top. Whatever fails here fails again, and is told, in
+    the episode."""
     with contextlib.suppress(Exception):
         spec = importlib.util.find_spec(module)
         body = ast.parse(Path(str(spec and spec.origin)).read_text()).body
-        names = [alias.name for node in body if isinstance(node, ast.Import) for alias in node.names]
-        names += [str(node.module) for node in body if isinstance(node, ast.ImportFrom) and not node.level]
+        names = [
+            alias.name for node in body if isinstance(node, ast.Import) for alias in node.names
+        ]
+        names += [
+            str(node.module) for node in body if isinstance(node, ast.ImportFrom) and not node.level
+        ]
         _import(names)
 
 

@@ -1,4 +1,5 @@
-"""Gymnasium's small text worlds (FrozenLake, CliffWalking, Taxi, Blackjack), and any of its environments with discrete actions and a text rendering.
+"""Gymnasium's small text worlds (FrozenLake, CliffWalking, Taxi, Blackjack), and any of its
+environments with discrete actions and a text rendering.
 
 ``pip install gymnasium``; data.environment = "gymnasium", data.options.id = "FrozenLake-v1".
 """
@@ -27,8 +28,8 @@ _COLOUR = re.compile(r"\x1b\[([\d;]*)m((?:(?!\x1b\[[\d;]+m).)*?)\x1b\[0m", re.DO
 
 
 class Gymnasium(Mutable):
-    """id: of a registered environment. arguments: those of ``gymnasium.make`` beside it. horizon: actions of an episode; the library's own limit
-    holds as well."""
+    """id: of a registered environment. arguments: those of ``gymnasium.make`` beside it. horizon:
+    actions of an episode; the library's own limit holds as well."""
 
     name = "gymnasium"
 
@@ -57,7 +58,9 @@ class Gymnasium(Mutable):
         return environment, self._text(environment, observation)
 
     def turn(self, environment: Any, action: str) -> Turned:
-        observation, reward, ended, truncated, _ = environment.step(self._first + self.words.index(action))
+        observation, reward, ended, truncated, _ = environment.step(
+            self._first + self.words.index(action)
+        )
         return Turned(self._text(environment, observation), float(reward), bool(ended or truncated))
 
     def allowed(self, text: str) -> str | None:
@@ -78,6 +81,7 @@ class Gymnasium(Mutable):
 
 
 def _marked(match: re.Match[str]) -> str:
-    """A coloured cell as text: the place of the player in brackets, the taxi's passenger and goal by their words."""
+    """A coloured cell as text: the place of the player in brackets, the taxi's passenger and goal
+    by their words."""
     words = {"34;1": "blue", "35": "magenta"}
     return f"[{match[2]}]" if match[1] not in words else f"{match[2]}({words[match[1]]})"

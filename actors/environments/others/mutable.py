@@ -1,9 +1,12 @@
-"""Environments of other libraries under this project's contract: their objects change while they are played, our states do not.
+"""Environments of other libraries under this project's contract: their objects change while they
+are played, our states do not.
 
-A state says how an episode was played: its seed and its actions. The object that stands there is kept in a cache, and a step plays a copy of it; what
-is not in the cache, after a crash or in another process, is played again from the beginning. So every library's environment must be determined
-by its seed and its actions, which a contract test holds of each (tests/actors/test_other_environments.py). Many libraries draw from the random
-state of the whole process; each object has its own, which stands there only while the object is played.
+A state says how an episode was played: its seed and its actions. The object that stands there is
+kept in a cache, and a step plays a copy of it; what is not in the cache, after a crash or in
+another process, is played again from the beginning. So every library's environment must be
+determined by its seed and its actions, which a contract test holds of each
+(tests/actors/test_other_environments.py). Many libraries draw from the random state of the whole
+process; each object has its own, which stands there only while the object is played.
 """
 
 import collections
@@ -22,14 +25,16 @@ from actors.environments.base import SPLIT, Action, Environment, Task, Tools, Tr
 from wire.numbers import Count
 
 _ONE = threading.RLock()
-"""Held while an object is played, and while a cache changes: first states are made in threads, and there is one random state of the process."""
+"""Held while an object is played, and while a cache changes: first states are made in threads, and
+there is one random state of the process."""
 KEPT = 256
 """Objects in the cache; the one that was used longest ago leaves."""
 _BLOCK = re.compile(r"<action>(.*?)</action>", re.DOTALL)
 
 
 class Played(msgspec.Struct, frozen=True):
-    """A state: the seed, the actions of all players so far, what the next player sees now, the sum of the rewards so far, and the policy's turns."""
+    """A state: the seed, the actions of all players so far, what the next player sees now, the sum
+    of the rewards so far, and the policy's turns."""
 
     seed: int
     seen: str
@@ -39,8 +44,8 @@ class Played(msgspec.Struct, frozen=True):
 
 
 class Turned(msgspec.Struct, frozen=True):
-    """What a library's environment answers to an action. success: of an ended episode, 1 or 0, None if the library does not say. waits: whether
-    another player is to move, who sees ``seen``."""
+    """What a library's environment answers to an action. success: of an ended episode, 1 or 0, None
+    if the library does not say. waits: whether another player is to move, who sees ``seen``."""
 
     seen: str
     reward: float
@@ -76,10 +81,12 @@ def _roll(dice: tuple[Any, Any]) -> None:
 
 
 class Mutable(Environment):
-    """Base of the adapters. A subclass writes ``begin`` and ``turn``, and names in ``rules`` what the policy must know.
+    """Base of the adapters. A subclass writes ``begin`` and ``turn``, and names in ``rules`` what
+    the policy must know.
 
-    horizon: actions after which an episode ends with what it has earned. An action that cannot be read, or that the library refuses, ends the
-    episode too. copies: whether ``copy.deepcopy`` of an object gives one that plays on alike; without it siblings are played from the beginning.
+    horizon: actions after which an episode ends with what it has earned. An action that cannot be
+    read, or that the library refuses, ends the episode too. copies: whether ``copy.deepcopy`` of an
+    object gives one that plays on alike; without it siblings are played from the beginning.
     """
 
     measured: Sequence[str] = ("success",)
@@ -92,11 +99,14 @@ class Mutable(Environment):
 
     def __init__(self, horizon: Count, kept: Count = KEPT):
         self.horizon, self.kept = horizon, kept
-        self._cache: collections.OrderedDict[tuple[int, tuple[str, ...]], Live] = collections.OrderedDict()
+        self._cache: collections.OrderedDict[tuple[int, tuple[str, ...]], Live] = (
+            collections.OrderedDict()
+        )
         self.turns = 0
         """Actions that were played by the library, those of the way back to a state included."""
 
-    # ------------------------------------------------------------------------------------------ of each library
+    # ------------------------------------------------------------------------------------------ of
+    # each library
 
     def begin(self, seed: int) -> tuple[Any, str]:
         """Return a new object of the library, reset with ``seed``, and what its first player sees."""
@@ -110,7 +120,8 @@ class Mutable(Environment):
         """Return the action that the text of an action block means, None if it means none."""
         return text.strip() or None
 
-    # ------------------------------------------------------------------------------------------ the contract
+    # ------------------------------------------------------------------------------------------ the
+    # contract
 
     def task(self, seed: int) -> Task:
         """Return the task of ``seed``."""
@@ -148,26 +159,36 @@ class Mutable(Environment):
             return self.outgrown(state)
         turned, answers = await self.others(live, turned, tools)
         actions = (*state.actions, action.answer, *answers)
-        after = Played(state.seed, turned.seen, actions, state.earned + turned.reward, state.turns + 1)
+        after = Played(
+            state.seed, turned.seen, actions, state.earned + turned.reward, state.turns + 1
+        )
         if turned.done or after.turns >= self.horizon:
             success = float(after.earned > 0) if turned.success is None else turned.success
             self.forget(live)
-            return Transition(after, turned.seen, True, after.earned, {"success": success}, turned.reward)
+            return Transition(
+                after, turned.seen, True, after.earned, {"success": success}, turned.reward
+            )
         self.keep(after, live)
         return Transition(after, turned.seen, False, reward=turned.reward)
 
-    async def others(self, live: "Live", turned: Turned, tools: Tools) -> tuple[Turned, tuple[str, ...]]:
-        """Let other players act until it is the policy's turn. Returns what the policy then sees, with the sum of the rewards, and their actions."""
+    async def others(
+        self, live: "Live", turned: Turned, tools: Tools
+    ) -> tuple[Turned, tuple[str, ...]]:
+        """Let other players act until it is the policy's turn. Returns what the policy then sees,
+        with the sum of the rewards, and their actions."""
         return turned, ()
 
     def outgrown(self, state: Played) -> Transition:
-        """Return the end of an episode that cannot go on: what it has earned so far, and no success."""
+        """Return the end of an episode that cannot go on: what it has earned so far, and no
+        success."""
         return Transition(state, "", True, state.earned, {"success": 0.0}, 0.0)
 
-    # ------------------------------------------------------------------------------------------ objects
+    # ------------------------------------------------------------------------------------------
+    # objects
 
     async def standing(self, state: Played) -> "Live":
-        """Return an object that stands in ``state`` and that nobody else has: a copy, or one that is played from the beginning."""
+        """Return an object that stands in ``state`` and that nobody else has: a copy, or one that
+        is played from the beginning."""
         key = state.seed, state.actions
         with _ONE:
             if key in self._cache and self.copies:

@@ -1,8 +1,10 @@
 """Environments of OpenEnv: their class in this process, or a server of theirs over its WebSocket.
 
-data.environment = "openenv" with data.options.environment and .action ("package.module:Class"), where ``pip install openenv`` and the environment's
-own package are; or data.environment = "openenv_server" with data.options.url, which needs neither. The policy writes an action as a JSON object
-of its fields, or as bare text where the action has one field. It sees the observation's fields as JSON.
+data.environment = "openenv" with data.options.environment and .action ("package.module:Class"),
+where ``pip install openenv`` and the environment's own package are; or data.environment =
+"openenv_server" with data.options.url, which needs neither. The policy writes an action as a JSON
+object of its fields, or as bare text where the action has one field. It sees the observation's
+fields as JSON.
 """
 
 import asyncio
@@ -29,7 +31,8 @@ _OWN = ("done", "reward", "metadata")
 
 
 def _fields(text: str, field: str) -> str | None:
-    """Return an action in a reply as a JSON object. field: of an action that has one, which may be written bare."""
+    """Return an action in a reply as a JSON object. field: of an action that has one, which may be
+    written bare."""
     try:
         value = json.loads(text)
     except ValueError:
@@ -44,20 +47,29 @@ def _turned(observation: dict[str, Any], reward: float | None, done: bool) -> Tu
 
 
 def _shown(observation: dict[str, Any]) -> str:
-    return json.dumps({name: value for name, value in observation.items() if name not in _OWN}, ensure_ascii=False)
+    return json.dumps(
+        {name: value for name, value in observation.items() if name not in _OWN}, ensure_ascii=False
+    )
 
 
 class OpenEnv(Mutable):
-    """environment, action: "module:Class" of an environment and of its actions. rules: what the policy is told. field: as in ``_fields``.
+    """environment, action: "module:Class" of an environment and of its actions. rules: what the
+    policy is told. field: as in ``_fields``.
 
-    An action that the environment refuses with a ValueError ends the episode with what it has earned. Anything else that the environment raises is a
-    DataFault, which sets its task aside. An environment whose ``reset`` takes no seed draws from the process's random state, which the seed sets."""
+    An action that the environment refuses with a ValueError ends the episode with what it has
+    earned. Anything else that the environment raises is a DataFault, which sets its task aside. An
+    environment whose ``reset`` takes no seed draws from the process's random state, which the seed
+    sets."""
 
     name = "openenv"
 
-    def __init__(self, environment: str, action: str, rules: str, field: str = "", horizon: Count = 100):
+    def __init__(
+        self, environment: str, action: str, rules: str, field: str = "", horizon: Count = 100
+    ):
         super().__init__(horizon)
-        self._make, self._action = (imported(f"data.options = {place!r}", place) for place in (environment, action))
+        self._make, self._action = (
+            imported(f"data.options = {place!r}", place) for place in (environment, action)
+        )
         self.rules, self.field = rules, field
 
     def begin(self, seed: int) -> tuple[Any, str]:
@@ -71,14 +83,18 @@ class OpenEnv(Mutable):
     def turn(self, environment: Any, action: str) -> Turned:
         try:
             observation = environment.step(self._action(**json.loads(action)))
-            return _turned(observation.model_dump(mode="json"), observation.reward, observation.done)
+            return _turned(
+                observation.model_dump(mode="json"), observation.reward, observation.done
+            )
         except ValueError:  # pydantic's ValidationError is one too
             raise
         except Exception as error:
             raise self._fault(error, f"the action {action[:200]} fails") from error
 
     def _fault(self, error: Exception, said: str) -> DataFault:
-        return DataFault(f"OpenEnv environment {self._make.__name__}: {said}: {type(error).__name__}: {error}")
+        return DataFault(
+            f"OpenEnv environment {self._make.__name__}: {said}: {type(error).__name__}: {error}"
+        )
 
     def allowed(self, text: str) -> str | None:
         return _fields(text, self.field)
@@ -90,11 +106,14 @@ def _takes_seed(reset: Any) -> bool:
 
 
 class OpenEnvServer(Mutable):
-    """url: of a server, "ws://host:port". rules, field: as in ``OpenEnv``. timeout_s: for an answer of the server. A session cannot be copied, so
-    siblings are played from the beginning in sessions of their own. sessions: that are kept for states to come. A server allows one session at a
-    time unless its max_concurrent_envs says more; where it is full, a kept session makes way, or a step waits for its place.
+    """url: of a server, "ws://host:port". rules, field: as in ``OpenEnv``. timeout_s: for an answer
+    of the server. A session cannot be copied, so siblings are played from the beginning in sessions
+    of their own. sessions: that are kept for states to come. A server allows one session at a time
+    unless its max_concurrent_envs says more; where it is full, a kept session makes way, or a step
+    waits for its place.
 
-    The server does not tell an action that its environment refuses from a mistake of the environment: both end the episode with what it has earned.
+    The server does not tell an action that its environment refuses from a mistake of the
+    environment: both end the episode with what it has earned.
     """
 
     name = "openenv_server"
@@ -125,7 +144,8 @@ class OpenEnvServer(Mutable):
         return first
 
     async def step(self, state: Played, action: Action, tools: Tools) -> Transition:
-        """Play the action. A session that was kept may have gone since; then a new one plays the episode again."""
+        """Play the action. A session that was kept may have gone since; then a new one plays the
+        episode again."""
         kept = (state.seed, state.actions) in self._cache
         try:
             return await super().step(state, action, tools)
@@ -164,7 +184,11 @@ class OpenEnvServer(Mutable):
             live = Live(seed)
             live.environment = _Session(self.url, self.timeout_s)
             try:
-                return live, _shown((await self._ask(live, {"type": "reset", "data": {"seed": seed}}))["observation"])
+                return live, _shown(
+                    (await self._ask(live, {"type": "reset", "data": {"seed": seed}}))[
+                        "observation"
+                    ]
+                )
             except Full:
                 if loop.time() > until:
                     raise
@@ -180,7 +204,8 @@ class OpenEnvServer(Mutable):
         try:
             return await live.environment.ask(message)
         except BaseException:
-            self.forget(live)  # also when the caller is cancelled: nobody knows what the session has played
+            # also when the caller is cancelled: nobody knows what the session has played
+            self.forget(live)
             raise
 
 
@@ -189,8 +214,9 @@ class Full(InfrastructureFault):
 
 
 class _Session:
-    """A connection with an episode of its own. Raises InfrastructureFault where the server does not answer, Full where it has no place, and ValueError for
-    a message that it, or its environment, refuses."""
+    """A connection with an episode of its own. Raises InfrastructureFault where the server does not
+    answer, Full where it has no place, and ValueError for a message that it, or its environment,
+    refuses."""
 
     def __init__(self, url: str, timeout_s: float):
         self.url, self.timeout_s = url, timeout_s
@@ -203,13 +229,25 @@ class _Session:
             async with asyncio.timeout(self.timeout_s):
                 if self._socket is None:
                     self._client = aiohttp.ClientSession()
-                    self._socket = await self._client.ws_connect(f"{self.url}/ws", max_msg_size=LARGEST)
-                with contextlib.suppress(ConnectionResetError):  # a server without a place says so and hangs up
+                    self._socket = await self._client.ws_connect(
+                        f"{self.url}/ws", max_msg_size=LARGEST
+                    )
+                # a server without a place says so and hangs up
+                with contextlib.suppress(ConnectionResetError):
                     await self._socket.send_json(message)
                 answer = await self._socket.receive_json()
                 kind, data = answer["type"], answer["data"]
-        except (aiohttp.ClientError, TimeoutError, TypeError, ValueError, KeyError, ConnectionError) as error:
-            raise InfrastructureFault(f"OpenEnv server {self.url}: {type(error).__name__}: {error}") from None
+        except (
+            aiohttp.ClientError,
+            TimeoutError,
+            TypeError,
+            ValueError,
+            KeyError,
+            ConnectionError,
+        ) as error:
+            raise InfrastructureFault(
+                f"OpenEnv server {self.url}: {type(error).__name__}: {error}"
+            ) from None
         if kind == "observation":
             return data
         code = data.get("code") if kind == "error" else None

@@ -1,9 +1,13 @@
-"""Games of libraries that cannot live in this process, because their licence or the versions that they pin forbid it: another Python plays them.
+"""Games of libraries that cannot live in this process, because their licence or the versions that
+they pin forbid it: another Python plays them.
 
-data.environment = "other_python", data.options.python = the path of that Python, data.options.game = "gem" (``pip install gem-llm`` there), "textworld"
-(``pip install textworld`` there), "reasoning_gym" or your own "module:Class" (``beside/worker.py`` says what it must have). data.options.arguments.id = "game:Sudoku-v0-easy".
+data.environment = "other_python", data.options.python = the path of that Python, data.options.game
+= "gem" (``pip install gem-llm`` there), "textworld" (``pip install textworld`` there),
+"reasoning_gym" or your own "module:Class" (``beside/worker.py`` says what it must have).
+data.options.arguments.id = "game:Sudoku-v0-easy".
 
-The other Python gets with every step the seed and all actions, so that it can be killed at any time: a new one plays the game again.
+The other Python gets with every step the seed and all actions, so that it can be killed at any
+time: a new one plays the game again.
 """
 
 import asyncio
@@ -23,7 +27,11 @@ from wire.faults import DataFault, InfrastructureFault
 from wire.numbers import Count, Positive
 from wire.process import die_with, without_secrets
 
-GAMES = {"gem": "gem_games:Gem", "reasoning_gym": "reasoning_sets:Reasoning", "textworld": "textworld_games:TextWorld"}
+GAMES = {
+    "gem": "gem_games:Gem",
+    "reasoning_gym": "reasoning_sets:Reasoning",
+    "textworld": "textworld_games:TextWorld",
+}
 """Classes in the folder of the worker, by the names of their libraries."""
 WORKER = Path(__file__).parent / "beside" / "worker.py"
 LARGEST = 16 << 20
@@ -31,8 +39,10 @@ LARGEST = 16 << 20
 
 
 class OtherPython(Mutable):
-    """python: its path. game, arguments: a class and what it is made with. rules: what the policy is told beside what the game shows. timeout_s: for
-    an answer, that of the first step with the start of the process. processes: that play at the same time; a task's states are all with one."""
+    """python: its path. game, arguments: a class and what it is made with. rules: what the policy
+    is told beside what the game shows. timeout_s: for an answer, that of the first step with the
+    start of the process. processes: that play at the same time; a task's states are all with
+    one."""
 
     name = "other_python"
 
@@ -48,7 +58,13 @@ class OtherPython(Mutable):
     ):
         super().__init__(horizon)
         self.rules = rules
-        command = [python, str(WORKER), GAMES.get(game, game), json.dumps(arguments or {}), str(KEPT)]
+        command = [
+            python,
+            str(WORKER),
+            GAMES.get(game, game),
+            json.dumps(arguments or {}),
+            str(KEPT),
+        ]
         if ":" not in command[2]:
             raise ValueError(f"game = {game!r}: expected one of {sorted(GAMES)}, or module:Class")
         try:
@@ -66,7 +82,9 @@ class OtherPython(Mutable):
 
     async def open(self, state: Played, tools: Tools) -> Played:
         """Return the state of a game that has begun."""
-        return msgspec.structs.replace(state, seen=(await self._answer(state.seed, (), None))["seen"])
+        return msgspec.structs.replace(
+            state, seen=(await self._answer(state.seed, (), None))["seen"]
+        )
 
     async def standing(self, state: Played) -> Live:
         """Return the place of a game in the other Python, which keeps the game itself."""
@@ -87,17 +105,22 @@ class OtherPython(Mutable):
         """End the processes."""
         await asyncio.gather(*(child.close() for child in self._children))
 
-    async def _answer(self, seed: int, actions: tuple[str, ...], action: str | None) -> dict[str, Any]:
+    async def _answer(
+        self, seed: int, actions: tuple[str, ...], action: str | None
+    ) -> dict[str, Any]:
         answer = await self._children[seed % len(self._children)].ask(seed, actions, action)
         if "refused" in answer:
             raise ValueError(answer["refused"])
         if "failed" in answer:
-            raise DataFault(f"the game of seed {seed} after {len(actions)} actions raised {answer['failed']}")
+            raise DataFault(
+                f"the game of seed {seed} after {len(actions)} actions raised {answer['failed']}"
+            )
         return answer
 
 
 class _Child:
-    """A process that answers one request after the other. It is started when it is needed, also after it has died."""
+    """A process that answers one request after the other. It is started when it is needed, also
+    after it has died."""
 
     def __init__(self, command: list[str], timeout_s: float):
         self.command, self.timeout_s = command, timeout_s
@@ -105,15 +128,22 @@ class _Child:
         self._process: asyncio.subprocess.Process | None = None
 
     async def ask(self, *request: Any) -> dict[str, Any]:
-        """Send a request and return its answer. Raises InfrastructureFault if the process dies or takes too long, which ends it."""
+        """Send a request and return its answer. Raises InfrastructureFault if the process dies or
+        takes too long, which ends it."""
         async with self._one:
             try:
                 async with asyncio.timeout(self.timeout_s):
                     return await self._exchanged(request)
             except (OSError, TimeoutError, ValueError) as error:
                 await self.close()
-                reason = f"no answer in {self.timeout_s:g} s" if isinstance(error, TimeoutError) else str(error)
-                raise InfrastructureFault(f"{self.command[2]} in {self.command[0]}: {reason}") from None
+                reason = (
+                    f"no answer in {self.timeout_s:g} s"
+                    if isinstance(error, TimeoutError)
+                    else str(error)
+                )
+                raise InfrastructureFault(
+                    f"{self.command[2]} in {self.command[0]}: {reason}"
+                ) from None
 
     async def close(self) -> None:
         """Kill the process, with all that it has started."""
@@ -133,7 +163,8 @@ class _Child:
         await stdin.drain()
         while line := await stdout.readline():
             answer = json.loads(line)
-            if answer.pop("id") == self._asked:  # the one before it may have been asked by a step that was cancelled
+            # the one before it may have been asked by a step that was cancelled
+            if answer.pop("id") == self._asked:
                 return answer
         raise ConnectionResetError("the process has died; its own words are in the log")
 
@@ -151,5 +182,6 @@ class _Child:
 
 
 def _environment() -> dict[str, str]:
-    """This process's environment without the keys of the user's services. Sets of texts have one order in all processes, so that a replay is one."""
+    """This process's environment without the keys of the user's services. Sets of texts have one
+    order in all processes, so that a replay is one."""
     return without_secrets() | {"PYTHONHASHSEED": "0"}

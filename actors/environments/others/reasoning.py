@@ -1,10 +1,12 @@
 """The task sets of reasoning-gym: one question, one answer, a score between 0 and 1.
 
-``pip install reasoning-gym``; data.environment = "reasoning_gym", data.options.name = "basic_arithmetic".
+``pip install reasoning-gym``; data.environment = "reasoning_gym", data.options.name =
+"basic_arithmetic".
 
-Two kinds of sets belong in a process of their own (``other_python`` with game = "reasoning_gym"): those that evaluate the policy's answer as a formula, such
-as countdown and puzzle24, which an answer can keep busy for ever; and isomorphic_strings, polynomial_multiplication, ransom_note and word_ladder,
-whose questions depend on the hashes of the process (PYTHONHASHSEED) beside the seed.
+Two kinds of sets belong in a process of their own (``other_python`` with game = "reasoning_gym"):
+those that evaluate the policy's answer as a formula, such as countdown and puzzle24, which an
+answer can keep busy for ever; and isomorphic_strings, polynomial_multiplication, ransom_note and
+word_ladder, whose questions depend on the hashes of the process (PYTHONHASHSEED) beside the seed.
 """
 
 import copy
@@ -30,7 +32,8 @@ class Asked(msgspec.Struct, frozen=True):
 
 
 class ReasoningGym(Environment):
-    """name: a set. config: its settings. Every task is the first of the set with the task's own seed."""
+    """name: a set. config: its settings. Every task is the first of the set with the task's own
+    seed."""
 
     name = "reasoning_gym"
     measured = ("success",)
@@ -73,12 +76,18 @@ class ReasoningGym(Environment):
     def read(self, state: Asked, text: str) -> Action:
         """Return the last answer."""
         answers = _ANSWER.findall(text)
-        return Action("answer", text, answer=answers[-1].strip()) if answers else Action("invalid", text)
+        return (
+            Action("answer", text, answer=answers[-1].strip())
+            if answers
+            else Action("invalid", text)
+        )
 
     async def step(self, state: Asked, action: Action, tools: Tools) -> Transition:
-        """Score the answer, with the library's partial credit. A reply without an answer scores 0, and so does one at which the library fails.
+        """Score the answer, with the library's partial credit. A reply without an answer scores 0,
+        and so does one at which the library fails.
 
-        Raises DataFault if the set makes another question of the seed than in the process that asked it.
+        Raises DataFault if the set makes another question of the seed than in the process that
+        asked it.
         """
         score = 0.0
         if action.answer is not None:
@@ -89,6 +98,6 @@ class ReasoningGym(Environment):
                 )
             try:  # of a copy, because some sets write down in it what they score
                 score = float(questions.score_answer(action.answer, copy.deepcopy(entry)))
-            except Exception:  # noqa: BLE001 a set may raise anything for an answer that it cannot read
+            except Exception:  # noqa: BLE001
                 score = 0.0
         return Transition(state, "", True, score, {"success": float(score >= 1)}, score)

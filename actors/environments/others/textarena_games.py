@@ -1,6 +1,8 @@
-"""The offline games of TextArena, alone or against another player, who may be the policy itself or a served speaker.
+"""The offline games of TextArena, alone or against another player, who may be the policy itself or
+a served speaker.
 
-``pip install textarena``; data.environment = "textarena", data.options.id = "TicTacToe-v0", data.options.players = 2.
+``pip install textarena``; data.environment = "textarena", data.options.id = "TicTacToe-v0",
+data.options.players = 2.
 """
 
 from typing import Any
@@ -14,16 +16,24 @@ REPLY_TOKENS = 256
 
 
 class TextArena(Mutable):
-    """id: of a game. players: all of them, the policy included. second: the share of the episodes in which the policy is the last to move.
-    opponent: who plays for the others: "policy", with the newest weights, or a speaker that is served.
+    """id: of a game. players: all of them, the policy included. second: the share of the episodes
+    in which the policy is the last to move. opponent: who plays for the others: "policy", with the
+    newest weights, or a speaker that is served.
 
-    The library shows each player the whole game so far. It reads a move from a reply by rules of its own, and a move against the rules costs what the
-    game says.
+    The library shows each player the whole game so far. It reads a move from a reply by rules of
+    its own, and a move against the rules costs what the game says.
     """
 
     name = "textarena"
 
-    def __init__(self, id: str, players: Count = 1, second: Share = 0.0, opponent: str = POLICY, horizon: Count = 100):
+    def __init__(
+        self,
+        id: str,
+        players: Count = 1,
+        second: Share = 0.0,
+        opponent: str = POLICY,
+        horizon: Count = 100,
+    ):
         super().__init__(horizon)
         try:
             import textarena
@@ -39,9 +49,11 @@ class TextArena(Mutable):
         self.rules = "You play a text game."
         try:
             self._begun(0)
-        except Exception as error:  # noqa: BLE001 a game may lack other players, a list of words, a key or a newer Python
+        except Exception as error:  # noqa: BLE001
             reason = " ".join(f"{type(error).__name__}: {error}".replace("*", "").split())
-            raise ValueError(f"id = {id!r}, players = {players}: it does not begin: {reason}") from None
+            raise ValueError(
+                f"id = {id!r}, players = {players}: it does not begin: {reason}"
+            ) from None
 
     def seat(self, seed: int) -> int:
         """Return the number of the policy among the players in the episode of ``seed``."""
@@ -66,18 +78,25 @@ class TextArena(Mutable):
         """Return the state at the policy's first turn."""
         live = await self.standing(state)
         waits = live.environment.state.current_player_id != live.environment.policy
-        turned, actions = await self.others(live, Turned(state.seen, 0.0, False, waits=waits), tools)
+        turned, actions = await self.others(
+            live, Turned(state.seen, 0.0, False, waits=waits), tools
+        )
         first = Played(state.seed, turned.seen, actions, turned.reward)
         self.keep(first, live)
         return first
 
-    async def others(self, live: Live, turned: Turned, tools: Tools) -> tuple[Turned, tuple[str, ...]]:
+    async def others(
+        self, live: Live, turned: Turned, tools: Tools
+    ) -> tuple[Turned, tuple[str, ...]]:
         actions: list[str] = []
         while turned.waits and not turned.done:
             messages = self.prompt(Task(""), Played(0, turned.seen))
             reply = await tools.say(
                 self.opponent,
-                [{"role": m["role"], "content": m["content"].replace("\x1e", "")} for m in messages],
+                [
+                    {"role": m["role"], "content": m["content"].replace("\x1e", "")}
+                    for m in messages
+                ],
                 REPLY_TOKENS,
                 self.stop,
             )

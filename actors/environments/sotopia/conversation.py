@@ -1,4 +1,5 @@
-"""A conversation of SOTOPIA: the five kinds of action, how they are read and written, when it ends, and what each side is told."""
+"""A conversation of SOTOPIA: the five kinds of action, how they are read and written, when it ends,
+and what each side is told."""
 
 import json
 from collections.abc import Sequence
@@ -21,7 +22,8 @@ DIMENSIONS = {
 QUIET = 3
 """A conversation ends after so many turns in a row in which nobody did anything."""
 FAREWELLS = ("left", "leave", "bye", "have a good")
-"""The words that end a conversation in OPRL's released code, wherever they stand in the last turn (option ``word_endings``)."""
+"""The words that end a conversation in OPRL's released code, wherever they stand in the last turn
+(option ``word_endings``)."""
 STRANGER = "the other person"
 RELATIONSHIPS = (
     "You have never met before.",
@@ -42,7 +44,8 @@ class Turn(msgspec.Struct, frozen=True):
 
 
 class Conversation(msgspec.Struct, frozen=True):
-    """A finished conversation as a judge sees it. Pairs are in the order of the sides; trained: the side that is judged."""
+    """A finished conversation as a judge sees it. Pairs are in the order of the sides; trained: the
+    side that is judged."""
 
     scenario: str
     names: tuple[str, str]
@@ -56,7 +59,8 @@ class Conversation(msgspec.Struct, frozen=True):
 def read(text: str, side: int) -> Turn | None:
     """Return the turn that the last JSON object of a reply describes, None if it describes none.
 
-    A kind is written exactly as in ``KINDS``. The three kinds with words need some; other keys, such as ``to``, are ignored.
+    A kind is written exactly as in ``KINDS``. The three kinds with words need some; other keys,
+    such as ``to``, are ignored.
     """
     decoder, last, place = json.JSONDecoder(), None, text.find("{")
     while place >= 0:
@@ -87,11 +91,14 @@ def line(turn: Turn, name: str) -> str:
 
 def history(turns: Sequence[Turn], names: Sequence[str]) -> str:
     """Return the turns, one per line, numbered from 1."""
-    return "\n".join(f"Turn #{number}: {line(turn, names[turn.side])}" for number, turn in enumerate(turns, 1))
+    return "\n".join(
+        f"Turn #{number}: {line(turn, names[turn.side])}" for number, turn in enumerate(turns, 1)
+    )
 
 
 def over(turns: Sequence[Turn], limit: int, word_endings: bool = False) -> bool:
-    """Return whether the conversation has ended: at the limit, when a side left, or after ``QUIET`` turns of nothing."""
+    """Return whether the conversation has ended: at the limit, when a side left, or after ``QUIET``
+    turns of nothing."""
     quiet = len(turns) >= QUIET and all(turn.kind == "none" for turn in turns[-QUIET:])
     last = turns[-1] if turns else Turn(0, "none")
     farewell = word_endings and any(word in last.argument.lower() for word in FAREWELLS)
@@ -99,14 +106,19 @@ def over(turns: Sequence[Turn], limit: int, word_endings: bool = False) -> bool:
 
 
 def profile(agent: Agent, relationship: int, own: bool = False) -> str:
-    """Return what somebody in this relationship knows of an agent. own: the agent itself, who knows everything and has a secret."""
+    """Return what somebody in this relationship knows of an agent. own: the agent itself, who knows
+    everything and has a secret."""
     parts: list[str] = []
     if relationship >= 1:
         parts.append(f"{agent.name}{f' ({agent.gender_pronoun})' if agent.gender_pronoun else ''}.")
     if relationship >= 2:
         parts += [f"Age {agent.age}, {agent.occupation}.", agent.public_info]
     if relationship >= 3:
-        style = f"Makes decisions in this way: {agent.decision_making_style}." if agent.decision_making_style else ""
+        style = (
+            f"Makes decisions in this way: {agent.decision_making_style}."
+            if agent.decision_making_style
+            else ""
+        )
         parts += [agent.personality_and_values, style]
     if own and agent.secret:
         parts.append(f"Secret, which nobody else knows: {agent.secret}")

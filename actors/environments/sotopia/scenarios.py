@@ -1,4 +1,5 @@
-"""Scenarios and agents of SOTOPIA in the plain JSON layout of its data, and twenty of our own, which a rule judge can judge."""
+"""Scenarios and agents of SOTOPIA in the plain JSON layout of its data, and twenty of our own,
+which a rule judge can judge."""
 
 import re
 from pathlib import Path
@@ -33,10 +34,12 @@ class Agent(msgspec.Struct, frozen=True):
 
 
 class Condition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A checkable part of a goal: exactly one of says, never and agreed, which are regular expressions in any case.
+    """A checkable part of a goal: exactly one of says, never and agreed, which are regular
+    expressions in any case.
 
-    by: whose spoken words count. says: they match (with "each", those of either side match). never: they do not match. agreed: the last number
-    that the group of the expression catches is the same on both sides and lies in [least, most].
+    by: whose spoken words count. says: they match (with "each", those of either side match). never:
+    they do not match. agreed: the last number that the group of the expression catches is the same
+    on both sides and lies in [least, most].
     """
 
     by: Literal["self", "partner", "each"] = "self"
@@ -48,14 +51,16 @@ class Condition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Rules(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the rule judge checks of one agent. goal: all must hold. secret: an expression of the words that reveal the agent's secret."""
+    """What the rule judge checks of one agent. goal: all must hold. secret: an expression of the
+    words that reveal the agent's secret."""
 
     goal: tuple[Condition, ...]
     secret: str = ""
 
 
 class Scenario(msgspec.Struct, frozen=True):
-    """A situation with two private goals. relationship: 0 strangers, 1 known by name, 2 acquaintances, 3 friends, 4 romantic, 5 family."""
+    """A situation with two private goals. relationship: 0 strangers, 1 known by name, 2
+    acquaintances, 3 friends, 4 romantic, 5 family."""
 
     scenario: str
     agent_goals: tuple[str, str]
@@ -81,7 +86,8 @@ class Library(msgspec.Struct, frozen=True):
 
 
 def load(path: str) -> Library:
-    """Read one JSON file with the keys agents, envs and combos, or a folder of three files; "" reads our own scenarios.
+    """Read one JSON file with the keys agents, envs and combos, or a folder of three files; ""
+    reads our own scenarios.
 
     Raises FileNotFoundError, or ValueError that names the file, for what is not in the layout.
     """
@@ -97,7 +103,9 @@ def load(path: str) -> Library:
                 f"{place}: combo {combo.pk!r} names {combo.env_id!r} and {combo.agent_ids}, which are missing"
             )
     if not library.combos:
-        raise ValueError(f"{place} has no combos: expected at least one scenario with its two agents")
+        raise ValueError(
+            f"{place} has no combos: expected at least one scenario with its two agents"
+        )
     for key, scenario in library.envs.items():
         for rules in scenario.rules or ():
             _check(rules, f"{place}: scenario {key!r}")
@@ -105,7 +113,8 @@ def load(path: str) -> Library:
 
 
 def shown(text: str, viewer: str) -> str:
-    """Return the text as ``viewer`` ("agent_0", "agent_1" or "environment") sees it, without the tags of the layout."""
+    """Return the text as ``viewer`` ("agent_0", "agent_1" or "environment") sees it, without the
+    tags of the layout."""
     text = _VIEWED.sub(lambda part: part[2] if part[1] == viewer else "", text)
     return " ".join(_TAG.sub("", text).split())
 
@@ -128,7 +137,9 @@ def _decoded(file: Path, kind: type[T]) -> T:
 def _check(rules: Rules, where: str) -> None:
     """Raises ValueError for rules that the rule judge could not apply."""
     for condition in (Condition(says=rules.secret or "."), *rules.goal):
-        patterns = [pattern for pattern in (condition.says, condition.never, condition.agreed) if pattern]
+        patterns = [
+            pattern for pattern in (condition.says, condition.never, condition.agreed) if pattern
+        ]
         try:
             groups = [re.compile(pattern).groups for pattern in patterns]
         except re.error as error:

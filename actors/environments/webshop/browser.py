@@ -1,4 +1,5 @@
-"""A browser of the original WebShop server: it reads the server's HTML pages and follows their links, forms and options over HTTP."""
+"""A browser of the original WebShop server: it reads the server's HTML pages and follows their
+links, forms and options over HTTP."""
 
 import re
 import urllib.error
@@ -20,7 +21,8 @@ IN_ADDRESS = "/:%?=&'()[]{},+~@!$*;"
 
 
 class Page(msgspec.Struct, frozen=True):
-    """A page of the server. targets: for each name that can be clicked, in order, its address and whether it is posted."""
+    """A page of the server. targets: for each name that can be clicked, in order, its address and
+    whether it is posted."""
 
     pieces: list[Piece]
     targets: dict[str, tuple[str, bool]]
@@ -30,11 +32,14 @@ class Page(msgspec.Struct, frozen=True):
         """The text that follows "Instruction:"."""
         texts = [piece.text for piece in self.pieces]
         if "Instruction:" not in texts[:-1]:
-            raise DataFault(f"webshop_server: a page without an instruction, which begins with {texts[:3]}")
+            raise DataFault(
+                f"webshop_server: a page without an instruction, which begins with {texts[:3]}"
+            )
         return texts[texts.index("Instruction:") + 1]
 
     def shown(self, rich: bool) -> str:
-        """Return the page as the policy sees it. Raises DataFault for a page without an instruction."""
+        """Return the page as the policy sees it. Raises DataFault for a page without an
+        instruction."""
         return observation(self.pieces, rich) if self.instruction else ""
 
     @property
@@ -45,7 +50,8 @@ class Page(msgspec.Struct, frozen=True):
 
 
 class Browser:
-    """One session of a server. Every session has a goal, whose number ends the session's name, as the released server reads it."""
+    """One session of a server. Every session has a goal, whose number ends the session's name, as
+    the released server reads it."""
 
     def __init__(self, url: str, goal: int, timeout_s: float):
         self.timeout_s, self.visited = timeout_s, set[str]()
@@ -53,13 +59,16 @@ class Browser:
         self.page = self._load(self.start)
 
     def act(self, command: str) -> Page:
-        """Take ``search[..]`` or ``click[..]`` and return the page that follows. Raises DataFault for what cannot be clicked."""
+        """Take ``search[..]`` or ``click[..]`` and return the page that follows. Raises DataFault
+        for what cannot be clicked."""
         kind, _, argument = command[:-1].partition("[")
         if kind == "search":
             self.page = self._load(self.start, {"search_query": argument})
             return self.page
         if argument not in self.page.targets:
-            raise DataFault(f"webshop_server: {command} on a page that offers {list(self.page.targets)}")
+            raise DataFault(
+                f"webshop_server: {command} on a page that offers {list(self.page.targets)}"
+            )
         address, posted = self.page.targets[argument]
         if argument == BACK:  # the released shop forgets the visited products there
             self.visited.clear()
@@ -81,15 +90,18 @@ class Browser:
 
 
 def read_page(html: str, address: str, visited: set[str]) -> Page:
-    """Return the page of ``html``. visited: what was clicked before, in lower case, for the marks of the rendering "text_rich"."""
+    """Return the page of ``html``. visited: what was clicked before, in lower case, for the marks
+    of the rendering "text_rich"."""
     reader = _Reader(address, visited)
     reader.feed(html)
     reader.close()
     buttons, links, options = (
-        [item for item in reader.targets if item[0] == kind] for kind in ("button", "link", "option")
+        [item for item in reader.targets if item[0] == kind]
+        for kind in ("button", "link", "option")
     )
     targets = {
-        name: (urllib.parse.urljoin(address, to), kind == "button") for kind, name, to in (*buttons, *links, *options)
+        name: (urllib.parse.urljoin(address, to), kind == "button")
+        for kind, name, to in (*buttons, *links, *options)
     }
     return Page(reader.pieces, targets)
 
@@ -128,7 +140,9 @@ class _Reader(HTMLParser):
             self.targets.append(("button", text.lower(), self._form))
             self.pieces.append(Piece(text, "button"))
         elif tag == "label":
-            self.pieces.append(Piece(text, "option", f'"{text}"' in self.address or f"'{text}'" in self.address))
+            self.pieces.append(
+                Piece(text, "option", f'"{text}"' in self.address or f"'{text}'" in self.address)
+            )
         elif fields.get("class") == "product-link":
             self.targets.append(("link", text.lower(), fields.get("href", "")))
             self.pieces.append(Piece(text, "link", text.lower() in self.visited))

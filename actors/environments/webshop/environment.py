@@ -1,4 +1,5 @@
-"""The embedded shop as an environment: an episode is one purchase, and each turn is a fresh prompt that shows the page and the last turns."""
+"""The embedded shop as an environment: an episode is one purchase, and each turn is a fresh prompt
+that shows the page and the last turns."""
 
 from typing import Literal
 
@@ -20,7 +21,8 @@ from wire.numbers import Count, Natural
 
 
 class State(msgspec.Struct, frozen=True):
-    """An episode under way. goal: its index in the catalogue named by ``catalogue``. past: the last pages, each with the reply's action."""
+    """An episode under way. goal: its index in the catalogue named by ``catalogue``. past: the last
+    pages, each with the reply's action."""
 
     goal: int
     catalogue: str
@@ -30,10 +32,12 @@ class State(msgspec.Struct, frozen=True):
 
 
 class WebShop(Shopping):
-    """The shop. Without options it sells 1,000 invented products. The other options are those of ``Shopping``.
+    """The shop. Without options it sells 1,000 invented products. The other options are those of
+    ``Shopping``.
 
-    split: "products" (no product has training and held-out goals) or "released" (the first 500 goals are held out). products, attributes,
-    human: paths of files in the original layout. human_goals: take the goals that people wrote. pipeline: of spaCy, for products without nouns.
+    split: "products" (no product has training and held-out goals) or "released" (the first 500
+    goals are held out). products, attributes, human: paths of files in the original layout.
+    human_goals: take the goals that people wrote. pipeline: of spaCy, for products without nouns.
     """
 
     name = "webshop"
@@ -53,13 +57,19 @@ class WebShop(Shopping):
         think: Think = "required",
     ):
         super().__init__(pages, horizon, history, outcome, think)
-        if bool(products) != bool(attributes) or (human and not products) or human_goals != bool(human):
+        if (
+            bool(products) != bool(attributes)
+            or (human and not products)
+            or human_goals != bool(human)
+        ):
             raise ValueError(
                 f"products = {products!r}, attributes = {attributes!r}, human = {human!r}, human_goals = {human_goals}: expected the first two"
                 " together, and a file `human` exactly if human_goals is on"
             )
         if products:
-            goods = read_products(products, attributes, human, lambda names: spacy_nouns(names, pipeline))
+            goods = read_products(
+                products, attributes, human, lambda names: spacy_nouns(names, pipeline)
+            )
         else:
             goods = catalogue()
         self.shop = Shop(goods)
@@ -92,9 +102,12 @@ class WebShop(Shopping):
         return list(self.shop.clickables(state.place))
 
     def replies(self, state: State) -> list[str]:
-        """Return a search for the whole instruction, where the page offers a search, and a click on every other name."""
+        """Return a search for the whole instruction, where the page offers a search, and a click on
+        every other name."""
         names = [f"click[{name}]" for name in self.clickables(state) if name != SEARCH]
-        searches = [f"search[{self.instruction(state)}]"] if SEARCH in self.clickables(state) else []
+        searches = (
+            [f"search[{self.instruction(state)}]"] if SEARCH in self.clickables(state) else []
+        )
         return [f"<think>any</think><action>{one}</action>" for one in [*searches, *names]]
 
     def anchor(self, state: State) -> str:
@@ -106,5 +119,9 @@ class WebShop(Shopping):
         if name == BUY:
             product = self.shop.products[state.place.asin]
             return state, reward(product, state.place.chosen, self.goal(state))
-        place = self.shop.searched(state.place, query) if query else self.shop.clicked(state.place, name)
+        place = (
+            self.shop.searched(state.place, query)
+            if query
+            else self.shop.clicked(state.place, name)
+        )
         return msgspec.structs.replace(state, place=place), None

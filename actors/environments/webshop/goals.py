@@ -1,4 +1,5 @@
-"""Goals: what an episode asks for. They are made from products in the two ways of WebShop, synthetic and human."""
+"""Goals: what an episode asks for. They are made from products in the two ways of WebShop,
+synthetic and human."""
 
 import itertools
 import random
@@ -20,7 +21,8 @@ HELD_OUT_PRODUCTS = 0.2
 
 
 class Goal(msgspec.Struct, frozen=True):
-    """What to buy. cap: the highest price, in dollars. options: (group, value) pairs, or values alone in a human goal.
+    """What to buy. cap: the highest price, in dollars. options: (group, value) pairs, or values
+    alone in a human goal.
 
     product: the goal's own product, from which name, query and category are taken.
     """
@@ -39,7 +41,9 @@ class Goal(msgspec.Struct, frozen=True):
 
 def make_goals(products: Sequence[Product], human: bool) -> list[Goal]:
     """Return the goals of all products in the shuffled order, which is the same in every process."""
-    goals = [goal for product in products for goal in (_human(product) if human else _synthetic(product))]
+    goals = [
+        goal for product in products for goal in (_human(product) if human else _synthetic(product))
+    ]
     random.Random(SHUFFLE_SEED).shuffle(goals)
     return goals
 
@@ -80,9 +84,11 @@ def _attributes(product: Product) -> tuple[str, ...]:
 
 
 def draw_cap(price: float, seed: str) -> tuple[float, str]:
-    """Return the price cap and its text: the larger of two different multiples of ten among the four next above the price.
+    """Return the price cap and its text: the larger of two different multiples of ten among the
+    four next above the price.
 
-    seed: decides the draw, so that every process sees the same cap. The released code draws without a seed.
+    seed: decides the draw, so that every process sees the same cap. The released code draws without
+    a seed.
     """
     above = [cap for cap in CAPS if cap > price][:NEAREST_CAPS]
     if len(above) < 2:
@@ -94,8 +100,8 @@ def draw_cap(price: float, seed: str) -> tuple[float, str]:
 def split(goals: Sequence[Goal], how: str) -> tuple[list[int], list[int]]:
     """Return the indices of the training goals and of the held-out goals.
 
-    how: "products" holds out every goal of a fifth of the products; "released" holds out the first 500 goals, so that products are shared.
-    Raises ValueError if a part is empty.
+    how: "products" holds out every goal of a fifth of the products; "released" holds out the first
+    500 goals, so that products are shared. Raises ValueError if a part is empty.
     """
     if how == "products":
         asins = sorted({goal.product.asin for goal in goals})
@@ -104,7 +110,9 @@ def split(goals: Sequence[Goal], how: str) -> tuple[list[int], list[int]]:
         parts = [goal.product.asin in apart for goal in goals]
     else:
         parts = [index < RELEASED_HELD_OUT for index in range(len(goals))]
-    training, held_out = [[i for i, part in enumerate(parts) if part is kept] for kept in (False, True)]
+    training, held_out = [
+        [i for i, part in enumerate(parts) if part is kept] for kept in (False, True)
+    ]
     if not training or not held_out:
         raise ValueError(
             f"split = {how!r}: {len(goals)} goals of {len({goal.product.asin for goal in goals})} products leave"

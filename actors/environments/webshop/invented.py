@@ -1,7 +1,10 @@
-"""The embedded catalogue: 1,000 invented products with options, attributes, prices and instructions, made from a seed in a fraction of a second.
+"""The embedded catalogue: 1,000 invented products with options, attributes, prices and
+instructions, made from a seed in a fraction of a second.
 
-Products of one type share query, category and pool of attributes, so that an instruction describes several of them and search must be narrowed.
-The words are in catalogue.toml. The generator knows the nouns of the names that it builds, so the embedded shop needs no spaCy. No text is taken from a real shop.
+Products of one type share query, category and pool of attributes, so that an instruction describes
+several of them and search must be narrowed. The words are in catalogue.toml. The generator knows
+the nouns of the names that it builds, so the embedded shop needs no spaCy. No text is taken from a
+real shop.
 """
 
 import random
@@ -15,7 +18,8 @@ from actors.environments.webshop.products import PATH_SEPARATOR, Product, made
 SEED = 7
 COUNT = 1000
 SHOWN_ATTRIBUTES, ASKED_ATTRIBUTES = (4, 6), (2, 3)
-"""How many attributes a product has, and how many of them its instruction asks for (least and most)."""
+"""How many attributes a product has, and how many of them its instruction asks for (least and
+most)."""
 RANGES, UNPRICED = 0.15, 0.02
 """The shares of products with a price range and without a price."""
 
@@ -26,7 +30,8 @@ MOST_VALUES = {1: 6, 2: 4}
 
 
 class Kind(NamedTuple):
-    """A type of product. path: its category, with ">" between the parts. heads: the ends of its names. pool: its attributes.
+    """A type of product. path: its category, with ">" between the parts. heads: the ends of its
+    names. pool: its attributes.
 
     groups: its option groups. low, high: the range of prices in dollars.
     """
@@ -70,7 +75,11 @@ def _product(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return a product and its attributes as rows of the original layout."""
     attributes = rng.sample(WORDS["pools"][kind.pool].split(";"), rng.randint(*SHOWN_ATTRIBUTES))
-    brand, head, line = rng.choice(brands), rng.choice(kind.heads.split("|")), rng.choice(WORDS["lines"].split())
+    brand, head, line = (
+        rng.choice(brands),
+        rng.choice(kind.heads.split("|")),
+        rng.choice(WORDS["lines"].split()),
+    )
     named = attributes[: rng.randint(1, 2)]
     row = {
         "asin": f"C{number:03X}{rng.randrange(16**6):06X}",
@@ -93,7 +102,8 @@ def _product(
 
 
 def nouns_of(head: str) -> list[str]:
-    """Return the nouns of the end of a name: its words, cut at hyphens and apostrophes, without adjectives."""
+    """Return the nouns of the end of a name: its words, cut at hyphens and apostrophes, without
+    adjectives."""
     words = head.lower().replace("-", " ").replace("'", " ").split()
     return [word for word in words if word not in NOT_NOUNS]
 
@@ -109,13 +119,21 @@ def _pricing(kind: Kind, rng: random.Random) -> str | None:
     chance = rng.random()
     if chance < UNPRICED:
         return None
-    return f"${low:.2f} - ${low * rng.uniform(1.1, 1.6):.2f}" if chance < UNPRICED + RANGES else f"${low:.2f}"
+    return (
+        f"${low:.2f} - ${low * rng.uniform(1.1, 1.6):.2f}"
+        if chance < UNPRICED + RANGES
+        else f"${low:.2f}"
+    )
 
 
 def _choices(groups: Sequence[str], rng: random.Random) -> dict[str, list[dict[str, str]]]:
     choices = {}
     for group in groups:
         values = WORDS["options"][group].split(";")
-        kept = sorted(rng.sample(range(len(values)), rng.randint(2, min(MOST_VALUES[len(groups)], len(values)))))
+        kept = sorted(
+            rng.sample(
+                range(len(values)), rng.randint(2, min(MOST_VALUES[len(groups)], len(values)))
+            )
+        )
         choices[WORDS["names"].get(group, group)] = [{"value": values[place]} for place in kept]
     return choices

@@ -1,4 +1,5 @@
-"""The nouns of product names, which decide whether two products are of one type. Found by spaCy, which is an optional dependency."""
+"""The nouns of product names, which decide whether two products are of one type. Found by spaCy,
+which is an optional dependency."""
 
 from collections.abc import Sequence
 
@@ -6,7 +7,8 @@ NOUNS = ("NOUN", "PROPN")
 
 
 def spacy_nouns(names: Sequence[str], pipeline: str) -> list[tuple[str, ...]]:
-    """Return the lower-case nouns of each name. pipeline: the name or the folder of a spaCy pipeline that tags parts of speech.
+    """Return the lower-case nouns of each name. pipeline: the name or the folder of a spaCy
+    pipeline that tags parts of speech.
 
     Raises ValueError with the remedy if spaCy or the pipeline is not installed.
     """
@@ -19,7 +21,8 @@ def spacy_nouns(names: Sequence[str], pipeline: str) -> list[tuple[str, ...]]:
     except OSError:
         raise ValueError(_remedy(f"spaCy has no pipeline {pipeline!r}")) from None
     return [
-        tuple(token.text.lower() for token in document if token.pos_ in NOUNS) for document in parser.pipe(list(names))
+        tuple(token.text.lower() for token in document if token.pos_ in NOUNS)
+        for document in parser.pipe(list(names))
     ]
 
 

@@ -12,7 +12,8 @@ RATING = "Rating: N.A."
 
 
 class Piece(msgspec.Struct, frozen=True):
-    """One visible string of a page. kind: "text", "button", "link" (a product) or "option". clicked: a chosen option or a visited product."""
+    """One visible string of a page. kind: "text", "button", "link" (a product) or "option".
+    clicked: a chosen option or a visited product."""
 
     text: str
     kind: str = "text"
@@ -28,23 +29,36 @@ def pieces(shop: Shop, place: Place, instruction: str) -> list[Piece]:
     else:
         product = shop.products[place.asin]
         content = _sub_page(product, place) if place.page in SUB_PAGES else _item(product, place)
-        shown = [*_task(instruction), Piece("Back to Search", "button"), Piece("< Prev", "button"), *content]
+        shown = [
+            *_task(instruction),
+            Piece("Back to Search", "button"),
+            Piece("< Prev", "button"),
+            *content,
+        ]
     return [piece for piece in shown if piece.text.strip()]
 
 
 def page_text(shown: Sequence[Piece], rich: bool) -> str:
-    """Return a page as WebShop's modes "text" (strings with separators) or "text_rich" (one string per line, with marks of what is clickable)."""
+    """Return a page as WebShop's modes "text" (strings with separators) or "text_rich" (one string
+    per line, with marks of what is clickable)."""
     if not rich:
         return SEPARATOR.join(piece.text.strip() for piece in shown)
     chosen = [piece.text.strip() for piece in shown if piece.kind == "option" and piece.clicked]
-    return "\n".join([*(f"You have clicked {value}." for value in reversed(chosen)), *map(_rich, shown)])
+    return "\n".join(
+        [*(f"You have clicked {value}." for value in reversed(chosen)), *map(_rich, shown)]
+    )
 
 
 def observation(shown: Sequence[Piece], rich: bool) -> str:
-    """Return what follows the instruction on a page, as the prompts of the released agents show it: in "text", each string in single quotes."""
+    """Return what follows the instruction on a page, as the prompts of the released agents show it:
+    in "text", each string in single quotes."""
     task = next(at for at, piece in enumerate(shown) if piece.text == "Instruction:")
     rest = shown[task + 2 :]
-    return page_text(rest, True) if rich else SEPARATOR.join(f"'{piece.text.strip()}'" for piece in rest)
+    return (
+        page_text(rest, True)
+        if rich
+        else SEPARATOR.join(f"'{piece.text.strip()}'" for piece in rest)
+    )
 
 
 def _rich(piece: Piece) -> str:
@@ -68,7 +82,11 @@ def _results(shop: Shop, place: Place) -> list[Piece]:
     ]
     for asin in shop.listed(place):
         product = shop.products[asin]
-        shown += [Piece(asin, "link", asin in place.visited), Piece(product.name), Piece(product.tag)]
+        shown += [
+            Piece(asin, "link", asin in place.visited),
+            Piece(product.name),
+            Piece(product.tag),
+        ]
     return shown
 
 
@@ -76,14 +94,24 @@ def _item(product: Product, place: Place) -> list[Piece]:
     options = [
         piece
         for name, values in product.options.items()
-        for piece in (Piece(name), *(Piece(value, "option", value in place.chosen) for value in values))
+        for piece in (
+            Piece(name),
+            *(Piece(value, "option", value in place.chosen) for value in values),
+        )
     ]
     texts = [Piece(product.name), Piece(f"Price: {product.tag}"), Piece(RATING)]
-    return [*options, *texts, *(Piece(name, "button") for name in ("Description", "Features", "Reviews", "Buy Now"))]
+    return [
+        *options,
+        *texts,
+        *(Piece(name, "button") for name in ("Description", "Features", "Reviews", "Buy Now")),
+    ]
 
 
 def _sub_page(product: Product, place: Place) -> list[Piece]:
     """Return the content of a sub-page. There are no reviews."""
     return [
-        Piece(text) for text in {"description": (product.description,), "features": product.bullets}.get(place.page, ())
+        Piece(text)
+        for text in {"description": (product.description,), "features": product.bullets}.get(
+            place.page, ()
+        )
     ]

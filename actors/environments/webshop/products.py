@@ -1,4 +1,5 @@
-"""Products of the shop, read from dictionaries or files of WebShop's original layout (docs/webshop.md)."""
+"""Products of the shop, read from dictionaries or files of WebShop's original layout
+(docs/webshop.md)."""
 
 import random
 import re
@@ -17,7 +18,8 @@ PATH_SEPARATOR = "\u203a"
 
 
 class Human(msgspec.Struct, frozen=True):
-    """An instruction that a person wrote for a product, with the attributes and option values that it asks for."""
+    """An instruction that a person wrote for a product, with the attributes and option values that
+    it asks for."""
 
     instruction: str
     attributes: tuple[str, ...]
@@ -27,7 +29,8 @@ class Human(msgspec.Struct, frozen=True):
 class Product(msgspec.Struct, frozen=True):
     """One product. price: dollars. tag: the price as the pages show it. options: values by group.
 
-    instruction: the start of the product's synthetic goals, "" if it has none. nouns: the nouns of the name, in lower case and with duplicates.
+    instruction: the start of the product's synthetic goals, "" if it has none. nouns: the nouns of
+    the name, in lower case and with duplicates.
     """
 
     asin: str
@@ -48,9 +51,13 @@ class Product(msgspec.Struct, frozen=True):
 
 
 def read_products(
-    products: str, attributes: str, human: str, nouns: Callable[[Sequence[str]], list[tuple[str, ...]]]
+    products: str,
+    attributes: str,
+    human: str,
+    nouns: Callable[[Sequence[str]], list[tuple[str, ...]]],
 ) -> list[Product]:
-    """Return the products of three files in the original layout. human: "" for none. nouns: finds the nouns of names without the field "nouns".
+    """Return the products of three files in the original layout. human: "" for none. nouns: finds
+    the nouns of names without the field "nouns".
 
     Raises FileNotFoundError for a missing file and ValueError for a file of another layout.
     """
@@ -72,7 +79,8 @@ def made(
     human: Mapping[str, Sequence[Mapping[str, Any]]],
     nouns: Callable[[Sequence[str]], list[tuple[str, ...]]],
 ) -> list[Product]:
-    """Return the products of rows in the original layout. A row whose asin is longer than ten characters, "nan" or a repetition is left out."""
+    """Return the products of rows in the original layout. A row whose asin is longer than ten
+    characters, "nan" or a repetition is left out."""
     first: dict[str, Mapping[str, Any]] = {}
     for row in rows:
         if row["asin"] != "nan" and len(row["asin"]) <= LONGEST_ASIN:
@@ -80,13 +88,21 @@ def made(
     unknown = [row["name"] for row in first.values() if "nouns" not in row]
     parsed = dict(zip(unknown, nouns(unknown), strict=True)) if unknown else {}
     return [
-        _product(row, attributes.get(asin, {}), human.get(asin, ()), row.get("nouns", parsed.get(row["name"], ())))
+        _product(
+            row,
+            attributes.get(asin, {}),
+            human.get(asin, ()),
+            row.get("nouns", parsed.get(row["name"], ())),
+        )
         for asin, row in first.items()
     ]
 
 
 def _product(
-    row: Mapping[str, Any], described: Mapping[str, Any], human: Sequence[Mapping[str, Any]], nouns: Sequence[str]
+    row: Mapping[str, Any],
+    described: Mapping[str, Any],
+    human: Sequence[Mapping[str, Any]],
+    nouns: Sequence[str],
 ) -> Product:
     bullets = row["small_description"]
     price, tag = _price(row.get("pricing"), row["asin"])
@@ -105,14 +121,20 @@ def _product(
         instruction=described.get("instruction") or "",
         instruction_attributes=tuple(described.get("instruction_attributes") or ()),
         human=tuple(
-            Human(one["instruction"], tuple(one["instruction_attributes"]), tuple(one["instruction_options"]))
+            Human(
+                one["instruction"],
+                tuple(one["instruction_attributes"]),
+                tuple(one["instruction_options"]),
+            )
             for one in human
         ),
         nouns=tuple(nouns),
     )
 
 
-def _options(groups: Mapping[str, Sequence[Mapping[str, Any]] | None]) -> dict[str, tuple[str, ...]]:
+def _options(
+    groups: Mapping[str, Sequence[Mapping[str, Any]] | None],
+) -> dict[str, tuple[str, ...]]:
     return {
         name.lower(): tuple(one["value"].strip().replace("/", " | ").lower() for one in contents)
         for name, contents in groups.items()
@@ -121,8 +143,12 @@ def _options(groups: Mapping[str, Sequence[Mapping[str, Any]] | None]) -> dict[s
 
 
 def _price(pricing: str | None, asin: str) -> tuple[float, str]:
-    """Return the price in dollars and its tag. The price of a range is drawn uniformly, and the draw depends on the product alone."""
-    numbers = [float(number.replace(",", "")) for number in re.findall(r"\$\s*([\d,]*\.?\d+)", pricing or "")]
+    """Return the price in dollars and its tag. The price of a range is drawn uniformly, and the
+    draw depends on the product alone."""
+    numbers = [
+        float(number.replace(",", ""))
+        for number in re.findall(r"\$\s*([\d,]*\.?\d+)", pricing or "")
+    ]
     if not numbers:
         return DEFAULT_PRICE, f"${DEFAULT_PRICE}"
     if len(numbers) == 1:
@@ -140,4 +166,6 @@ def _json(path: str, kind: type) -> Any:
     try:
         return msgspec.json.decode(file.read_bytes(), type=kind)
     except msgspec.DecodeError as error:
-        raise ValueError(f"webshop: {path!r}: {error}; expected a JSON file of WebShop's layout") from None
+        raise ValueError(
+            f"webshop: {path!r}: {error}; expected a JSON file of WebShop's layout"
+        ) from None

@@ -1,4 +1,5 @@
-"""The reward of a purchase, exactly as in WebShop's released code: type, attributes, options and price (docs/webshop.md)."""
+"""The reward of a purchase, exactly as in WebShop's released code: type, attributes, options and
+price (docs/webshop.md)."""
 
 from collections.abc import Sequence
 
@@ -14,7 +15,7 @@ chestnut chocolate christmas coffee cognac copper coral cranberry cream crystal 
 graphite grass gray green grey heather indigo ivory ivy khaki lavender lemon leopard light lilac lime magenta maroon mauve merlot midnight mint
 mocha multicolor mushroom mustard natural navy nude olive orange peach pewter pink plum purple rainbow red rose royal rust sand sapphire seashell
 silver skull slate steel stone stonewash sunflower tan taupe teal tiger turquoise violet walnut wheat white wine yellow
-""".split()  # noqa: SIM905 one word per line would hide the file
+""".split()  # noqa: SIM905
 """The 102 colour words of the released code, in its order."""
 ALIKE = 85
 """Texts with a larger token set ratio count as equal."""
@@ -25,13 +26,17 @@ def reward(product: Product, chosen: Sequence[str], goal: Goal) -> float:
     """Return the reward, 0 to 1, for buying ``product`` with the option values ``chosen``."""
     attributes = sum(_has(product, attribute) for attribute in goal.attributes)
     values = [colour_of(value) for value in chosen]
-    options = sum(any(similarity(value, asked) > ALIKE for value in values) for asked in map(colour_of, goal.options))
+    options = sum(
+        any(similarity(value, asked) > ALIKE for value in values)
+        for asked in map(colour_of, goal.options)
+    )
     right = attributes + options + (product.price <= goal.cap)
     return type_factor(product, goal) * right / (len(goal.attributes) + len(goal.options) + 1)
 
 
 def type_factor(product: Product, goal: Goal) -> float:
-    """Return 1, .5, .1 or 0: how far the product is of the goal's type by query, category and the nouns of the names."""
+    """Return 1, .5, .1 or 0: how far the product is of the goal's type by query, category and the
+    nouns of the names."""
     wanted = goal.product
     shared = len(set(product.nouns) & set(wanted.nouns))
     title = shared / len(wanted.nouns) if wanted.nouns else 0.2
@@ -39,12 +44,15 @@ def type_factor(product: Product, goal: Goal) -> float:
         return 0.0
     if title < 0.1:
         return BARELY_ALIKE
-    same = product.query == wanted.query or len(_parts(product) & _parts(wanted)) >= 2 or title > 0.2
+    same = (
+        product.query == wanted.query or len(_parts(product) & _parts(wanted)) >= 2 or title > 0.2
+    )
     return 1.0 if same else DIFFERENT_TYPE
 
 
 def colour_of(option: str | tuple[str, str]) -> str | tuple[str, str]:
-    """Return the first colour word that ``option`` contains, else ``option``. A pair contains a word only if one of its members equals it."""
+    """Return the first colour word that ``option`` contains, else ``option``. A pair contains a
+    word only if one of its members equals it."""
     return next((colour for colour in COLOURS if colour in option), option)
 
 
@@ -58,7 +66,8 @@ def _plain(text: str | tuple[str, str]) -> str:
 
 
 def _has(product: Product, attribute: str) -> bool:
-    """Return whether the product has an attribute. The goal's attribute is not lowered in its texts, so one with capitals is not found there."""
+    """Return whether the product has an attribute. The goal's attribute is not lowered in its
+    texts, so one with capitals is not found there."""
     if any(similarity(own, attribute) > ALIKE for own in product.attributes):
         return True
     texts = (product.name, " ".join(product.bullets), product.description)

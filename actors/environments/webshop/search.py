@@ -17,13 +17,16 @@ REMEMBERED = 10_000
 
 
 class Search:
-    """An index of products. The order of equal scores is that of the products, so results are the same in every process."""
+    """An index of products. The order of equal scores is that of the products, so results are the
+    same in every process."""
 
     def __init__(self, products: Sequence[Product]):
         self.asins = [product.asin for product in products]
         self._stemmer = Stemmer.Stemmer("porter")
         self._index = bm25s.BM25(method="lucene", k1=K1, b=B)
-        self._index.index(self._tokens([_text(product) for product in products]), show_progress=False)
+        self._index.index(
+            self._tokens([_text(product) for product in products]), show_progress=False
+        )
         self.results = lru_cache(REMEMBERED)(self._results)
 
     def _results(self, query: str) -> tuple[str, ...]:
@@ -47,5 +50,7 @@ class Search:
 
 
 def _text(product: Product) -> str:
-    options = ", and ".join(f"{name}: {', '.join(values)}" for name, values in product.options.items())
+    options = ", and ".join(
+        f"{name}: {', '.join(values)}" for name, values in product.options.items()
+    )
     return " ".join([product.name, product.description, *product.bullets[:1], options])

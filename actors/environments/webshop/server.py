@@ -1,4 +1,5 @@
-"""The shop of a running WebShop server as an environment. A state holds the actions so far; another branch replays them in a new session."""
+"""The shop of a running WebShop server as an environment. A state holds the actions so far; another
+branch replays them in a new session."""
 
 import asyncio
 
@@ -17,7 +18,8 @@ MOST_SESSIONS = 1000
 
 
 class State(msgspec.Struct, frozen=True):
-    """An episode under way. actions: all that had an effect, in order. page, clickables: what the server shows after them."""
+    """An episode under way. actions: all that had an effect, in order. page, clickables: what the
+    server shows after them."""
 
     goal: int
     task: str
@@ -29,9 +31,11 @@ class State(msgspec.Struct, frozen=True):
 
 
 class WebShopServer(Shopping):
-    """A server's shop. url: of the server. goals: how many goals it has; the first 500 are held out. The other options: ``Shopping``.
+    """A server's shop. url: of the server. goals: how many goals it has; the first 500 are held
+    out. The other options: ``Shopping``.
 
-    timeout_s: seconds to wait for a page. A page that does not come is an InfrastructureFault, a replay that shows another page a DataFault.
+    timeout_s: seconds to wait for a page. A page that does not come is an InfrastructureFault, a
+    replay that shows another page a DataFault.
     """
 
     name = "webshop_server"
@@ -49,7 +53,9 @@ class WebShopServer(Shopping):
     ):
         super().__init__(pages, horizon, history, outcome, think)
         if goals <= RELEASED_HELD_OUT:
-            raise ValueError(f"goals = {goals}: expected more than the {RELEASED_HELD_OUT} that are held out")
+            raise ValueError(
+                f"goals = {goals}: expected more than the {RELEASED_HELD_OUT} that are held out"
+            )
         self.url, self.timeout_s = url, timeout_s
         self.held_out, self.training = range(RELEASED_HELD_OUT), range(RELEASED_HELD_OUT, goals)
         self._sessions: dict[tuple[int, tuple[str, ...]], Browser] = {}
@@ -89,7 +95,8 @@ class WebShopServer(Shopping):
         return msgspec.structs.replace(state, actions=actions, page=shown, clickables=names), None
 
     def _act(self, state: State, command: str) -> Page:
-        """Take an action in the session that stands at ``state``. A session serves one branch, so every other branch replays the actions."""
+        """Take an action in the session that stands at ``state``. A session serves one branch, so
+        every other branch replays the actions."""
         browser = self._sessions.pop((state.goal, state.actions), None) or self._replayed(state)
         page = browser.act(command)
         if page.reward is None:

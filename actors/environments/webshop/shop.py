@@ -1,4 +1,5 @@
-"""The rules of the shop: where a click or a search leads. Places are values, so any place can be left in several ways."""
+"""The rules of the shop: where a click or a search leads. Places are values, so any place can be
+left in several ways."""
 
 import hashlib
 from collections.abc import Sequence
@@ -16,8 +17,9 @@ SUB_PAGES = ("description", "features", "reviews")
 class Place(msgspec.Struct, frozen=True):
     """Where a customer is. page: "search", "results", "item" or a sub-page of the item.
 
-    number: of the results page, from 1. asin: the product of the item's page and of its sub-pages. options: chosen values by group.
-    visited: the products seen since the last return to the search page.
+    number: of the results page, from 1. asin: the product of the item's page and of its sub-pages.
+    options: chosen values by group. visited: the products seen since the last return to the search
+    page.
     """
 
     page: str = SEARCH
@@ -47,27 +49,34 @@ class Shop:
         return self.search.results(place.query)[first : first + PER_PAGE]
 
     def clickables(self, place: Place) -> dict[str, str]:
-        """Return what can be clicked, in lower case and in order, with its kind: "button", "link", or "option:GROUP".
+        """Return what can be clicked, in lower case and in order, with its kind: "button", "link",
+        or "option:GROUP".
 
-        Two options with equal values are one clickable, which belongs to the last of their groups (as in the released code).
+        Two options with equal values are one clickable, which belongs to the last of their groups
+        (as in the released code).
         """
         if place.page == SEARCH:
             return {SEARCH: "button"}
         if place.page == "results":
             buttons = [BACK, *([PREVIOUS] if place.number > 1 else []), NEXT]
-            return dict.fromkeys(buttons, "button") | {asin.lower(): "link" for asin in self.listed(place)}
+            return dict.fromkeys(buttons, "button") | {
+                asin.lower(): "link" for asin in self.listed(place)
+            }
         if place.page in SUB_PAGES:
             return dict.fromkeys((BACK, PREVIOUS), "button")
         shown = dict.fromkeys((BACK, PREVIOUS, *SUB_PAGES, BUY), "button")
         groups = self.products[place.asin].options
-        return shown | {value: f"option:{name}" for name, values in groups.items() for value in values}
+        return shown | {
+            value: f"option:{name}" for name, values in groups.items() for value in values
+        }
 
     def searched(self, place: Place, query: str) -> Place:
         """Return the first page of a query's results. Product and options are forgotten."""
         return Place("results", query, visited=place.visited)
 
     def clicked(self, place: Place, name: str) -> Place:
-        """Return where a click on one of ``clickables`` leads. "search" and "buy now" lead nowhere: a purchase ends the episode."""
+        """Return where a click on one of ``clickables`` leads. "search" and "buy now" lead nowhere:
+        a purchase ends the episode."""
         kind = self.clickables(place)[name]
         if kind == "link":
             asin = next(asin for asin in self.listed(place) if asin.lower() == name)
@@ -79,7 +88,11 @@ class Shop:
         if name in (NEXT, PREVIOUS) and place.page == "results":
             return msgspec.structs.replace(place, number=place.number + (1 if name == NEXT else -1))
         if name == PREVIOUS:
-            return msgspec.structs.replace(place, page="item") if place.page != "item" else self._results(place)
+            return (
+                msgspec.structs.replace(place, page="item")
+                if place.page != "item"
+                else self._results(place)
+            )
         if name in SUB_PAGES:
             return msgspec.structs.replace(place, page=name)
         return Place() if name == BACK else place

@@ -1,4 +1,5 @@
-"""The rules of a SOTOPIA conversation: turns, endings, what each side is told, and the twenty scenarios of our own."""
+"""The rules of a SOTOPIA conversation: turns, endings, what each side is told, and the twenty
+scenarios of our own."""
 
 import json
 import random
@@ -16,7 +17,17 @@ from actors.environments.sotopia.scenarios import OWN, Agent, load, shown
 from scheduler.tasks import GeneratedTasks
 from wire.messages import Passage
 
-AGENT = Agent("Ada", "Bell", 30, "pilot", "She/her", "Ada sings.", "Ada is calm.", "slowly", "Ada cannot swim.")
+AGENT = Agent(
+    "Ada",
+    "Bell",
+    30,
+    "pilot",
+    "She/her",
+    "Ada sings.",
+    "Ada is calm.",
+    "slowly",
+    "Ada cannot swim.",
+)
 
 
 def reply(kind: str, argument: str = "") -> str:
@@ -35,7 +46,9 @@ class Table(Tools):
     async def play(self, player: str, state: Any) -> tuple[int, ...]:
         raise AssertionError(player)
 
-    async def say(self, speaker: str, messages: list[dict[str, str]], max_tokens: int, stop: list[str]) -> str:
+    async def say(
+        self, speaker: str, messages: list[dict[str, str]], max_tokens: int, stop: list[str]
+    ) -> str:
         self.told.append((speaker, messages[0]["content"], max_tokens))
         return self.script.pop(0)
 
@@ -96,11 +109,15 @@ def test_turns_are_written_in_the_words_of_sotopia() -> None:
         ([Turn(0, "speak", "The bag you left.")], True, True),
     ],
 )
-def test_a_conversation_ends_as_specified(turns: list[Turn], word_endings: bool, over: bool) -> None:
+def test_a_conversation_ends_as_specified(
+    turns: list[Turn], word_endings: bool, over: bool
+) -> None:
     assert conversation.over(turns, 20, word_endings) is over
 
 
-def test_what_a_side_knows_of_the_other_grows_with_the_relationship_and_never_holds_the_secret() -> None:
+def test_what_a_side_knows_of_the_other_grows_with_the_relationship_and_never_holds_the_secret() -> (
+    None
+):
     told = [conversation.profile(AGENT, level) for level in range(6)]
     assert "Ada" not in told[0]
     assert "Ada Bell" in told[1] and "30" not in told[1]
@@ -110,7 +127,9 @@ def test_what_a_side_knows_of_the_other_grows_with_the_relationship_and_never_ho
     assert "swim" in conversation.profile(AGENT, 0, own=True)
 
 
-def test_the_prompt_hides_goal_and_secret_of_the_other_side_and_has_a_part_that_all_turns_share() -> None:
+def test_the_prompt_hides_goal_and_secret_of_the_other_side_and_has_a_part_that_all_turns_share() -> (
+    None
+):
     environment = Sotopia()
     state = State("scenario-03-1", 0, (Turn(0, "speak", "Good morning."),))
     scenario = environment.library.envs["scenario-03"]
@@ -121,14 +140,18 @@ def test_the_prompt_hides_goal_and_secret_of_the_other_side_and_has_a_part_that_
     assert shown(scenario.agent_goals[1], "agent_1") not in head and other.secret not in head
     assert other.public_info in head
     assert f'Turn #1: {me.name} said: "Good morning."' in tail and "It is turn #2" in tail
-    assert environment.prompt(Task("t"), State("scenario-03-1", 0))[0]["content"].startswith(head + SPLIT)
+    assert environment.prompt(Task("t"), State("scenario-03-1", 0))[0]["content"].startswith(
+        head + SPLIT
+    )
     hidden = Sotopia(profiles="hidden").prompt(Task("t"), state)[0]["content"]
     assert other.public_info not in hidden and other.name in hidden
 
 
 def test_strangers_are_not_named() -> None:
     environment = Sotopia()
-    text = environment.prompt(Task("t"), State("scenario-01-1", 0, (Turn(1, "speak", "Hello."),)))[0]["content"]
+    text = environment.prompt(Task("t"), State("scenario-01-1", 0, (Turn(1, "speak", "Hello."),)))[
+        0
+    ]["content"]
     assert environment.library.agents["agent-02"].first_name not in text
     assert 'the other person said: "Hello."' in text
 
@@ -153,14 +176,17 @@ async def test_both_sides_act_in_turn_and_the_partner_is_the_observation() -> No
     assert environment.speakers == ("ann",) and Sotopia().speakers == (POLICY,)
 
 
-async def test_an_invalid_reply_is_a_turn_of_nothing_and_an_unreadable_partner_is_asked_twice() -> None:
+async def test_an_invalid_reply_is_a_turn_of_nothing_and_an_unreadable_partner_is_asked_twice() -> (
+    None
+):
     environment = Sotopia()
     assert environment.read(start(environment), "hello").kind == "invalid"
     step = await take(environment, start(environment), "hello", "what?", reply("action", "waits"))
     assert step.state.turns == (Turn(0, "none"), Turn(1, "action", "waits"))
     step = await take(environment, start(environment), "hello", "what?", "what?")
     assert step.state.turns == (Turn(0, "none"), Turn(1, "none")) and not step.done
-    step = await take(environment, step.state, "again")  # the third turn of nothing ends it: the partner is not asked
+    # the third turn of nothing ends it: the partner is not asked
+    step = await take(environment, step.state, "again")
     assert step.done and step.observation == "The conversation is over."
 
 
@@ -204,9 +230,13 @@ def test_no_held_out_scenario_is_trained_and_every_episode_is_held_out_from_both
     assert len(trained) == 2 * 30 and len(set(held_out)) == 20
     assert not {combo[:11] for combo, _ in trained} & {combo[:11] for combo, _ in held_out}
     assert environment.task(HELD_OUT_SEEDS.start).source == "pay_rise"
-    assert {Sotopia(side="second").initial(tasks.at(position)).trained for position in range(9)} == {1}
+    assert {
+        Sotopia(side="second").initial(tasks.at(position)).trained for position in range(9)
+    } == {1}
     everything = Sotopia(split="all")
-    assert {everything.initial(everything.task(seed)).combo for seed in range(40)} == {c.pk for c in load("").combos}
+    assert {everything.initial(everything.task(seed)).combo for seed in range(40)} == {
+        c.pk for c in load("").combos
+    }
 
 
 def test_our_scenarios_are_twenty_and_each_side_has_rules() -> None:
@@ -237,12 +267,23 @@ def test_scenarios_are_read_from_a_folder_in_the_layout_of_the_data(tmp_path: Pa
         (lambda whole: whole["envs"]["scenario-01"].update(relationship=6), "relationship"),
         (lambda whole: whole["combos"][0].update(env_id="gone"), "gone"),
         (lambda whole: whole.update(combos=[]), "no combos"),
-        (lambda whole: whole["envs"]["scenario-01"]["rules"][0]["goal"][0].update(says="x"), "exactly one"),
-        (lambda whole: whole["envs"]["scenario-01"]["rules"][0]["goal"][0].update(agreed="("), "no regular expression"),
-        (lambda whole: whole["envs"]["scenario-01"]["rules"][0].update(secret="("), "no regular expression"),
+        (
+            lambda whole: whole["envs"]["scenario-01"]["rules"][0]["goal"][0].update(says="x"),
+            "exactly one",
+        ),
+        (
+            lambda whole: whole["envs"]["scenario-01"]["rules"][0]["goal"][0].update(agreed="("),
+            "no regular expression",
+        ),
+        (
+            lambda whole: whole["envs"]["scenario-01"]["rules"][0].update(secret="("),
+            "no regular expression",
+        ),
     ],
 )
-def test_a_file_outside_the_layout_is_refused_with_its_fault(tmp_path: Path, change: Any, says: str) -> None:
+def test_a_file_outside_the_layout_is_refused_with_its_fault(
+    tmp_path: Path, change: Any, says: str
+) -> None:
     whole = json.loads(OWN.read_bytes())
     change(whole)
     (tmp_path / "s.json").write_text(json.dumps(whole))
@@ -253,17 +294,26 @@ def test_a_file_outside_the_layout_is_refused_with_its_fault(tmp_path: Path, cha
 def test_the_outcome_judge_sees_both_sides_and_the_last_words() -> None:
     environment = Sotopia()
     turns = (Turn(0, "speak", "40 euros."), Turn(1, "speak", "40 euros, then."))
-    before, action = start(environment), environment.read(start(environment), reply("speak", "40 euros."))
-    judged = environment.concluded(Task("t"), before, action, State("scenario-01-1", 0, turns), 1, 4)
+    before, action = (
+        start(environment),
+        environment.read(start(environment), reply("speak", "40 euros.")),
+    )
+    judged = environment.concluded(
+        Task("t"), before, action, State("scenario-01-1", 0, turns), 1, 4
+    )
     whole = msgspec.convert(judged.state, Conversation)
     assert whole.turns == turns and whole.trained == 0 and whole.rules is not None
     assert whole.names == ("Mara Ellwood", "Tobin Hask") and "40 euros or more" in whole.goals[0]
-    cut = environment.concluded(Task("t"), before, action, None, 1, 4)  # the budget ended it before the partner's reply
+    # the budget ended it before the partner's reply
+    cut = environment.concluded(Task("t"), before, action, None, 1, 4)
     assert msgspec.convert(cut.state, Conversation).turns == turns[:1]
 
 
 def test_measures_leave_out_what_was_not_judged() -> None:
-    turns = [{"valid": 1.0, "forced": 0.0}, {"valid": 0.0, "forced": 0.0, "goal": 10.0, "outcome": 1.0}]
+    turns = [
+        {"valid": 1.0, "forced": 0.0},
+        {"valid": 0.0, "forced": 0.0, "goal": 10.0, "outcome": 1.0},
+    ]
     assert Sotopia().measures(Task("t"), turns) == {
         "goal": [10.0],
         "outcome": [1.0],

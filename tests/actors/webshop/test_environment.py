@@ -1,4 +1,5 @@
-"""The WebShop environment: replies, prompts, steps, tasks, and product files of the original layout."""
+"""The WebShop environment: replies, prompts, steps, tasks, and product files of the original
+layout."""
 
 import asyncio
 import json
@@ -33,7 +34,9 @@ def play(environment: WebShop, task: Task, commands: list[str]) -> list[Transiti
     state, transitions = environment.initial(task), []
     for command in commands:
         reply = command if "<" in command[:1] else said(command)
-        transitions.append(asyncio.run(environment.step(state, environment.read(state, reply), NOBODY)))
+        transitions.append(
+            asyncio.run(environment.step(state, environment.read(state, reply), NOBODY))
+        )
         state = transitions[-1].state
     return transitions
 
@@ -41,7 +44,12 @@ def play(environment: WebShop, task: Task, commands: list[str]) -> list[Transiti
 def perfect(environment: WebShop, task: Task) -> list[str]:
     goal = environment.goal(environment.initial(task))
     choices = [f"click[{value}]" for value in goal.values]
-    return [f"search[{goal.product.name}]", f"click[{goal.product.asin}]", *choices, "click[Buy Now]"]
+    return [
+        f"search[{goal.product.name}]",
+        f"click[{goal.product.asin}]",
+        *choices,
+        "click[Buy Now]",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -64,8 +72,12 @@ def perfect(environment: WebShop, task: Task) -> list[str]:
         ("<THINK>so</THINK><ACTION>click[red]</ACTION>", "click", None, (3,)),
     ],
 )
-def test_a_reply_is_read_as_documented(text: str, kind: str, query: str | None, move: tuple[int, ...] | None) -> None:
-    action = read_reply(text, [*CLICKABLES, "search"] if "search]" in text else CLICKABLES, "required")
+def test_a_reply_is_read_as_documented(
+    text: str, kind: str, query: str | None, move: tuple[int, ...] | None
+) -> None:
+    action = read_reply(
+        text, [*CLICKABLES, "search"] if "search]" in text else CLICKABLES, "required"
+    )
     assert (action.kind, action.query, action.move) == (kind, query, move)
     assert action.valid == (kind != "invalid")
 
@@ -91,7 +103,8 @@ def test_a_purchase_ends_the_episode_with_its_outcome(outcome: Any, imperfect: f
     assert {transition.reward for transition in before} == {0.0}
     assert (last.done, last.outcome, last.reward) == (True, 10.0, 10.0)
     assert last.measures == {"success": 1.0, "score": 100.0}
-    (*_, last) = play(environment, task, [*commands[:2], "click[buy now]"])  # no options: (3 + 0 + 1) / 6
+    # no options: (3 + 0 + 1) / 6
+    (*_, last) = play(environment, task, [*commands[:2], "click[buy now]"])
     assert last.measures["score"] == pytest.approx(100 * 2 / 3)
     assert last.measures["success"] == 0
     assert last.outcome == pytest.approx(imperfect)
@@ -117,16 +130,24 @@ def test_an_invalid_or_impossible_action_leaves_the_page_and_uses_a_step(reply: 
 def test_only_what_the_next_prompt_does_not_show_is_an_observation() -> None:
     transitions = play(SHOP, SHOP.task(5), ["search[mug]", "click[x]", *["click[next >]"] * 8])
     shown = [transition.observation for transition in transitions]
-    assert shown == ["", "This action does nothing here.", *[""] * 7, "The actions are used up without a purchase."]
+    assert shown == [
+        "",
+        "This action does nothing here.",
+        *[""] * 7,
+        "The actions are used up without a purchase.",
+    ]
     assert (
-        play(SHOP, SHOP.task(5), perfect(SHOP, SHOP.task(5)))[-1].observation == "The purchase is rewarded with 1.000."
+        play(SHOP, SHOP.task(5), perfect(SHOP, SHOP.task(5)))[-1].observation
+        == "The purchase is rewarded with 1.000."
     )
 
 
 def test_search_works_on_every_page() -> None:
     goal = SHOP.goal(SHOP.initial(SHOP.task(5)))
     transitions = play(
-        SHOP, SHOP.task(5), [f"search[{goal.product.name}]", f"click[{goal.product.asin}]", "search[lamp]"]
+        SHOP,
+        SHOP.task(5),
+        [f"search[{goal.product.name}]", f"click[{goal.product.asin}]", "search[lamp]"],
     )
     assert transitions[-1].state.place.page == "results"
     assert transitions[-1].state.place.query == "lamp"
@@ -142,7 +163,8 @@ def test_an_oracle_player_buys_perfectly_within_ten_steps() -> None:
     assert solved == 200
 
 
-# ---------------------------------------------------------------------------------------------- prompts and states
+# ----------------------------------------------------------------------------------------------
+# prompts and states
 
 
 def test_the_task_stands_before_the_split_and_the_page_after_it() -> None:
@@ -154,7 +176,10 @@ def test_the_task_stands_before_the_split_and_the_page_after_it() -> None:
     instruction = SHOP.instruction(last.state)
     assert instruction in head
     assert instruction not in tail
-    assert first[1] == "\n\nActions taken: 0\nCurrent page: 'Search'\nActions:\n'search[<your query>]',\n"
+    assert (
+        first[1]
+        == "\n\nActions taken: 0\nCurrent page: 'Search'\nActions:\n'search[<your query>]',\n"
+    )
     assert tail.startswith("\n\nActions taken: 3\n[Observation 2: 'Back to Search' [SEP] 'Page 1")
     assert ", Action 2: 'none']\n[Observation 3: 'Back to Search' [SEP] 'Page 1" in tail
     assert ", Action 3: 'click[next >]']\nCurrent page: 'Back to Search' [SEP] 'Page 2" in tail
@@ -165,7 +190,9 @@ def test_the_task_stands_before_the_split_and_the_page_after_it() -> None:
 def test_long_prompts_leave_the_history_out() -> None:
     state = SHOP.initial(SHOP.task(5))
     seen = "x" * (LONGEST_PROMPT - 1500)
-    short, long = (msgspec.structs.replace(state, step=1, past=((seen * n, "search[a]"),)) for n in (1, 2))
+    short, long = (
+        msgspec.structs.replace(state, step=1, past=((seen * n, "search[a]"),)) for n in (1, 2)
+    )
     assert "Observation 1" in SHOP.prompt(SHOP.task(5), short)[0]["content"]
     content = SHOP.prompt(SHOP.task(5), long)[0]["content"]
     assert "Observation" not in content
@@ -182,7 +209,10 @@ def test_states_survive_the_journal_and_hash() -> None:
     for transition in play(SHOP, SHOP.task(9), perfect(SHOP, SHOP.task(9))):
         state = transition.state
         assert (
-            msgspec.convert(msgspec.msgpack.decode(msgspec.msgpack.encode(msgspec.to_builtins(state))), State) == state
+            msgspec.convert(
+                msgspec.msgpack.decode(msgspec.msgpack.encode(msgspec.to_builtins(state))), State
+            )
+            == state
         )
         assert isinstance(hash(state), int)
 
@@ -191,9 +221,11 @@ def test_equal_situations_have_equal_anchors_whatever_came_before() -> None:
     task = SHOP.task(9)
     search, product, *choices, _ = perfect(SHOP, task)
     direct = play(SHOP, task, [search, product])[-1].state
-    around = play(SHOP, task, ["search[lamp]", search, "nonsense", product, "click[features]", "click[< prev]"])[
-        -1
-    ].state
+    around = play(
+        SHOP,
+        task,
+        ["search[lamp]", search, "nonsense", product, "click[features]", "click[< prev]"],
+    )[-1].state
     assert direct != around
     assert SHOP.anchor(direct) == SHOP.anchor(around)
     chosen = play(SHOP, task, [search, product, choices[0]])[-1].state
@@ -208,11 +240,14 @@ def test_rich_pages_show_the_chosen_option() -> None:
     assert page.startswith(f"You have clicked {choice[6:-1]}.\n[button] Back to Search [button_]")
 
 
-# ---------------------------------------------------------------------------------------------- tasks
+# ----------------------------------------------------------------------------------------------
+# tasks
 
 
 @pytest.mark.parametrize("split", ["products", "released"])
-def test_held_out_seeds_draw_only_held_out_goals_and_training_seeds_only_the_others(split: Any) -> None:
+def test_held_out_seeds_draw_only_held_out_goals_and_training_seeds_only_the_others(
+    split: Any,
+) -> None:
     environment = WebShop(split=split)
     tasks = GeneratedTasks(environment.task, 0)
     drawn = {environment.initial(tasks.at(position)).goal for position in range(3000)}
@@ -222,7 +257,10 @@ def test_held_out_seeds_draw_only_held_out_goals_and_training_seeds_only_the_oth
     assert set(held_out) <= set(environment.held_out)
     assert environment.initial(environment.task(FIRST_SEED)).goal in environment.training
     if split == "products":
-        products = [{environment.goals[number].product.asin for number in part} for part in (drawn, held_out)]
+        products = [
+            {environment.goals[number].product.asin for number in part}
+            for part in (drawn, held_out)
+        ]
         assert products[0].isdisjoint(products[1])
 
 
@@ -232,13 +270,15 @@ def test_a_state_of_another_catalogue_is_a_data_fault() -> None:
         SHOP.prompt(SHOP.task(5), state)
 
 
-# ---------------------------------------------------------------------------------------------- product files
+# ----------------------------------------------------------------------------------------------
+# product files
 
 NAMES = ("Alder Mug", "Birch Mug", "Cedar Mug")
 
 
 def files(folder: Path, **fields: Any) -> dict[str, Any]:
-    """Write three products in the original layout; fields: further fields of each. Return the environment's options."""
+    """Write three products in the original layout; fields: further fields of each. Return the
+    environment's options."""
     rows = [
         {
             "asin": f"B{number}", "name": name, "query": "Mugs ", "category": "kitchen", "product_category": "Kitchen \u203a Mugs",
@@ -248,15 +288,28 @@ def files(folder: Path, **fields: Any) -> dict[str, Any]:
         for number, name in enumerate(NAMES)
     ]  # fmt: skip
     rows += [{"asin": "nan"}, {"asin": "B0"}, {"asin": "eleven-long"}]
-    wish = {"attributes": ["clay"], "instruction": "Find me clay mugs", "instruction_attributes": ["clay"]}
+    wish = {
+        "attributes": ["clay"],
+        "instruction": "Find me clay mugs",
+        "instruction_attributes": ["clay"],
+    }
     (folder / "products.json").write_text(json.dumps(rows))
-    (folder / "attributes.json").write_text(json.dumps({"B0": wish, "B2": wish, "B1": {"attributes": ["clay"]}}))
+    (folder / "attributes.json").write_text(
+        json.dumps({"B0": wish, "B2": wish, "B1": {"attributes": ["clay"]}})
+    )
     people = [
-        {"instruction": "i want a clay mug..", "instruction_attributes": ["clay"], "instruction_options": ["green"]},
+        {
+            "instruction": "i want a clay mug..",
+            "instruction_attributes": ["clay"],
+            "instruction_options": ["green"],
+        },
         {"instruction": "anything", "instruction_attributes": [], "instruction_options": []},
     ]
     (folder / "human.json").write_text(json.dumps({"B1": people, "B2": people}))
-    return {"products": str(folder / "products.json"), "attributes": str(folder / "attributes.json")}
+    return {
+        "products": str(folder / "products.json"),
+        "attributes": str(folder / "attributes.json"),
+    }
 
 
 def test_products_of_the_original_layout_are_read_by_path(tmp_path: Path) -> None:
@@ -273,13 +326,18 @@ def test_products_of_the_original_layout_are_read_by_path(tmp_path: Path) -> Non
 
 
 def test_human_goals_ask_for_values_without_groups(tmp_path: Path) -> None:
-    environment = WebShop(**files(tmp_path, nouns=["mug"]), human=str(tmp_path / "human.json"), human_goals=True)
+    environment = WebShop(
+        **files(tmp_path, nouns=["mug"]), human=str(tmp_path / "human.json"), human_goals=True
+    )
     assert sorted(goal.product.asin for goal in environment.goals) == ["B1", "B2"]
     goal = next(goal for goal in environment.goals if goal.product.asin == "B1")
     assert goal.options == ("green",)
-    assert goal.instruction == "i want a clay mug"  # no multiple of ten up to 990 lies above the price
+    # no multiple of ten up to 990 lies above the price
+    assert goal.instruction == "i want a clay mug"
     task = Task(f"webshop-{environment.goals.index(goal)}")
-    *_, last = play(environment, task, ["search[birch mug]", "click[b1]", "click[green]", "click[buy now]"])
+    *_, last = play(
+        environment, task, ["search[birch mug]", "click[b1]", "click[green]", "click[buy now]"]
+    )
     assert last.measures["success"] == 1.0
 
 
@@ -291,7 +349,11 @@ def test_nouns_come_from_a_real_spacy_pipeline(tmp_path: Path) -> None:
         tagger.add([[{"ORTH": name}]], {"POS": tag})
     pipeline.to_disk(tmp_path / "pipeline")
     environment = WebShop(**files(tmp_path), pipeline=str(tmp_path / "pipeline"))
-    assert [product.nouns for product in environment.shop.products.values()] == [("alder", "mug"), ("mug",), ("mug",)]
+    assert [product.nouns for product in environment.shop.products.values()] == [
+        ("alder", "mug"),
+        ("mug",),
+        ("mug",),
+    ]
 
 
 @pytest.mark.parametrize("installed", [True, False])
@@ -302,7 +364,10 @@ def test_files_without_nouns_need_spacy_and_say_the_remedy(
         pytest.importorskip("spacy")
     else:
         monkeypatch.setitem(sys.modules, "spacy", None)
-    with pytest.raises(ValueError, match=r"python -m spacy download en_core_web_sm.*or give each product of the file"):
+    with pytest.raises(
+        ValueError,
+        match=r"python -m spacy download en_core_web_sm.*or give each product of the file",
+    ):
         registry.load("webshop", {**files(tmp_path), "pipeline": "no_such_pipeline"})
 
 

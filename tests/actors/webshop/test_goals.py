@@ -36,11 +36,15 @@ def test_synthetic_goals_are_all_combinations_of_sorted_option_groups() -> None:
     own = [goal for goal in GOALS if goal.product is product]
     first, second = sorted(product.options)
     assert {goal.options for goal in own} == {
-        ((first, one), (second, other)) for one in product.options[first] for other in product.options[second]
+        ((first, one), (second, other))
+        for one in product.options[first]
+        for other in product.options[second]
     }
     for goal in own:
         one, other = goal.values
-        assert goal.instruction.startswith(f"{product.instruction} with {first}: {one}, and {second}: {other}")
+        assert goal.instruction.startswith(
+            f"{product.instruction} with {first}: {one}, and {second}: {other}"
+        )
     assert len({goal.cap for goal in own}) == 1
 
 
@@ -60,7 +64,9 @@ def test_goals_prices_and_search_are_equal_in_every_process() -> None:
 
 
 def test_no_product_has_goals_in_two_parts_of_the_split_by_products() -> None:
-    training, held_out = ({GOALS[i].product.asin for i in part} for part in split(GOALS, "products"))
+    training, held_out = (
+        {GOALS[i].product.asin for i in part} for part in split(GOALS, "products")
+    )
     assert training.isdisjoint(held_out)
     assert len(training) + len(held_out) == 1000
     assert len(held_out) == 200
@@ -97,7 +103,9 @@ def test_the_invented_shop_has_the_size_of_the_original() -> None:
     assert catalogue(seed=8) != PRODUCTS
 
 
-def test_the_instruction_finds_its_product_among_the_results_but_not_always_on_the_first_page() -> None:
+def test_the_instruction_finds_its_product_among_the_results_but_not_always_on_the_first_page() -> (
+    None
+):
     shop, ranks = Shop(PRODUCTS), []
     for goal in random.Random(0).sample(GOALS, 300):
         words = goal.instruction.partition(", and price")[0].removeprefix("Find me ")

@@ -11,7 +11,13 @@ from actors.environments.webshop.reward import COLOURS, colour_of, reward, simil
 
 
 def product(
-    name: str, nouns: str, query: str, path: str, attributes: list[str], price: float = 0.0, **texts: Any
+    name: str,
+    nouns: str,
+    query: str,
+    path: str,
+    attributes: list[str],
+    price: float = 0.0,
+    **texts: Any,
 ) -> Product:
     return Product(
         asin="A", name=name, query=query, category="", product_category=path.replace(">", PATH_SEPARATOR), price=price,
@@ -33,7 +39,11 @@ PICNIC = product(
     bullets=["easy assemble"],
 )  # fmt: skip
 LAMP = product(
-    "Cedar Desk Lamp", "cedar desk lamp", "men's t-shirts", "Home > Lighting > Lamps", ["machine wash", "short sleeve"]
+    "Cedar Desk Lamp",
+    "cedar desk lamp",
+    "men's t-shirts",
+    "Home > Lighting > Lamps",
+    ["machine wash", "short sleeve"],
 )
 G = Goal(SHIRT, "", SHIRT.attributes, (("color", "dark blue"), ("size", "x-large")), 30.0)
 OAK = product(
@@ -42,7 +52,10 @@ OAK = product(
 )  # fmt: skip
 H = Goal(OAK, "", ("Easy Assemble", "solid wood"), ("black",), NO_CAP)
 LONG = msgspec.structs.replace(
-    H, product=msgspec.structs.replace(OAK, nouns=(*OAK.nouns, *["desk", "cabinet", "stand", "rack", "bench"]))
+    H,
+    product=msgspec.structs.replace(
+        OAK, nouns=(*OAK.nouns, *["desk", "cabinet", "stand", "rack", "bench"])
+    ),
 )
 
 
@@ -60,7 +73,9 @@ LONG = msgspec.structs.replace(
         (LAMP, ["dark blue", "x-large"], 24, G, 0),
     ],
 )
-def test_the_nine_known_answers(bought: Product, options: list[str], price: float, goal: Goal, expected: float) -> None:
+def test_the_nine_known_answers(
+    bought: Product, options: list[str], price: float, goal: Goal, expected: float
+) -> None:
     value = reward(msgspec.structs.replace(bought, price=float(price)), options, goal)
     assert value == pytest.approx(expected, abs=1e-12)
 
@@ -97,7 +112,10 @@ def test_type_falls_to_a_half_without_shared_query_category_or_title() -> None:
     alike = msgspec.structs.replace(PICNIC, query="coffee tables")
     assert type_factor(PICNIC, H) == 0.5
     assert type_factor(alike, H) == 1.0
-    assert type_factor(msgspec.structs.replace(PICNIC, product_category=OAK.product_category), H) == 1.0
+    assert (
+        type_factor(msgspec.structs.replace(PICNIC, product_category=OAK.product_category), H)
+        == 1.0
+    )
     nameless = msgspec.structs.replace(H, product=msgspec.structs.replace(OAK, nouns=()))
     assert type_factor(alike, nameless) == 1.0
     assert type_factor(PICNIC, nameless) == 0.5

@@ -1,4 +1,5 @@
-"""The client of a WebShop server, against a real HTTP server that serves the embedded shop under the original routes and markup."""
+"""The client of a WebShop server, against a real HTTP server that serves the embedded shop under
+the original routes and markup."""
 
 import asyncio
 import html
@@ -27,7 +28,8 @@ EMBEDDED = WebShop(split="released")
 
 
 class Handler(BaseHTTPRequestHandler):
-    """The routes /SESSION, /search_results, /item_page, /item_sub_page and /done of the original server."""
+    """The routes /SESSION, /search_results, /item_page, /item_sub_page and /done of the original
+    server."""
 
     sessions: list[str] = []
     requests: list[str] = []
@@ -35,11 +37,15 @@ class Handler(BaseHTTPRequestHandler):
     def log_message(self, format: str, *args: Any) -> None: ...
 
     def do_POST(self) -> None:
-        form = urllib.parse.parse_qs(self.rfile.read(int(self.headers.get("Content-Length") or 0)).decode())
+        form = urllib.parse.parse_qs(
+            self.rfile.read(int(self.headers.get("Content-Length") or 0)).decode()
+        )
         if "search_query" in form:
             words = form["search_query"][0].lower().split(" ")
             self.send_response(302)
-            self.send_header("Location", f"/search_results{self.path}/{urllib.parse.quote(str(words))}/1")
+            self.send_header(
+                "Location", f"/search_results{self.path}/{urllib.parse.quote(str(words))}/1"
+            )
             self.end_headers()
         else:
             self.do_GET()
@@ -47,11 +53,17 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self.requests.append(self.path)
         parts = [urllib.parse.unquote(part) for part in self.path.strip("/").split("/")]
-        kind = parts.pop(0) if parts[0] in ("search_results", "item_page", "item_sub_page", "done") else "index"
+        kind = (
+            parts.pop(0)
+            if parts[0] in ("search_results", "item_page", "item_sub_page", "done")
+            else "index"
+        )
         session, *rest = parts
         if session not in self.sessions:
             self.sessions.append(session)
-        body = getattr(self, f"_{kind}")(session, EMBEDDED.goals[int(session.split("_")[-1])], *rest).encode()
+        body = getattr(self, f"_{kind}")(
+            session, EMBEDDED.goals[int(session.split("_")[-1])], *rest
+        ).encode()
         self.send_response(200)
         self.end_headers()
         self.wfile.write(body)
@@ -76,28 +88,45 @@ class Handler(BaseHTTPRequestHandler):
     def _search_results(self, session: str, goal: Any, words: str, number: str) -> str:
         query, at = " ".join(json.loads(words.replace("'", '"'))), int(number)
         found = EMBEDDED.shop.search.results(query)
-        content = self._form("Back to Search", session) + f"<h3>Page {at} (Total results: {len(found)})</h3>"
-        content += self._form("< Prev", "search_results", session, words, str(at - 1)) if at > 1 else ""
+        content = (
+            self._form("Back to Search", session)
+            + f"<h3>Page {at} (Total results: {len(found)})</h3>"
+        )
+        content += (
+            self._form("< Prev", "search_results", session, words, str(at - 1)) if at > 1 else ""
+        )
         content += self._form("Next >", "search_results", session, words, str(at + 1))
         for asin in EMBEDDED.shop.listed(Place("results", query, at)):
             one = EMBEDDED.shop.products[asin]
             href = "/".join(
-                urllib.parse.quote(part, safe="") for part in ("item_page", session, asin, words, number, "{}")
+                urllib.parse.quote(part, safe="")
+                for part in ("item_page", session, asin, words, number, "{}")
             )
             content += f'<h4><a class="product-link" href="/{href}">{asin}</a></h4><h4>{html.escape(one.name)}</h5><h5>{one.tag}</h6>'
         return self._page(goal, content)
 
-    def _item_page(self, session: str, goal: Any, asin: str, words: str, number: str, options: str) -> str:
+    def _item_page(
+        self, session: str, goal: Any, asin: str, words: str, number: str, options: str
+    ) -> str:
         one, chosen = EMBEDDED.shop.products[asin], json.loads(options)
-        content = self._form("Back to Search", session) + self._form("< Prev", "search_results", session, words, number)
+        content = self._form("Back to Search", session) + self._form(
+            "< Prev", "search_results", session, words, number
+        )
         for name, values in one.options.items():
             content += f"<h4>{name}</h4>"
             for value in values:
                 updated = urllib.parse.quote(json.dumps(chosen | {name: value}), safe="")
-                url = "/".join(["/item_page", session, asin, urllib.parse.quote(words, safe=""), number, updated])
-                content += (
-                    f'<input type="radio" name="{name}" value="{value}" data-url="{url}"><label>{value}</label>\n'
+                url = "/".join(
+                    [
+                        "/item_page",
+                        session,
+                        asin,
+                        urllib.parse.quote(words, safe=""),
+                        number,
+                        updated,
+                    ]
                 )
+                content += f'<input type="radio" name="{name}" value="{value}" data-url="{url}"><label>{value}</label>\n'
         content += f"<h2>{html.escape(one.name)}</h2><h4>Price: {one.tag}</h4><h4>Rating: N.A.</h4>"
         for sub in ("Description", "Features", "Reviews"):
             content += self._form(sub, "item_sub_page", session, asin, words, number, sub, options)
@@ -161,10 +190,14 @@ def test_a_server_shows_and_rewards_what_the_embedded_shop_does(url: str, pages:
     ]
     outcomes = []
     for command in walk(states[0].goal):
-        prompts = [environment.prompt(task, state) for environment, state in zip((remote, local), states, strict=True)]
+        prompts = [
+            environment.prompt(task, state)
+            for environment, state in zip((remote, local), states, strict=True)
+        ]
         assert prompts[0] == prompts[1]
         ours, theirs = (
-            step(environment, state, command) for environment, state in zip((remote, local), states, strict=True)
+            step(environment, state, command)
+            for environment, state in zip((remote, local), states, strict=True)
         )
         assert (ours.done, ours.outcome, ours.measures, ours.reward) == (
             theirs.done,
@@ -182,8 +215,14 @@ def test_branches_are_replayed_in_sessions_of_their_own(url: str) -> None:
     remote = WebShopServer(url, goals=7000)
     state = remote.initial(remote.task(7))
     goal = EMBEDDED.goals[state.goal]
-    item = step(remote, step(remote, state, f"search[{goal.product.name}]").state, f"click[{goal.product.asin}]").state
-    plain = msgspec.convert(msgspec.msgpack.decode(msgspec.msgpack.encode(msgspec.to_builtins(item))), State)
+    item = step(
+        remote,
+        step(remote, state, f"search[{goal.product.name}]").state,
+        f"click[{goal.product.asin}]",
+    ).state
+    plain = msgspec.convert(
+        msgspec.msgpack.decode(msgspec.msgpack.encode(msgspec.to_builtins(item))), State
+    )
     assert plain == item
     assert isinstance(hash(item), int)
     assert len(Handler.sessions) == 1
@@ -218,7 +257,9 @@ def test_another_page_on_replay_is_a_data_fault(url: str) -> None:
 
 def test_a_server_that_does_not_answer_is_an_infrastructure_fault() -> None:
     remote = WebShopServer("http://127.0.0.1:9", timeout_s=2.0)
-    with pytest.raises(InfrastructureFault, match=r"expected a running WebShop server at data.options.url"):
+    with pytest.raises(
+        InfrastructureFault, match=r"expected a running WebShop server at data.options.url"
+    ):
         remote.initial(remote.task(7))
 
 
@@ -231,8 +272,12 @@ def test_an_unknown_goal_is_an_infrastructure_fault(url: str) -> None:
 def test_a_server_s_goals_are_split_as_released() -> None:
     remote = registry.load("webshop_server", {"goals": 600})
     assert isinstance(remote, WebShopServer)
-    assert {int(remote.task(seed).id.rpartition("-")[2]) for seed in range(1000)} == set(range(500, 600))
-    assert {int(remote.task(2**30 + seed).id.rpartition("-")[2]) for seed in range(1000)} == set(range(500))
+    assert {int(remote.task(seed).id.rpartition("-")[2]) for seed in range(1000)} == set(
+        range(500, 600)
+    )
+    assert {int(remote.task(2**30 + seed).id.rpartition("-")[2]) for seed in range(1000)} == set(
+        range(500)
+    )
     with pytest.raises(ValueError, match="expected more than the 500"):
         registry.load("webshop_server", {"goals": 500})
 
@@ -240,7 +285,9 @@ def test_a_server_s_goals_are_split_as_released() -> None:
 def test_a_page_of_the_older_templates_is_read_too() -> None:
 
     page = read_page(
-        "<div><h4>Instruction: buy a mug</h4><button class='btn'>Search</button></div>", "http://x/s", set()
+        "<div><h4>Instruction: buy a mug</h4><button class='btn'>Search</button></div>",
+        "http://x/s",
+        set(),
     )
     assert page.instruction == "buy a mug"
     assert page.targets == {"search": ("http://x/s", True)}

@@ -29,7 +29,13 @@ def text(place: Place, rich: bool = False) -> str:
 def test_the_pages_in_text_are_those_of_the_released_templates() -> None:
     assert text(Place()) == "WebShop [SEP] Instruction: [SEP] Find me a mug [SEP] Search"
     parts = text(RESULTS).split(" [SEP] ")
-    assert parts[:5] == ["Instruction:", TASK, "Back to Search", "Page 1 (Total results: 25)", "Next >"]
+    assert parts[:5] == [
+        "Instruction:",
+        TASK,
+        "Back to Search",
+        "Page 1 (Total results: 25)",
+        "Next >",
+    ]
     assert parts[5:11] == ["B0", "Oak Mug 0", "$10.0 to $20.0", "B1", "Oak Mug 1", "$12.5"]
     assert len(parts) == 5 + 3 * 10
     second = text(SHOP.clicked(RESULTS, "next >")).split(" [SEP] ")
@@ -63,7 +69,8 @@ def test_the_rich_pages_mark_what_is_clickable_and_what_was_clicked() -> None:
 def test_an_observation_is_what_follows_the_instruction() -> None:
     assert observation(pieces(SHOP, Place(), TASK), rich=False) == "'Search'"
     assert (
-        observation(pieces(SHOP, SHOP.clicked(ITEM, "reviews"), TASK), rich=False) == "'Back to Search' [SEP] '< Prev'"
+        observation(pieces(SHOP, SHOP.clicked(ITEM, "reviews"), TASK), rich=False)
+        == "'Back to Search' [SEP] '< Prev'"
     )
 
 
@@ -71,7 +78,11 @@ def test_what_can_be_clicked_is_listed_in_order() -> None:
     assert list(SHOP.clickables(Place())) == ["search"]
     asins = [f"b{number}" for number in range(10)]
     assert list(SHOP.clickables(RESULTS)) == ["back to search", "next >", *asins]
-    assert list(SHOP.clickables(SHOP.clicked(RESULTS, "next >")))[:3] == ["back to search", "< prev", "next >"]
+    assert list(SHOP.clickables(SHOP.clicked(RESULTS, "next >")))[:3] == [
+        "back to search",
+        "< prev",
+        "next >",
+    ]
     buttons = ["back to search", "< prev", "description", "features", "reviews", "buy now"]
     assert list(SHOP.clickables(ITEM)) == [*buttons, "red", "blue | grey", "one"]
     assert list(SHOP.clickables(SHOP.clicked(ITEM, "features"))) == ["back to search", "< prev"]
@@ -105,7 +116,12 @@ def test_pages_go_on_beyond_the_results() -> None:
 
 def test_at_most_fifty_results_without_those_that_share_no_word() -> None:
     many = Shop(
-        made([{**row, "asin": f"{row['asin']}{more}"} for row in ROWS for more in "xyz"], {}, {}, lambda names: [])
+        made(
+            [{**row, "asin": f"{row['asin']}{more}"} for row in ROWS for more in "xyz"],
+            {},
+            {},
+            lambda names: [],
+        )
     )
     assert len(many.search.results("mug")) == 50
     assert SHOP.search.results("bicycle") == ()

@@ -70,7 +70,9 @@ def test_the_ranks_are_those_of_the_table() -> None:
         ranks.append(results.index(goal.product.asin) if goal.product.asin in results else 1000)
     shares = [sum(rank < most for rank in ranks) / 500 for most in (1, 10, 50)]
     print("ranks", shares)
-    assert row("the goal's product is the first result for its instruction") == [round(shares[0], 3)]
+    assert row("the goal's product is the first result for its instruction") == [
+        round(shares[0], 3)
+    ]
     assert row(".. on the first page") == [round(shares[1], 3)]
     assert row(".. among the 50 results") == [round(shares[2], 3)]
 
@@ -86,13 +88,15 @@ def test_the_players_are_those_of_the_table() -> None:
     players: dict[str, Callable[[State], str]] = {
         "search the instruction, then random clicks: success, score": random_clicks,
         "search, open the first result, buy": lambda state: first_result(state, choose=False),
-        "search, open the first result, choose the options that the instruction names, buy": lambda state: first_result(
-            state, choose=True
+        "search, open the first result, choose the options that the instruction names, buy": lambda state: (
+            first_result(state, choose=True)
         ),
     }
     for name, player in players.items():
         measures = [play(number, player) for number in GOALS]
-        success, score = (sum(measure[column] for measure in measures) / 500 for column in ("success", "score"))
+        success, score = (
+            sum(measure[column] for measure in measures) / 500 for column in ("success", "score")
+        )
         print(name, success, score)
         assert row(name) == [round(success, 3), round(score, 1)]
 

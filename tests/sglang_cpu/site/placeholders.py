@@ -1,4 +1,5 @@
-"""Stand-ins for compiled packages: every name of theirs can be imported, and using one says what is missing."""
+"""Stand-ins for compiled packages: every name of theirs can be imported, and using one says what is
+missing."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from typing import Any
 
 
 class Missing:
-    """A name of a package that is not here: it can be passed around, subclassed and used to decorate, but not run."""
+    """A name of a package that is not here: it can be passed around, subclassed and used to
+    decorate, but not run."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -31,11 +33,14 @@ class Missing:
         return {"type": "any"}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError(f"{self._name} is a placeholder: this environment has no compiled kernels")
+        raise RuntimeError(
+            f"{self._name} is a placeholder: this environment has no compiled kernels"
+        )
 
 
 def missing(name: str) -> Any:
-    """What a name is where nothing better is known: an exception class if it reads like one, otherwise ``Missing``."""
+    """What a name is where nothing better is known: an exception class if it reads like one,
+    otherwise ``Missing``."""
     last = name.rpartition(".")[2]
     return type(last, (Exception,), {}) if last.endswith(("Error", "Exception")) else Missing(name)
 
@@ -60,14 +65,21 @@ class Package(types.ModuleType):
 class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Makes ``root`` (unless ``below`` is set: only what lies below it) out of placeholders."""
 
-    def __init__(self, root: str, member: Callable[[str], Any] | None = None, below: bool = False) -> None:
+    def __init__(
+        self, root: str, member: Callable[[str], Any] | None = None, below: bool = False
+    ) -> None:
         self._root, self._member, self._below = root, member or missing, below
 
     def find_spec(
-        self, fullname: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
+        self,
+        fullname: str,
+        path: Sequence[str] | None = None,
+        target: types.ModuleType | None = None,
     ) -> importlib.machinery.ModuleSpec | None:
         """A specification for each module of the package."""
-        wanted = fullname.startswith(f"{self._root}.") or (fullname == self._root and not self._below)
+        wanted = fullname.startswith(f"{self._root}.") or (
+            fullname == self._root and not self._below
+        )
         return importlib.machinery.ModuleSpec(fullname, self, is_package=True) if wanted else None
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
@@ -84,7 +96,8 @@ def install(finder: Finder) -> None:
 
 
 def triton(name: str) -> Any:
-    """What a name of triton is at import: a class, a decorator that leaves kernels undefined, or arithmetic."""
+    """What a name of triton is at import: a class, a decorator that leaves kernels undefined, or
+    arithmetic."""
     last = name.rpartition(".")[2]
     if name.startswith("triton.knobs."):
         return None  # no kernel is ever loaded, so there is nothing to watch

@@ -1,4 +1,5 @@
-"""What a CPU process of sglang finds in place of packages that come only with a GPU; loaded by Python itself at start."""
+"""What a CPU process of sglang finds in place of packages that come only with a GPU; loaded by
+Python itself at start."""
 
 from __future__ import annotations
 

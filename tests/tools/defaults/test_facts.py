@@ -29,7 +29,9 @@ def rows(path: Path) -> list[dict]:
 
 
 def test_the_default_data_is_large_enough_and_a_third_of_it_needs_two_hops(facts: Path) -> None:
-    questions = [row for split in ("train", "warm", "heldout") for row in rows(facts / f"{split}.jsonl")]
+    questions = [
+        row for split in ("train", "warm", "heldout") for row in rows(facts / f"{split}.jsonl")
+    ]
     assert len(rows(facts / "corpus.jsonl")) >= 2000
     assert len(questions) >= 1000
     assert sum(row["hops"] == 2 for row in questions) * 3 >= len(questions)
@@ -76,7 +78,9 @@ def test_the_default_questions_load_as_tasks(facts: Path) -> None:
 def index(facts: Path, tmp_path_factory: pytest.TempPathFactory) -> Index:
     folder = tmp_path_factory.mktemp("index")
     titles = {row["entity"] for row in rows(facts / "warm.jsonl")[:40]}
-    lines = [json.dumps(r) for r in rows(facts / "corpus.jsonl") if r["contents"].split('"')[1] in titles]
+    lines = [
+        json.dumps(r) for r in rows(facts / "corpus.jsonl") if r["contents"].split('"')[1] in titles
+    ]
     (folder / "corpus.jsonl").write_text("\n".join(lines) + "\n")
     encoder = Encoder()
     build(folder / "corpus.jsonl", folder / "index", encoder, progress=False)
@@ -108,7 +112,9 @@ def test_the_index_finds_a_fact_by_its_title_and_field(facts: Path, index: Index
     row = next(r for r in rows(facts / "warm.jsonl")[:40] if r["hops"] == 1)
     fact = row["evidence"][0]
     (found,) = index.search([f"{fact['title']} {fact['field']}"], 2)
-    assert (fact["title"], f"{fact['field']}: {fact['value']}") in {(p.title, p.text) for p in found}
+    assert (fact["title"], f"{fact['field']}: {fact['value']}") in {
+        (p.title, p.text) for p in found
+    }
     assert found[0].score >= found[1].score
 
 

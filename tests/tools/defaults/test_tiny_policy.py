@@ -78,7 +78,9 @@ def test_the_tiny_policy_is_made_by_name_once_and_the_same_each_time(tmp_path: P
 
 
 async def test_the_local_engine_loads_it_and_generates(policy: Path) -> None:
-    engine = LocalEngine(str(policy), ActorsConfig(max_batch=4, max_context=64, kv_cache_gib=0.01, dtype="float32"))
+    engine = LocalEngine(
+        str(policy), ActorsConfig(max_batch=4, max_context=64, kv_cache_gib=0.01, dtype="float32")
+    )
     await engine.start()
     try:
         request = GenerateRequest(Text(str(policy)).encode("X..\n"), 3, Sampling(max_tokens=5))
@@ -115,17 +117,24 @@ def test_one_random_move_in_ten_is_a_flag() -> None:
 
 
 @pytest.mark.slow
-def test_skill_is_the_share_of_good_moves_and_needs_a_game_that_knows_some(policy: Path, tmp_path: Path) -> None:
+def test_skill_is_the_share_of_good_moves_and_needs_a_game_that_knows_some(
+    policy: Path, tmp_path: Path
+) -> None:
     environment = game("sokoban")
     shares = []
     for skill in (0.0, 0.5, 1.0):
         turns = random_play(environment, 1500, seed=1, skill=skill)
         solvable = [turn for turn in turns if environment.good_moves(turn.state)]
-        shares.append(sum(turn.move in environment.good_moves(turn.state) for turn in solvable) / len(solvable))
+        shares.append(
+            sum(turn.move in environment.good_moves(turn.state) for turn in solvable)
+            / len(solvable)
+        )
     assert 0.25 < shares[0] < 0.4
     assert shares[1] == pytest.approx((shares[0] + 1) / 2, abs=0.06)
     assert shares[2] == 1
-    with pytest.raises(ValueError, match=r"warm_start\.skill = 0\.5: 'tictactoe' knows no good moves; set it to 0"):
+    with pytest.raises(
+        ValueError, match=r"warm_start\.skill = 0\.5: 'tictactoe' knows no good moves; set it to 0"
+    ):
         ensure_legal_play(policy, game("tictactoe"), {}, WarmStart(skill=0.5), tmp_path, threads=1)
 
 
@@ -138,7 +147,10 @@ def test_the_warm_start_lowers_the_loss_and_is_made_once(
     losses = [float(found) for found in re.findall(r"loss ([0-9.]+)", capfd.readouterr().out)]
     assert len(losses) == 10
     assert losses[-1] < 0.5 * losses[0]
-    assert ensure_legal_play(policy, environment, GAMES["tictactoe"], config, tmp_path, threads=1) == out
+    assert (
+        ensure_legal_play(policy, environment, GAMES["tictactoe"], config, tmp_path, threads=1)
+        == out
+    )
     assert capfd.readouterr().out == ""
     assert [path.name for path in (tmp_path / "warm_start").iterdir()] == [out.name]
 
@@ -146,9 +158,13 @@ def test_the_warm_start_lowers_the_loss_and_is_made_once(
 @pytest.mark.slow
 def test_another_model_or_recipe_is_another_warm_start(policy: Path, tmp_path: Path) -> None:
     environment, options = game("tictactoe"), GAMES["tictactoe"]
-    other = tiny_policy.make_tiny_policy(tmp_path / "other", seed=1, hidden=32, layers=1, heads=2, intermediate=32)
+    other = tiny_policy.make_tiny_policy(
+        tmp_path / "other", seed=1, hidden=32, layers=1, heads=2, intermediate=32
+    )
     made = [
-        ensure_legal_play(model, environment, options, WarmStart(steps=1, rows=rows), tmp_path, threads=1)
+        ensure_legal_play(
+            model, environment, options, WarmStart(steps=1, rows=rows), tmp_path, threads=1
+        )
         for model, rows in ((policy, 2), (policy, 3), (other, 2))
     ]
     assert len(set(made)) == 3
@@ -164,7 +180,9 @@ class _Killer:
 
 
 @pytest.mark.slow
-def test_a_warm_start_that_the_system_kills_is_an_error_with_a_remedy(policy: Path, tmp_path: Path) -> None:
+def test_a_warm_start_that_the_system_kills_is_an_error_with_a_remedy(
+    policy: Path, tmp_path: Path
+) -> None:
     def killers(count: int) -> list[Any]:
         return [_Killer()] * count
 

@@ -19,8 +19,16 @@ from tools.defaults.models import ensure_model
 from tools.defaults.search_play import ensure_search_play
 from tools.defaults.settings import WarmStart
 
-FACTS = [("Bulgaria", "Capital", "Sofia"), ("Bulgaria", "Currency", "lev"), ("Saint Lucia", "Capital", "Castries")]
-FACTS += [("Chile", "Capital", "Santiago"), ("Peru", "Main export", "copper ore"), ("Italy", "Capital", "Rome (Roma)")]
+FACTS = [
+    ("Bulgaria", "Capital", "Sofia"),
+    ("Bulgaria", "Currency", "lev"),
+    ("Saint Lucia", "Capital", "Castries"),
+]
+FACTS += [
+    ("Chile", "Capital", "Santiago"),
+    ("Peru", "Main export", "copper ore"),
+    ("Italy", "Capital", "Rome (Roma)"),
+]
 NAMES = sorted({name for title, _, value in FACTS for name in (title, value)})
 FIELDS = ["Capital", "Currency", "Main export"]
 WORDS = tiny_search.tokenizer(NAMES, FIELDS)
@@ -29,7 +37,10 @@ WORDS = tiny_search.tokenizer(NAMES, FIELDS)
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("corpus") / "corpus.jsonl"
-    rows = [{"id": str(i), "contents": f'"{title}"\n{field}: {value}'} for i, (title, field, value) in enumerate(FACTS)]
+    rows = [
+        {"id": str(i), "contents": f'"{title}"\n{field}: {value}'}
+        for i, (title, field, value) in enumerate(FACTS)
+    ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
@@ -37,18 +48,27 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def policy(corpus: Path) -> Path:
     torch.set_num_threads(1)
-    return tiny_search.make_tiny_search(corpus.parent / "tiny", corpus, hidden=32, layers=1, heads=2)
+    return tiny_search.make_tiny_search(
+        corpus.parent / "tiny", corpus, hidden=32, layers=1, heads=2
+    )
 
 
 def play(policy: Path, count: int = 600, two_hop: float = 0.5) -> list[Example]:
     return search_play.search_play(
-        Text(str(policy)), search_play.Tags(SearchQA("question", 2)), NAMES, FIELDS, count, WarmStart(two_hop=two_hop)
+        Text(str(policy)),
+        search_play.Tags(SearchQA("question", 2)),
+        NAMES,
+        FIELDS,
+        count,
+        WarmStart(two_hop=two_hop),
     )
 
 
 def decoded(policy: Path, example: Example) -> tuple[str, str]:
     text = Text(str(policy)).tokenizer
-    return text.decode(example.tokens[: example.start]), text.decode(example.tokens[example.start :])
+    return text.decode(example.tokens[: example.start]), text.decode(
+        example.tokens[example.start :]
+    )
 
 
 def test_names_and_fields_are_those_of_the_corpus(corpus: Path) -> None:
@@ -59,13 +79,20 @@ def test_names_and_fields_are_those_of_the_corpus(corpus: Path) -> None:
 @settings(deadline=None, database=None)
 def test_any_text_survives_encoding_and_decoding(text: str) -> None:
     core = WORDS.backend_tokenizer
-    assert core.decode(core.encode(text, add_special_tokens=False).ids, skip_special_tokens=False) == text
+    assert (
+        core.decode(core.encode(text, add_special_tokens=False).ids, skip_special_tokens=False)
+        == text
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_name_in_a_question_a_query_and_a_passage_is_the_same_single_token(name: str) -> None:
     core = WORDS.backend_tokenizer
-    places = [f"Name the capital of {name}.", f"<search> {name} capital </search>", f"Doc 1(Title: {name}) Capital: x"]
+    places = [
+        f"Name the capital of {name}.",
+        f"<search> {name} capital </search>",
+        f"Doc 1(Title: {name}) Capital: x",
+    ]
     ids = [core.encode(text, add_special_tokens=False).ids for text in places]
     assert all(core.token_to_id(f" {name}") in found for found in ids)
 
@@ -80,7 +107,9 @@ def test_attention_writes_back_what_it_reads(policy: Path) -> None:
 
 
 @pytest.mark.slow
-def test_every_turn_of_random_play_is_a_readable_action_in_the_tokens_of_a_rollout(policy: Path) -> None:
+def test_every_turn_of_random_play_is_a_readable_action_in_the_tokens_of_a_rollout(
+    policy: Path,
+) -> None:
     environment, text = SearchQA("question", 2), Text(str(policy))
     kinds: Counter[str] = Counter()
     for example in play(policy):
@@ -97,10 +126,14 @@ def test_every_turn_of_random_play_is_a_readable_action_in_the_tokens_of_a_rollo
 @pytest.mark.slow
 def test_what_random_play_does_is_as_mixed_as_it_says(policy: Path) -> None:
     answers = [decoded(policy, example) for example in play(policy, 3000, two_hop=0.0)]
-    shown = [(prompt, said) for prompt, said in answers if "<answer>" in said and "Doc 1(" in prompt]
+    shown = [
+        (prompt, said) for prompt, said in answers if "<answer>" in said and "Doc 1(" in prompt
+    ]
     first = 0
     for prompt, said in shown:
-        values = re.findall(r"Doc 1\(Title: [^\n]*?\) (?:Capital|Currency|Main export): ([^\n<]*)", prompt)
+        values = re.findall(
+            r"Doc 1\(Title: [^\n]*?\) (?:Capital|Currency|Main export): ([^\n<]*)", prompt
+        )
         first += f"<answer> {values[-1]} </answer>" in said
     assert first / len(shown) == pytest.approx(
         search_play.ANSWERED["first"], abs=0.12
@@ -108,10 +141,14 @@ def test_what_random_play_does_is_as_mixed_as_it_says(policy: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_warm_start_is_cached_by_what_it_depends_on(corpus: Path, policy: Path, tmp_path: Path) -> None:
+def test_the_warm_start_is_cached_by_what_it_depends_on(
+    corpus: Path, policy: Path, tmp_path: Path
+) -> None:
     def start(**changes: int) -> Path:
         config = WarmStart(**({"steps": 1, "rows": 4} | changes))
-        return ensure_search_play(policy, corpus, search_play.Tags(SearchQA("question", 2)), config, tmp_path, 1)
+        return ensure_search_play(
+            policy, corpus, search_play.Tags(SearchQA("question", 2)), config, tmp_path, 1
+        )
 
     assert start(steps=0) == policy
     made = start()

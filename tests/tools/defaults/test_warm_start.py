@@ -1,4 +1,5 @@
-"""The warm start is one policy: made on another processor, it differs in a few weights, each by a rounding."""
+"""The warm start is one policy: made on another processor, it differs in a few weights, each by a
+rounding."""
 
 import os
 import subprocess
@@ -35,7 +36,9 @@ def made(model: Path, cache: Path, kernels: dict[str, str]) -> dict[str, torch.T
     script.write_text(PROGRAM)
     environment = os.environ | kernels | {"PYTHONPATH": str(Path(__file__).parents[3])}
     command = [sys.executable, str(script), str(model), str(cache)]
-    said = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    said = subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=True
+    ).stdout
     return load_file(Path(said.splitlines()[-1]) / "model.safetensors")
 
 
@@ -43,7 +46,10 @@ def made(model: Path, cache: Path, kernels: dict[str, str]) -> dict[str, torch.T
 def test_a_warm_start_made_with_other_kernels_is_the_same_policy(tmp_path: Path) -> None:
     model = tiny.save(tmp_path / "model")
     before = load_file(model / "model.safetensors")
-    ours, theirs = made(model, tmp_path / "here", {}), made(model, tmp_path / "there", PLAIN_KERNELS)
+    ours, theirs = (
+        made(model, tmp_path / "here", {}),
+        made(model, tmp_path / "there", PLAIN_KERNELS),
+    )
     assert all(weight.dtype == torch.bfloat16 for weight in ours.values())
     apart = sum(int((ours[name] != theirs[name]).sum()) for name in ours)
     moved = sum(int((ours[name] != before[name].bfloat16()).sum()) for name in ours)

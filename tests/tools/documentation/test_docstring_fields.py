@@ -12,7 +12,9 @@ ROOT = Path(__file__).parents[3]
 
 def loaded(module: str, place: Path = ROOT) -> griffe.Module:
     extensions = griffe.load_extensions(Fields)
-    module_ = griffe.load(module, search_paths=[place], extensions=extensions, allow_inspection=False)
+    module_ = griffe.load(
+        module, search_paths=[place], extensions=extensions, allow_inspection=False
+    )
     assert isinstance(module_, griffe.Module)
     return module_
 
@@ -57,7 +59,8 @@ def test_fields_and_parameters_become_rows_with_types_and_defaults(tmp_path: Pat
     circle = loaded("shapes", tmp_path)["Circle"]
     assert circle.docstring.parsed[0].value == "A circle."
     assert [
-        (row.name, str(row.annotation), row.description, row.default and str(row.default)) for row in fields(circle)
+        (row.name, str(row.annotation), row.description, row.default and str(row.default))
+        for row in fields(circle)
     ] == [
         ("radius", "float", "in metres.", None),
         ("name", "str", "How it is called.", "'c'"),
@@ -67,10 +70,19 @@ def test_fields_and_parameters_become_rows_with_types_and_defaults(tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    "module", ["scheduler.config", "scheduler.calls", "actors.config", "judges.config", "learner.config"]
+    "module",
+    ["scheduler.config", "scheduler.calls", "actors.config", "judges.config", "learner.config"],
 )
 def test_every_key_of_a_config_section_is_described(module: str) -> None:
-    tables = {name: fields(one) for name, one in loaded(module).classes.items() if "Section [" in text_of(one)}
+    tables = {
+        name: fields(one)
+        for name, one in loaded(module).classes.items()
+        if "Section [" in text_of(one)
+    }
     keys = {f"{name}.{row.name}": row for name, table in tables.items() for row in table}
     assert keys
-    assert [key for key, row in keys.items() if not row.description and "Config" not in str(row.annotation)] == []
+    assert [
+        key
+        for key, row in keys.items()
+        if not row.description and "Config" not in str(row.annotation)
+    ] == []

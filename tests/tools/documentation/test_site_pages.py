@@ -1,4 +1,5 @@
-"""The documentation as a site: links between files of the repository become links between pages, and mkdocs refuses what is broken."""
+"""The documentation as a site: links between files of the repository become links between pages,
+and mkdocs refuses what is broken."""
 
 import os
 import shutil
@@ -10,9 +11,20 @@ import pytest
 from markdown import Markdown
 from playwright.sync_api import sync_playwright
 
-from tools.documentation.pages import ROOT, Links, misread, notebook_page, page_of, rewritten, source_page, target
+from tools.documentation.pages import (
+    ROOT,
+    Links,
+    misread,
+    notebook_page,
+    page_of,
+    rewritten,
+    source_page,
+    target,
+)
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+CHROMIUM = (
+    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+)
 REFERENCE = {"learner": ["learner.table", "learner.schemes"]}
 
 
@@ -45,7 +57,11 @@ def test_every_file_of_the_repository_has_its_place_in_the_site(path: str, page:
         ("../CONTRIBUTING.md", "docs/status.md", "CONTRIBUTING.md"),
         ("../README.md#the-house", "docs/status.md", "README.md#the-house"),
         ("../learner/table.py", "docs/extend.md", "reference/learner.md#learner.table"),
-        ("../../configs/sao-tiny.toml", "docs/replication/trees.md", "../source/configs/sao-tiny.toml.md"),
+        (
+            "../../configs/sao-tiny.toml",
+            "docs/replication/trees.md",
+            "../source/configs/sao-tiny.toml.md",
+        ),
         ("../figures/slate-em.svg", "docs/replication/slate.md", "../figures/slate-em.svg"),
         ("slate.md", "docs/replication/ppr.md", "slate.md"),
         ("../tests/faults", "docs/reliability.md", "source/tests/faults.md"),
@@ -54,12 +70,16 @@ def test_every_file_of_the_repository_has_its_place_in_the_site(path: str, page:
         ("mailto:someone@example.org", "README.md", "mailto:someone@example.org"),
     ],
 )
-def test_a_link_leads_to_the_page_of_the_file_it_names(link: str, document: str, expected: str) -> None:
+def test_a_link_leads_to_the_page_of_the_file_it_names(
+    link: str, document: str, expected: str
+) -> None:
     assert rewritten(link, document, REFERENCE) == expected
 
 
 def test_a_link_into_the_same_document_or_to_another_site_names_no_file() -> None:
-    assert [target(link, "docs/a.md") for link in ("#b", "https://example.org/c", "../d.py#L3")] == ["", "", "d.py"]
+    assert [
+        target(link, "docs/a.md") for link in ("#b", "https://example.org/c", "../d.py#L3")
+    ] == ["", "", "d.py"]
 
 
 def test_links_and_pictures_are_rewritten_and_code_is_not() -> None:
@@ -108,13 +128,17 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("CONTRIBUTING.md", "CHANGELOG.md"):
         (folder / name).write_text("# Text\n")
     (folder / "adding.py").write_text('"""Adds."""\n')
-    (folder / "docs" / "page.md").write_text("# Page\n\n## A part\n\n[code](../adding.py), [home](../README.md)\n")
+    (folder / "docs" / "page.md").write_text(
+        "# Page\n\n## A part\n\n[code](../adding.py), [home](../README.md)\n"
+    )
     config = (ROOT / "mkdocs.yml").read_text()
     start, end = config.index("\nnav:"), config.index("\ntheme:")
     nav = "\nnav: [README.md, page.md, CONTRIBUTING.md, CHANGELOG.md, reference/code.md]\n"
     config = config[:start] + nav + config[end:]
     start, end = config.index("  reference:"), config.index("\nplugins:")
-    (folder / "mkdocs.yml").write_text(config[:start] + "  reference: {code: [adding]}\n" + config[end:])
+    (folder / "mkdocs.yml").write_text(
+        config[:start] + "  reference: {code: [adding]}\n" + config[end:]
+    )
     return folder
 
 
@@ -148,16 +172,22 @@ def built(copy: Path, home: str) -> subprocess.CompletedProcess[str]:
     (copy / "README.md").write_text(home)
     build = [sys.executable, "-m", "mkdocs", "build", "--strict"]
     environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
-    return subprocess.run(build, cwd=copy, env=environment, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        build, cwd=copy, env=environment, capture_output=True, text=True, check=False
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on PATH (Debian: apt-get install chromium)")
+@pytest.mark.skipif(
+    CHROMIUM is None, reason="no Chromium on PATH (Debian: apt-get install chromium)"
+)
 def test_the_search_works_from_files_and_nothing_comes_from_a_network(copy: Path) -> None:
     (copy / "docs" / "forgotten.md").unlink(missing_ok=True)
     assert built(copy, "# Home\n\nSome quokkas live here.\n").returncode == 0
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+        browser = playwright.chromium.launch(
+            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"]
+        )
         page = browser.new_page()
         requests = list[str]()
         page.on("request", lambda request: requests.append(request.url))

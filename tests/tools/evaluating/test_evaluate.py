@@ -1,4 +1,5 @@
-"""tools/evaluate: real games against real opponents, by a model, an endpoint and players without a model."""
+"""tools/evaluate: real games against real opponents, by a model, an endpoint and players without a
+model."""
 
 import asyncio
 import base64
@@ -67,19 +68,26 @@ def served(reply: Reply) -> Iterator[str]:
     finally:
         loops[0].call_soon_threadsafe(done.set)
         thread.join()
-        assert not asyncio.all_tasks(loops[0]), "a reply that nobody waits for is cancelled with its server"
+        assert not asyncio.all_tasks(loops[0]), (
+            "a reply that nobody waits for is cancelled with its server"
+        )
 
 
 def chat(text: str | None, **choice: Any) -> web.Response:
     message = {"role": "assistant", "content": text}
     usage = {"prompt_tokens": 100, "completion_tokens": 5}
-    return web.json_response({"choices": [{"message": message, "finish_reason": "stop", **choice}], "usage": usage})
+    return web.json_response(
+        {"choices": [{"message": message, "finish_reason": "stop", **choice}], "usage": usage}
+    )
 
 
 class Legal:
-    """Plays a legal move that depends on the prompt alone. before: what happens at each request, by its number; an event is waited for."""
+    """Plays a legal move that depends on the prompt alone. before: what happens at each request, by
+    its number; an event is waited for."""
 
-    def __init__(self, before: Callable[[int], web.Response | asyncio.Event | None] = lambda number: None):
+    def __init__(
+        self, before: Callable[[int], web.Response | asyncio.Event | None] = lambda number: None
+    ):
         self.before, self.requests = before, 0
         self.seen: list[dict[str, Any]] = []
 
@@ -93,12 +101,32 @@ class Legal:
         self.seen.append(await request.json())
         prompt = self.seen[-1]["messages"][0]["content"]
         free = prompt.split("Empty cells: ")[1].split("\n")[0].split()
-        return chat(f"I take <action>{free[sum(prompt.encode()) % len(free)]}")  # the protocol cuts the stop string off
+        # the protocol cuts the stop string off
+        return chat(f"I take <action>{free[sum(prompt.encode()) % len(free)]}")
 
 
 def at_endpoint(url: str, out: Path, *more: str, opponent: str = "random") -> list[str]:
-    asked = ["tictactoe", "--endpoint", url, "--endpoint-model", "m", "--opponent", opponent, "--games", "12"]
-    return [*asked, "--concurrency", "1", "--oracle-option", "kind=minimax", "--out", str(out), *more]
+    asked = [
+        "tictactoe",
+        "--endpoint",
+        url,
+        "--endpoint-model",
+        "m",
+        "--opponent",
+        opponent,
+        "--games",
+        "12",
+    ]
+    return [
+        *asked,
+        "--concurrency",
+        "1",
+        "--oracle-option",
+        "kind=minimax",
+        "--out",
+        str(out),
+        *more,
+    ]
 
 
 def result(out: Path) -> dict[str, Any]:
@@ -109,12 +137,18 @@ def played(out: Path) -> list[Any]:
     """All games of a folder: id, status, and the text and scores of their nodes."""
     journal = Journal(out / "journal.sqlite", readonly=True)
     return [
-        (row.id, row.task, row.status, [(n.kind, n.text, n.scores) for n in journal.tree(row).nodes.values()])
+        (
+            row.id,
+            row.task,
+            row.status,
+            [(n.kind, n.text, n.scores) for n in journal.tree(row).nodes.values()],
+        )
         for row in journal.trees()
     ]
 
 
-# ---------------------------------------------------------------------------------------------- players
+# ----------------------------------------------------------------------------------------------
+# players
 
 
 def test_a_model_is_measured_and_table_json_and_journal_agree(
@@ -127,9 +161,14 @@ def test_a_model_is_measured_and_table_json_and_journal_agree(
     table = capsys.readouterr().out
     found = result(out)
     assert found["headline"] == "return"
-    assert [part["seed"] for part in found["by_seed"]] == [HELD_OUT_SEEDS.start, HELD_OUT_SEEDS.start + 4]
+    assert [part["seed"] for part in found["by_seed"]] == [
+        HELD_OUT_SEEDS.start,
+        HELD_OUT_SEEDS.start + 4,
+    ]
     measures = found["overall"]["measures"]
-    assert (measures["return"]["mean"], measures["return"]["n"]) == (-1.0, 8), "random weights say nothing legal"
+    assert (measures["return"]["mean"], measures["return"]["n"]) == (-1.0, 8), (
+        "random weights say nothing legal"
+    )
     assert measures["return_first"]["n"] == measures["return_second"]["n"] == 4
     for name, m in measures.items():
         row = next(line for line in table.splitlines() if line.startswith(f"{name} "))
@@ -139,18 +178,24 @@ def test_a_model_is_measured_and_table_json_and_journal_agree(
     actions = [action for row in journal.trees() for action in journal.tree(row).actions()]
     assert found["generated_tokens"] == sum(len(action.tokens) for action in actions)
     assert main([*command, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == found, "a finished evaluation is only reported again"
+    assert json.loads(capsys.readouterr().out) == found, (
+        "a finished evaluation is only reported again"
+    )
     assert dump([str(out), "--heldout", "--all", "--jsonl"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 8
 
 
-def test_a_run_is_measured_with_its_newest_weights_and_its_prompt(llama: Path, tmp_path: Path) -> None:
+def test_a_run_is_measured_with_its_newest_weights_and_its_prompt(
+    llama: Path, tmp_path: Path
+) -> None:
     other, run = tiny.save(tmp_path / "other", seed=5), tmp_path / "run"
     folder = run / "weights" / "v000003"
     folder.mkdir(parents=True)
     shutil.copy(other / "model.safetensors", folder / "model.safetensors")
     proof = digest.safetensors_file(folder / "model.safetensors")
-    (folder / "manifest.json").write_text(json.dumps({"version": 3, "kind": "full", "digest": proof}))
+    (folder / "manifest.json").write_text(
+        json.dumps({"version": 3, "kind": "full", "digest": proof})
+    )
     options = {"prompt": "tictactoe_compact", "opponents": {"random": 1.0}}
     settings = SchedulerConfig(max_action_tokens=7)
     actor = ActorProcess("actor-0", str(run), 0, str(llama), ActorsConfig())
@@ -160,7 +205,16 @@ def test_a_run_is_measured_with_its_newest_weights_and_its_prompt(llama: Path, t
     (run / "processes").mkdir()
     (run / "processes" / "actor-0.json").write_bytes(msgspec.json.encode(actor))
     (run / "processes" / "scheduler.json").write_bytes(msgspec.json.encode(scheduler))
-    both = ["tictactoe", "--games", "2", "--opponent", "minimax", "--oracle-option", "kind=minimax", "--out"]
+    both = [
+        "tictactoe",
+        "--games",
+        "2",
+        "--opponent",
+        "minimax",
+        "--oracle-option",
+        "kind=minimax",
+        "--out",
+    ]
     assert main([*both, str(tmp_path / "a"), "--run", str(run)]) == 0
     assert main([*both, str(tmp_path / "b"), "--model", str(other), "--max-tokens", "7",
                  "--option", "prompt=tictactoe_compact"]) == 0  # fmt: skip
@@ -168,11 +222,17 @@ def test_a_run_is_measured_with_its_newest_weights_and_its_prompt(llama: Path, t
     assert played(tmp_path / "a") == played(tmp_path / "b")
     assert played(tmp_path / "a") != played(tmp_path / "c")
     settings = result(tmp_path / "a")["settings"]
-    assert (settings["version"], settings["options"]["opponents"]) == (3, {"tictactoe_minimax": 1.0})
+    assert (settings["version"], settings["options"]["opponents"]) == (
+        3,
+        {"tictactoe_minimax": 1.0},
+    )
 
 
 def test_players_without_a_model_have_their_known_strength(tmp_path: Path) -> None:
-    for name, opponent, low, high in (("first", "minimax", -1.0, -0.7), ("random", "random", -0.4, 0.4)):
+    for name, opponent, low, high in (
+        ("first", "minimax", -1.0, -0.7),
+        ("random", "random", -0.4, 0.4),
+    ):
         out = tmp_path / name
         assert main(["tictactoe", "--baseline", name, "--opponent", opponent, "--games", "60",
                      "--oracle-option", "kind=minimax", "--out", str(out)]) == 0  # fmt: skip
@@ -227,23 +287,44 @@ def test_an_environment_without_opponents_is_measured(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("partner", ["policy", "chat"])
-def test_conversations_are_measured_with_either_partner_and_either_judge(tmp_path: Path, partner: str) -> None:
+def test_conversations_are_measured_with_either_partner_and_either_judge(
+    tmp_path: Path, partner: str
+) -> None:
     asked: list[dict[str, Any]] = []
 
     async def reply(request: web.Request) -> web.Response:
         asked.append(await request.json())
         if asked[-1]["messages"][0]["content"].startswith("You judge"):
             score = {"reasoning": "r", "score": 0}
-            return chat(json.dumps(dict.fromkeys(("agent_1", "agent_2"), dict.fromkeys(DIMENSIONS, score))))
+            return chat(
+                json.dumps(dict.fromkeys(("agent_1", "agent_2"), dict.fromkeys(DIMENSIONS, score)))
+            )
         return chat(json.dumps({"action_type": "speak", "argument": "9 percent, and Friday."}))
 
     out = tmp_path / "out"
     with served(reply) as url:
-        command = ["sotopia", "--endpoint", url, "--endpoint-model", "m", "--games", "4", "--out", str(out)]
+        command = [
+            "sotopia",
+            "--endpoint",
+            url,
+            "--endpoint-model",
+            "m",
+            "--games",
+            "4",
+            "--out",
+            str(out),
+        ]
         command += ["--option", "turns=4", "--option", f"partner={partner}"]
         if partner == "chat":
             endpoint = f'endpoint={{url="{url}", model="partner"}}'
-            command += ["--speaker-option", endpoint, "--option", "judge=sotopia", "--oracle-option", endpoint]
+            command += [
+                "--speaker-option",
+                endpoint,
+                "--option",
+                "judge=sotopia",
+                "--oracle-option",
+                endpoint,
+            ]
         assert main(command) == 0
     measures = result(out)["overall"]["measures"]
     assert measures["valid"]["mean"] == 1 and measures["turns"]["mean"] == 2
@@ -256,14 +337,18 @@ def test_conversations_are_measured_with_either_partner_and_either_judge(tmp_pat
         )  # the two episodes about a rise reach their goal, the two about notes do not
 
 
-# ---------------------------------------------------------------------------------------------- endpoints
+# ----------------------------------------------------------------------------------------------
+# endpoints
 
 
 def test_an_endpoint_plays_and_a_limit_is_waited_for(tmp_path: Path) -> None:
     limit = web.Response(status=429, headers={"Retry-After": "0.01"})
     legal = Legal(lambda number: limit if number == 2 else None)
     with served(legal) as url:
-        assert main(at_endpoint(url, tmp_path / "out", "--endpoint-field", "reasoning_effort=low")) == 0
+        assert (
+            main(at_endpoint(url, tmp_path / "out", "--endpoint-field", "reasoning_effort=low"))
+            == 0
+        )
     found = result(tmp_path / "out")
     assert found["overall"]["measures"]["valid"]["mean"] == 1.0
     assert found["engine"]["retries"] == 1
@@ -280,10 +365,14 @@ def test_an_endpoint_that_fails_for_good_ends_with_its_url_its_status_and_what_t
     monkeypatch.setenv("TEST_PLAYER_KEY", "s3cret")
 
     async def broken(request: web.Request) -> web.Response:
-        return web.Response(status=500, text=f"out of memory for {request.headers['Authorization']}")
+        return web.Response(
+            status=500, text=f"out of memory for {request.headers['Authorization']}"
+        )
 
     with served(broken) as url:
-        command = at_endpoint(url, tmp_path / "out", "--attempts", "2", "--api-key-env", "TEST_PLAYER_KEY")
+        command = at_endpoint(
+            url, tmp_path / "out", "--attempts", "2", "--api-key-env", "TEST_PLAYER_KEY"
+        )
         assert main(command) == 1
     said = capsys.readouterr().err
     assert f"{url}/chat/completions: HTTP 500: out of memory" in said
@@ -294,7 +383,9 @@ def test_an_endpoint_that_fails_for_good_ends_with_its_url_its_status_and_what_t
         assert b"s3cret" not in path.read_bytes(), path
 
 
-@pytest.mark.parametrize(("status", "message"), [(401, "--api-key-env"), (404, "served there"), (302, "it moved to")])
+@pytest.mark.parametrize(
+    ("status", "message"), [(401, "--api-key-env"), (404, "served there"), (302, "it moved to")]
+)
 async def test_a_refusal_says_what_to_change(status: int, message: str) -> None:
     async def refuse(request: web.Request) -> web.Response:
         return web.Response(status=status, headers={"Location": "/v2"})
@@ -325,7 +416,9 @@ async def ask(endpoint: Reached) -> None:
     await engine.start()
     try:
         prompt = engine.text.prompt([{"role": "user", "content": "Empty cells: 1 2\n"}])
-        found = await engine.generate(GenerateRequest(engine.text.encode(prompt), 1, Sampling(9, stop=["</action>"])))
+        found = await engine.generate(
+            GenerateRequest(engine.text.encode(prompt), 1, Sampling(9, stop=["</action>"]))
+        )
         assert engine.text.decode(found.samples[0].tokens).endswith("</action>")
     finally:
         await engine.close()
@@ -335,16 +428,27 @@ async def ask(endpoint: Reached) -> None:
     ("choice", "text"),
     [
         ({"message": {"content": "<action>5"}, "finish_reason": "stop"}, "<action>5</action>"),
-        ({"message": {"content": "<action>5</action>"}, "finish_reason": "stop"}, "<action>5</action>"),
+        (
+            {"message": {"content": "<action>5</action>"}, "finish_reason": "stop"},
+            "<action>5</action>",
+        ),
         ({"message": {"content": "<action>5"}, "finish_reason": "length"}, "<action>5"),
-        ({"message": {"content": "<action>5"}, "finish_reason": "stop", "stop_reason": None}, "<action>5"),
-        ({"message": {"content": "5"}, "finish_reason": "stop", "matched_stop": "</action>"}, "5</action>"),
+        (
+            {"message": {"content": "<action>5"}, "finish_reason": "stop", "stop_reason": None},
+            "<action>5",
+        ),
+        (
+            {"message": {"content": "5"}, "finish_reason": "stop", "matched_stop": "</action>"},
+            "5</action>",
+        ),
         ({"message": {"content": "5"}, "finish_reason": "stop", "matched_stop": 151645}, "5"),
         ({"message": {"content": "I resign"}, "finish_reason": "stop"}, "I resign"),
         ({"message": {"content": None}, "finish_reason": "length"}, ""),
     ],
 )
-def test_the_stop_string_the_protocol_cuts_off_is_put_back(choice: dict[str, Any], text: str) -> None:
+def test_the_stop_string_the_protocol_cuts_off_is_put_back(
+    choice: dict[str, Any], text: str
+) -> None:
     assert whole(choice, ["</action>"]) == text
 
 
@@ -352,7 +456,9 @@ def test_the_stop_string_the_protocol_cuts_off_is_put_back(choice: dict[str, Any
 def test_messages_survive_the_way_through_the_tree(shared: str, own: str) -> None:
     text = EndpointText()
     shared, own = shared.replace(SPLIT, ""), own.replace(SPLIT, "")
-    head, split, tail = text.prompt([{"role": "user", "content": f"{shared}{SPLIT}{own}"}]).partition(SPLIT)
+    head, split, tail = text.prompt(
+        [{"role": "user", "content": f"{shared}{SPLIT}{own}"}]
+    ).partition(SPLIT)
     assert split == SPLIT
     tokens = np.concatenate([text.encode(head), text.encode(tail)])
     assert json.loads(text.decode(tokens)) == [{"role": "user", "content": shared + own}]
@@ -361,7 +467,9 @@ def test_messages_survive_the_way_through_the_tree(shared: str, own: str) -> Non
 def test_an_endpoint_gets_pictures_as_data_urls() -> None:
     text, colours = EndpointText(), Colours()
     task = colours.task(3)
-    (message,) = json.loads(text.prompt(colours.prompt(task, colours.initial(task))).replace(SPLIT, ""))
+    (message,) = json.loads(
+        text.prompt(colours.prompt(task, colours.initial(task))).replace(SPLIT, "")
+    )
     kinds = [part["type"] for part in message["content"]]
     assert kinds == ["text", "image_url", "text", "image_url", "text"]
     head, _, body = message["content"][3]["image_url"]["url"].partition(",")
@@ -369,7 +477,8 @@ def test_an_endpoint_gets_pictures_as_data_urls() -> None:
     assert base64.b64decode(body) == squares(3)
 
 
-# ---------------------------------------------------------------------------------------------- interruptions
+# ----------------------------------------------------------------------------------------------
+# interruptions
 
 
 @pytest.mark.parametrize("opponent", ["random", "minimax"])
@@ -400,15 +509,29 @@ def test_an_interrupted_evaluation_goes_on_to_the_result_of_an_uninterrupted_one
     assert parts.requests == whole_run.requests + 2, "no answer that was kept was asked for again"
 
 
-def test_other_settings_are_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["tictactoe", "--baseline", "first", "--opponent", "random", "--games", "2", "--out", str(tmp_path / "o")]
+def test_other_settings_are_refused_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = [
+        "tictactoe",
+        "--baseline",
+        "first",
+        "--opponent",
+        "random",
+        "--games",
+        "2",
+        "--out",
+        str(tmp_path / "o"),
+    ]
     assert main(command) == 0
     assert main([*command, "--games", "3"]) == 2
     assert "was begun with games = 2, now it is 3" in capsys.readouterr().err
     assert main([*command, "--concurrency", "3"]) == 0
 
 
-def test_a_folder_that_holds_something_else_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_holds_something_else_is_left_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     Journal(tmp_path / "journal.sqlite").close()
     assert main(["tictactoe", "--baseline", "first", "--out", str(tmp_path)]) == 2
     assert "holds something else" in capsys.readouterr().err
@@ -430,7 +553,17 @@ def test_a_full_disk_neither_harms_a_folder_nor_ends_in_a_traceback(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     out = tmp_path / "new"
-    command = ["tictactoe", "--baseline", "first", "--opponent", "random", "--games", "2", "--out", str(out)]
+    command = [
+        "tictactoe",
+        "--baseline",
+        "first",
+        "--opponent",
+        "random",
+        "--games",
+        "2",
+        "--out",
+        str(out),
+    ]
     with monkeypatch.context() as disk:
         disk.setattr(Path, "write_bytes", full)
         assert main(command) == 2
@@ -444,8 +577,13 @@ def test_a_full_disk_neither_harms_a_folder_nor_ends_in_a_traceback(
         claim(tmp_path / "old", Few(2)).close()
         capsys.readouterr()
         assert main(command) == 1
-        assert "No space left on device\nwhat was played is kept; go on with: " in capsys.readouterr().err
-    assert (tmp_path / "old" / "evaluation.json").stat().st_mtime_ns == before, "settings are written once"
+        assert (
+            "No space left on device\nwhat was played is kept; go on with: "
+            in capsys.readouterr().err
+        )
+    assert (tmp_path / "old" / "evaluation.json").stat().st_mtime_ns == before, (
+        "settings are written once"
+    )
     assert result(out)["overall"]["games"] == 2, "the result of before is whole"
 
 
@@ -457,27 +595,54 @@ def test_a_journal_that_cannot_be_made_on_a_full_disk_is_one_line(
 
     monkeypatch.setattr("tools.evaluating.folder.Journal", full)
     out = tmp_path / "new"
-    assert main(["tictactoe", "--baseline", "first", "--opponent", "random", "--games", "2", "--out", str(out)]) == 1
+    assert (
+        main(
+            [
+                "tictactoe",
+                "--baseline",
+                "first",
+                "--opponent",
+                "random",
+                "--games",
+                "2",
+                "--out",
+                str(out),
+            ]
+        )
+        == 1
+    )
     said = capsys.readouterr().err
-    assert "tools/evaluate: a database of the evaluation failed (disk I/O error): is its disk full?\n" in said
+    assert (
+        "tools/evaluate: a database of the evaluation failed (disk I/O error): is its disk full?\n"
+        in said
+    )
     assert f"--out {out}" in said
 
 
 def test_torn_files_are_mended_or_named(tmp_path: Path) -> None:
-    (tmp_path / "sessions.jsonl").write_bytes(b'{"games":1,"seconds":2,"engine":{"x":3}}\n{"games":1,"sec')
+    (tmp_path / "sessions.jsonl").write_bytes(
+        b'{"games":1,"seconds":2,"engine":{"x":3}}\n{"games":1,"sec'
+    )
     assert Ledger(tmp_path, "games", 0.0).total() == Spent(2, {"x": 3})
     with (tmp_path / "sessions.jsonl").open("ab") as file:
         file.write(b"{}\n")
-    with pytest.raises(InfrastructureFault, match=r"sessions\.jsonl:2 is no session.*remove that line"):
+    with pytest.raises(
+        InfrastructureFault, match=r"sessions\.jsonl:2 is no session.*remove that line"
+    ):
         Ledger(tmp_path, "games", 0.0).total()
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "evaluation.json").write_bytes(b'{"games"')
-    with pytest.raises(ValueError, match=r"evaluation\.json holds no settings.*choose another --out"):
+    with pytest.raises(
+        ValueError, match=r"evaluation\.json holds no settings.*choose another --out"
+    ):
         claim(tmp_path / "out", Few(2))
 
 
 def test_a_folder_in_use_is_not_taken(tmp_path: Path) -> None:
-    with claim(tmp_path / "out", Few(2)), pytest.raises(ValueError, match="in use by another process"):
+    with (
+        claim(tmp_path / "out", Few(2)),
+        pytest.raises(ValueError, match="in use by another process"),
+    ):
         claim(tmp_path / "out", Few(2))
     claim(tmp_path / "out", Few(2)).close()
 
@@ -492,14 +657,26 @@ def test_a_folder_in_use_is_not_taken(tmp_path: Path) -> None:
         (["tictactoe", "--option", "size"], "expected KEY=VALUE"),
         (["tictactoe", "--opponent", "grandmaster"], "--opponent grandmaster"),
         (["tictactoe", "--opponent", "sudoku"], "is no opponent"),
-        (["tictactoe", "--opponent", "random", "--option", "opponents={random=1}"], "give one of them"),
-        (["tictactoe", "--opponent", "random", "--simulations", "9"], "--simulations has no effect"),
+        (
+            ["tictactoe", "--opponent", "random", "--option", "opponents={random=1}"],
+            "give one of them",
+        ),
+        (
+            ["tictactoe", "--opponent", "random", "--simulations", "9"],
+            "--simulations has no effect",
+        ),
         (["tictactoe", "--simulations", "1"], "simulations = 1"),
         (["tictactoe", "--games", "0"], "--games 0"),
         (["tictactoe", "--top-p", "0.5"], "no effect with --temperature 0"),
-        (["tictactoe", "--endpoint-model", "m"], "--endpoint-model has no effect without --endpoint"),
+        (
+            ["tictactoe", "--endpoint-model", "m"],
+            "--endpoint-model has no effect without --endpoint",
+        ),
         (["tictactoe", "--temperature", "1"], "no effect with --baseline"),
-        (["tictactoe", "--no-oracle", "--oracle-option", "kind=minimax"], "no effect with --no-oracle"),
+        (
+            ["tictactoe", "--no-oracle", "--oracle-option", "kind=minimax"],
+            "no effect with --no-oracle",
+        ),
         (["sudoku", "--opponent", "random"], "has no opponent"),
     ],
 )
@@ -520,7 +697,17 @@ def test_what_cannot_be_measured_is_said_in_a_line(
         (["--run", "no-such-run"], "expected the folder of a run"),
         (["--endpoint", "http://localhost/v1"], "--endpoint-model"),
         (["--endpoint", "http://key@localhost/v1", "--endpoint-model", "m"], "without a key"),
-        (["--endpoint", "http://localhost/v1", "--endpoint-model", "m", "--api-key-env", "NO_SUCH_KEY"], "NO_SUCH_KEY"),
+        (
+            [
+                "--endpoint",
+                "http://localhost/v1",
+                "--endpoint-model",
+                "m",
+                "--api-key-env",
+                "NO_SUCH_KEY",
+            ],
+            "NO_SUCH_KEY",
+        ),
     ],
 )
 def test_a_player_that_is_not_there_is_said_in_a_line(

@@ -37,7 +37,13 @@ TURN = JudgedTurn(
 )
 
 
-def labelled(name: str, outcome: int, scores: list[float], question: str = "", golds: tuple[str, ...] = ("g",)) -> Any:
+def labelled(
+    name: str,
+    outcome: int,
+    scores: list[float],
+    question: str = "",
+    golds: tuple[str, ...] = ("g",),
+) -> Any:
     question = question or f"question of {name}?"
     steps = [
         Labelled(context=question, response=f"{name} step {i}", score_a=s, score_b=s, score=s)
@@ -58,7 +64,8 @@ def item(name: str, outcome: int, scores: list[float]) -> Item:
     return made
 
 
-# ---------------------------------------------------------------------------------------------- records
+# ----------------------------------------------------------------------------------------------
+# records
 
 
 def test_a_step_at_the_threshold_is_not_good() -> None:
@@ -77,7 +84,9 @@ def test_a_turn_survives_being_recorded() -> None:
     step = record.recorded(TURN)
     assert step.context == f"Who?\n\n{TURN.transcript}"
     assert step.response == TURN.response + (TURN.observation or "")
-    held = msgspec.structs.replace(labelled("x", 1, [1.0], "Who?", ("Ada",)), evidence=TURN.evidence)
+    held = msgspec.structs.replace(
+        labelled("x", 1, [1.0], "Who?", ("Ada",)), evidence=TURN.evidence
+    )
     assert record.judged_turn(held, step) == TURN
 
 
@@ -87,7 +96,9 @@ def test_a_step_of_context_and_response_alone_makes_the_same_prompt_of_a_pprm() 
     held, texts = labelled("x", 1, [1.0], "Who?"), read_templates()
     assert messages(record.judged_turn(held, bare), texts) == messages(TURN, texts)
     foreign = msgspec.structs.replace(bare, context="Another wording of it?")
-    assert "Another wording of it?" in messages(record.judged_turn(held, foreign), texts)[1]["content"]
+    assert (
+        "Another wording of it?" in messages(record.judged_turn(held, foreign), texts)[1]["content"]
+    )
 
 
 FIVE = {
@@ -96,7 +107,16 @@ FIVE = {
     "question": "q?",
     "golden_answers": ["a"],
     "outcome": 1,
-    "steps": [{"context": "q?", "response": "r", "score_a": 1.0, "score_b": 0.5, "score": 0.75, "label": 1}],
+    "steps": [
+        {
+            "context": "q?",
+            "response": "r",
+            "score_a": 1.0,
+            "score_b": 0.5,
+            "score": 0.75,
+            "label": 1,
+        }
+    ],
     "category": "correct_good",
 }
 
@@ -120,14 +140,17 @@ def test_a_record_without_optional_fields_is_read(tmp_path: Path) -> None:
         ({"id": "1"}, "second time"),
     ],
 )
-def test_a_bad_record_is_refused_with_its_line(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_a_bad_record_is_refused_with_its_line(
+    change: dict[str, Any], message: str, tmp_path: Path
+) -> None:
     path = tmp_path / "b.jsonl"
     path.write_text(json.dumps(FIVE) + "\n" + json.dumps({**FIVE, "id": "2", **change}) + "\n")
     with pytest.raises(ValueError, match=rf"b\.jsonl:2.*{message}"):
         record.read(path, Item)
 
 
-# ---------------------------------------------------------------------------------------------- builder
+# ----------------------------------------------------------------------------------------------
+# builder
 
 
 @given(st.integers(0, 60), st.lists(st.integers(0, 30), min_size=1, max_size=5))
@@ -151,7 +174,11 @@ def test_the_categories_are_balanced_and_the_report_says_what_was_left_out() -> 
     items, report = build.build(pool(), 14, 0.652)
     assert report.taken == {"correct_good": 2, "correct_bad": 4, "wrong_good": 4, "wrong_bad": 4}
     assert report.pool == {"correct_good": 2, "correct_bad": 10, "wrong_good": 10, "wrong_bad": 10}
-    assert (report.trajectories, report.dropped, report.missing) == (32, {"not needed for the balance": 18}, 0)
+    assert (report.trajectories, report.dropped, report.missing) == (
+        32,
+        {"not needed for the balance": 18},
+        0,
+    )
     assert (len(items), report.multi_step, report.steps, report.good_steps) == (14, 3, 17, 7)
     assert {"1-9", "2-9", "3-9"} <= {item.id for item in items}
     assert all(step.label == (step.score > 0.652) for item in items for step in item.steps)
@@ -184,13 +211,16 @@ def test_duplicates_excluded_ids_and_excluded_questions_stay_out() -> None:
 
 
 def test_the_mean_threshold_is_the_mean_over_steps() -> None:
-    items, report = build.build([labelled("a", 1, [1.0, 1.0, 0.2]), labelled("b", 0, [0.6])], 2, None)
+    items, report = build.build(
+        [labelled("a", 1, [1.0, 1.0, 0.2]), labelled("b", 0, [0.6])], 2, None
+    )
     assert report.threshold == report.mean_score == pytest.approx(0.7)
     assert [[step.label for step in item.steps] for item in items] == [[1, 1, 0], [0]]
     assert [item.category for item in items] == ["correct_good", "wrong_bad"]
 
 
-# ---------------------------------------------------------------------------------------------- metric
+# ----------------------------------------------------------------------------------------------
+# metric
 
 BENCH = [item("a", 1, [0.9, 0.1]), item("b", 0, [0.9]), item("c", 0, [0.1])]
 
@@ -224,11 +254,13 @@ def test_baselines_are_what_they_say() -> None:
     assert 0.4 < baseline("random", many, 0.652).accuracy.mean < 0.6
 
 
-# ---------------------------------------------------------------------------------------------- command
+# ----------------------------------------------------------------------------------------------
+# command
 
 
 class Told(Judge):
-    """Scores a step by its label as the test's responses tell it: "good" 1, "bad" 0, "mute" not at all."""
+    """Scores a step by its label as the test's responses tell it: "good" 1, "bad" 0, "mute" not at
+    all."""
 
     name, columns = "told", ("process",)
     asked: list[str] = []
@@ -259,7 +291,8 @@ class Breaks(Told):
 
 
 class Silent(Told):
-    """An LLM judge whose endpoint fails: it answers that the column is invalid and counts the failure."""
+    """An LLM judge whose endpoint fails: it answers that the column is invalid and counts the
+    failure."""
 
     name = "silent"
     concurrency = 1
@@ -318,7 +351,9 @@ def test_several_judges_make_one_table_beside_the_majority_class(
     assert json.loads((tmp_path / "out" / "result.json").read_text()) == found
 
 
-def test_an_evaluation_goes_on_where_a_judge_failed(bench: Path, tmp_path: Path, capsys: Any) -> None:
+def test_an_evaluation_goes_on_where_a_judge_failed(
+    bench: Path, tmp_path: Path, capsys: Any
+) -> None:
     Breaks.asked, Breaks.broken = [], True
     assert run(bench, tmp_path / "out", "--judge", spec(Breaks)) == 1
     assert "the endpoint is gone" in capsys.readouterr().err
@@ -332,7 +367,9 @@ def test_an_evaluation_goes_on_where_a_judge_failed(bench: Path, tmp_path: Path,
     assert Breaks.asked == []
 
 
-def test_an_endpoint_that_fails_is_not_an_invalid_output(bench: Path, tmp_path: Path, capsys: Any) -> None:
+def test_an_endpoint_that_fails_is_not_an_invalid_output(
+    bench: Path, tmp_path: Path, capsys: Any
+) -> None:
     assert run(bench, tmp_path / "out", "--judge", spec(Silent)) == 1
     assert "5 steps failed" in capsys.readouterr().err
     assert Answers(tmp_path / "out" / "answers.jsonl").found == {}
@@ -383,7 +420,9 @@ class Hangs(Told):
         return [self.one(turn) for turn in turns]
 
 
-def test_a_judge_that_hangs_fails_at_its_step_and_says_how_far_it_is(bench: Path, tmp_path: Path, capsys: Any) -> None:
+def test_a_judge_that_hangs_fails_at_its_step_and_says_how_far_it_is(
+    bench: Path, tmp_path: Path, capsys: Any
+) -> None:
     assert run(bench, tmp_path / "out", "--judge", spec(Hangs), "--deadline", "0.05") == 1
     said = capsys.readouterr().err
     assert "1 steps failed, the first is 3#1: no judgement within 0.05 s (--deadline)" in said
@@ -405,22 +444,34 @@ def test_answers_by_other_texts_or_another_plug_in_are_not_gone_on_with(
     assert run(bench, tmp_path / "out", "--judge", "a_judge_of_mine:Mine") == 2
     assert "begun with judges =" in capsys.readouterr().err
     template = tmp_path / "user.txt"
-    options = {"endpoint": {"url": "http://127.0.0.1:1/v1", "model": "m"}, "templates": {"user": str(template)}}
+    options = {
+        "endpoint": {"url": "http://127.0.0.1:1/v1", "model": "m"},
+        "templates": {"user": str(template)},
+    }
     texts = []
     for more in ("", "more"):
         template.write_text("{query_str} {solution_str}" + more)
-        texts.append(evaluate.judging.lasting([evaluate.judging.Asked("j", "pprm", options)])[0].texts)
+        texts.append(
+            evaluate.judging.lasting([evaluate.judging.Asked("j", "pprm", options)])[0].texts
+        )
     assert texts[0] != texts[1]
 
 
-def test_a_threshold_that_the_labels_were_not_made_with_is_told(bench: Path, tmp_path: Path, capsys: Any) -> None:
+def test_a_threshold_that_the_labels_were_not_made_with_is_told(
+    bench: Path, tmp_path: Path, capsys: Any
+) -> None:
     assert run(bench, tmp_path / "out") == 0
     assert "another threshold" not in capsys.readouterr().err
     assert run(bench, tmp_path / "other", "--threshold", "0.05") == 0
-    assert "3 of 5 labels of bench.jsonl were made with another threshold than 0.05" in capsys.readouterr().err
+    assert (
+        "3 of 5 labels of bench.jsonl were made with another threshold than 0.05"
+        in capsys.readouterr().err
+    )
 
 
-def test_other_settings_are_refused_but_another_address_is_not(bench: Path, tmp_path: Path, capsys: Any) -> None:
+def test_other_settings_are_refused_but_another_address_is_not(
+    bench: Path, tmp_path: Path, capsys: Any
+) -> None:
     out = tmp_path / "out"
     assert run(bench, out, "--judge", spec(Told)) == 0
     assert run(bench, out, "--judge", spec(Told), "--threshold", "0.5") == 2
@@ -432,7 +483,9 @@ def test_other_settings_are_refused_but_another_address_is_not(bench: Path, tmp_
     options: dict[str, Any] = {"url": "http://127.0.0.1:1/v1", "model": "m"}
     reached = {"api_key_env": "KEY", "timeout_s": 9.0, "patience_s": 99.0, "attempts": 2, "backoff_s": 1.0, "concurrency": 3, "wait_s": 1.0}  # fmt: skip
     for key, value in {**reached, "temperature": 0.5}.items():
-        found = evaluate.judging.lasting([evaluate.judging.Asked("j", "pprm", {"endpoint": options | {key: value}})])
+        found = evaluate.judging.lasting(
+            [evaluate.judging.Asked("j", "pprm", {"endpoint": options | {key: value}})]
+        )
         assert (found == [one]) == (key in reached), key
 
 
@@ -447,7 +500,10 @@ def test_an_option_without_a_value_is_refused_with_the_usage(capsys: Any) -> Non
     [
         (["--judge", "slate_rules"], "columns"),
         (["--judge", "none"], "expected one of"),
-        (["--judge", "nope:X"], "judge 'nope:X': ModuleNotFoundError: No module named 'nope'; expected module:Class"),
+        (
+            ["--judge", "nope:X"],
+            "judge 'nope:X': ModuleNotFoundError: No module named 'nope'; expected module:Class",
+        ),
         (["--judge", "judges.pprm:Nope"], "no attribute 'Nope'; expected module:Class"),
         (["--threshold", "1.5"], "--threshold 1.5: expected a score"),
         (["--deadline", "0"], "--deadline 0: expected more than 0"),
@@ -456,8 +512,14 @@ def test_an_option_without_a_value_is_refused_with_the_usage(capsys: Any) -> Non
         (["--judge", "tictactoe_minimax"], "expected a judge"),
         (["--baseline", "best"], "majority, random"),
         (["--baseline", "constant"], "constant S"),
-        (["--baseline", "constant", "x"], "--baseline constant x: expected a score, a number from 0 to 1"),
-        (["--baseline", "constant", "5"], "--baseline constant 5: expected a score, a number from 0 to 1"),
+        (
+            ["--baseline", "constant", "x"],
+            "--baseline constant x: expected a score, a number from 0 to 1",
+        ),
+        (
+            ["--baseline", "constant", "5"],
+            "--baseline constant 5: expected a score, a number from 0 to 1",
+        ),
         (["--baseline", "constant", "nan"], "--baseline constant nan: expected a score"),
         (
             ["--bench", "nowhere.jsonl"],
@@ -471,10 +533,15 @@ def test_what_cannot_be_measured_is_refused(arguments: list[str], message: str, 
     assert not (tmp_path / "out").exists()
 
 
-def test_an_out_that_cannot_be_the_folder_is_refused(bench: Path, tmp_path: Path, capsys: Any) -> None:
+def test_an_out_that_cannot_be_the_folder_is_refused(
+    bench: Path, tmp_path: Path, capsys: Any
+) -> None:
     for out, message in (
         (bench, f"--out {bench} is a file: expected a folder"),
-        (bench / "x", f"--out {bench / 'x'} cannot be written (Not a directory): choose another folder"),
+        (
+            bench / "x",
+            f"--out {bench / 'x'} cannot be written (Not a directory): choose another folder",
+        ),
         (tmp_path / ("x" * 300), "cannot be written (File name too long): choose another folder"),
     ):
         assert run(bench, out) == 2
@@ -487,12 +554,15 @@ def test_an_option_needs_its_judge_before_it(bench: Path, tmp_path: Path, capsys
     assert "give --judge before it" in capsys.readouterr().err
 
 
-def test_a_score_out_of_range_is_an_error_and_no_answer(bench: Path, tmp_path: Path, capsys: Any) -> None:
+def test_a_score_out_of_range_is_an_error_and_no_answer(
+    bench: Path, tmp_path: Path, capsys: Any
+) -> None:
     assert run(bench, tmp_path / "out", "--judge", spec(Wild)) == 1
     assert "a number from 0 to 1" in capsys.readouterr().err
 
 
-# ---------------------------------------------------------------------------------------------- the shipped set
+# ---------------------------------------------------------------------------------------------- the
+# shipped set
 
 
 def test_the_shipped_set_is_consistent_small_and_no_class_rules_it() -> None:
@@ -500,11 +570,17 @@ def test_the_shipped_set_is_consistent_small_and_no_class_rules_it() -> None:
     assert SHIPPED.stat().st_size < 1_500_000
     assert 100 <= len(items) <= 300
     for one in items:
-        assert one.category == record.category(one.outcome, [step.score for step in one.steps], record.THRESHOLD)
+        assert one.category == record.category(
+            one.outcome, [step.score for step in one.steps], record.THRESHOLD
+        )
         assert all(step.label == record.label(step.score, record.THRESHOLD) for step in one.steps)
-        assert all(step.score == pytest.approx((step.score_a + step.score_b) / 2) for step in one.steps)
+        assert all(
+            step.score == pytest.approx((step.score_a + step.score_b) / 2) for step in one.steps
+        )
         assert all(abs(step.score_a - step.score_b) <= 0.4 + 1e-9 for step in one.steps)
-        assert all(step.context.startswith(one.question) and step.turn is not None for step in one.steps)
+        assert all(
+            step.context.startswith(one.question) and step.turn is not None for step in one.steps
+        )
     assert baseline("majority", items, record.THRESHOLD).accuracy.mean < 0.6
     counted = [sum(one.category == name for one in items) for name in record.CATEGORIES]
     assert min(counted) >= 0.7 * max(counted)

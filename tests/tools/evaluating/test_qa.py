@@ -1,4 +1,5 @@
-"""tools/evaluate qa: scorers, sets, cached retrieval, the table, and whole evaluations by scripted players and a tiny model."""
+"""tools/evaluate qa: scorers, sets, cached retrieval, the table, and whole evaluations by scripted
+players and a tiny model."""
 
 import asyncio
 import json
@@ -55,7 +56,8 @@ def grown(*parts: tuple[str, str], prompt: str = "Question: who?", forced: bool 
     return tree
 
 
-# ---------------------------------------------------------------------------------------------- scorers
+# ----------------------------------------------------------------------------------------------
+# scorers
 
 
 @pytest.mark.parametrize(
@@ -75,7 +77,11 @@ def test_the_last_complete_answer_block_is_scored(said: str, em: float, f1: floa
 
 
 def test_what_was_shown_to_the_policy_is_no_answer_of_its_own() -> None:
-    tree = grown(("action", "nonsense"), ("observation", "Write <answer> answer </answer>."), ("action", "more"))
+    tree = grown(
+        ("action", "nonsense"),
+        ("observation", "Write <answer> answer </answer>."),
+        ("action", "more"),
+    )
     found = score(tree, ["answer"], 0)
     assert (found["em"], found["answered"]) == (0.0, 0.0)
     assert found["em_two_blocks"] == 0.0, "one block in all"
@@ -90,16 +96,24 @@ def test_the_original_scorer_demands_two_blocks_of_prompt_and_response() -> None
 
 
 def prompts_with_an_answer() -> dict[str, str]:
-    """The built-in prompts that tell how to answer, as the qa table asks with them: every method's and search's."""
-    asked = {name: filled(name, **PARTS) for name in ("cot", "direct", "ircot_read", "iter_retgen", "rag", "search_o1")}
+    """The built-in prompts that tell how to answer, as the qa table asks with them: every method's
+    and search's."""
+    asked = {
+        name: filled(name, **PARTS)
+        for name in ("cot", "direct", "ircot_read", "iter_retgen", "rag", "search_o1")
+    }
     task = Task("1", PARTS["question"], ["Rome"])
-    return asked | {name: SearchQA(name).prompt(task)[0]["content"] for name in ("search_r1", "short")}
+    return asked | {
+        name: SearchQA(name).prompt(task)[0]["content"] for name in ("search_r1", "short")
+    }
 
 
 PARTS = {"question": "Capital of Italy?", "documents": "Doc 1(Title: Italy) Rome", "budget": "3"}
 
 
-def test_the_built_in_prompts_show_one_answer_block_so_that_two_are_demanded_of_the_response() -> None:
+def test_the_built_in_prompts_show_one_answer_block_so_that_two_are_demanded_of_the_response() -> (
+    None
+):
     assert {path.stem for path in QA_PROMPTS.glob("*.txt") if "<answer>" in path.read_text()} < set(
         prompts_with_an_answer()
     )
@@ -112,8 +126,11 @@ def test_the_built_in_prompts_show_one_answer_block_so_that_two_are_demanded_of_
         assert (unanswered, right) == (0.0, 1.0), name
 
 
-def test_a_prompt_that_names_the_two_tags_as_well_answers_for_a_response_without_an_answer() -> None:
-    """The wording of the papers' own template: under their scorer its example stands for the answer that is missing."""
+def test_a_prompt_that_names_the_two_tags_as_well_answers_for_a_response_without_an_answer() -> (
+    None
+):
+    """The wording of the papers' own template: under their scorer its example stands for the answer
+    that is missing."""
     prompt = "the answer inside <answer> and </answer>. For example, <answer> Beijing </answer>. Question: who?"
     assert score(grown(("action", "?"), prompt=prompt), ["Beijing"], 0)["em_two_blocks"] == 1.0
     assert score(grown(("action", "?"), prompt=prompt), ["Beijing"], 0)["em"] == 0.0
@@ -127,7 +144,11 @@ def test_slates_scorer_gives_a_quarter_beyond_ten_tags(blocks: int, value: float
 
 def test_a_forced_answer_is_scored_closed_or_not_and_is_not_answered() -> None:
     for text in ("Rome</answer>", " Rome"):
-        found = score(grown(("action", "?"), ("observation", "\n<answer>"), ("action", text), forced=True), ["rome"], 2)
+        found = score(
+            grown(("action", "?"), ("observation", "\n<answer>"), ("action", text), forced=True),
+            ["rome"],
+            2,
+        )
         assert (found["em"], found["answered"], found["searches"]) == (1.0, 0.0, 2.0)
 
 
@@ -137,21 +158,28 @@ def test_an_answer_left_open_or_spoken_of_takes_nothing_from_the_answer_after_it
     assert (found["em"], found["f1"], found["answered"]) == (1.0, 1.0, 0.0)
     spoken = ("action", "<think>in <answer> then</think><search>x</search>"), ("observation", "y"), ("action", "<answer>Rome</answer>")  # fmt: skip
     found = score(grown(*spoken, prompt="as <answer> Paris </answer>"), ["rome"], 1)
-    assert (found["em"], found["answered"], found["em_two_blocks"]) == (1.0, 1.0, 0.0), "the published scorer as it is"
+    assert (found["em"], found["answered"], found["em_two_blocks"]) == (1.0, 1.0, 0.0), (
+        "the published scorer as it is"
+    )
 
 
 def test_tokens_are_counted_by_who_wrote_them() -> None:
     found = score(grown(("action", "a"), ("observation", "b"), ("action", "c")), ["x"], 1)
-    assert [found[name] for name in ("response_tokens", "tokens_with_observations", "prompt_tokens")] == [6, 9, 3]
+    assert [
+        found[name] for name in ("response_tokens", "tokens_with_observations", "prompt_tokens")
+    ] == [6, 9, 3]
 
 
 def test_the_macro_mean_is_of_sets_and_its_interval_of_theirs() -> None:
     sets = [{"em": Measured(0.5, 0.3, 10)}, {"em": Measured(0.1, 0.4, 1000)}]
     assert macro(sets) == {"em": Estimate(0.3, pytest.approx(0.25))}  # pyright: ignore
-    assert macro([{"em": Measured(0.5, 0.3, 10)}, {}]) == {}, "a measure that one set lacks has no mean"
+    assert macro([{"em": Measured(0.5, 0.3, 10)}, {}]) == {}, (
+        "a measure that one set lacks has no mean"
+    )
 
 
-# ---------------------------------------------------------------------------------------------- sets
+# ----------------------------------------------------------------------------------------------
+# sets
 
 
 def write(path: Path, golds: dict[str, str], **more: Any) -> Path:
@@ -180,7 +208,9 @@ def test_a_row_that_cannot_work_is_counted_and_does_not_end_its_set(tmp_path: Pa
     reasons = {"evidence or hops": 3, "no question": 1, "no gold answer": 1, "not JSON": 1}
     assert ([task.id for task in found.tasks], found.rejected) == (["good?"], reasons)
     assert len(found.notes) == 1
-    assert found.notes[0].startswith(f"x: 6 of 7 rows cannot be used; the first: {path}:2: evidence")
+    assert found.notes[0].startswith(
+        f"x: 6 of 7 rows cannot be used; the first: {path}:2: evidence"
+    )
     ((small,),) = (one.notes[1:] for one in read_sets([f"x={path}"], 9, 0))
     assert small == "x: 9 questions are asked for and 1 are there, so all of them are used"
     (said,) = notes(Result(settings_of([found], 0), []))
@@ -190,9 +220,14 @@ def test_a_row_that_cannot_work_is_counted_and_does_not_end_its_set(tmp_path: Pa
 
 def test_the_built_in_questions_are_two_sets_by_hops(tmp_path: Path) -> None:
     path = write(tmp_path / "one.jsonl", {"a": "1", "b": "2"})
-    path.write_text(path.read_text() + write(tmp_path / "two.jsonl", {"c": "3"}, hops=2).read_text())
+    path.write_text(
+        path.read_text() + write(tmp_path / "two.jsonl", {"c": "3"}, hops=2).read_text()
+    )
     found = read_sets([], None, 0, path)
-    assert [(s.name, [t.id for t in s.tasks]) for s in found] == [("one_hop", ["a", "b"]), ("two_hop", ["c"])]
+    assert [(s.name, [t.id for t in s.tasks]) for s in found] == [
+        ("one_hop", ["a", "b"]),
+        ("two_hop", ["c"]),
+    ]
 
 
 def test_a_set_of_the_hub_is_its_test_split_else_dev_else_train(
@@ -202,7 +237,9 @@ def test_a_set_of_the_hub_is_its_test_split_else_dev_else_train(
     import huggingface_hub
     from huggingface_hub.errors import EntryNotFoundError
 
-    there = {f"{name}/{split}.jsonl" for name in PAPER for split in ("train", "dev")} | {"nq/test.jsonl"}
+    there = {f"{name}/{split}.jsonl" for name in PAPER for split in ("train", "dev")} | {
+        "nq/test.jsonl"
+    }
     asked: list[str] = []
 
     def download(repository: str, file: str, repo_type: str) -> str:
@@ -219,7 +256,9 @@ def test_a_set_of_the_hub_is_its_test_split_else_dev_else_train(
     assert [s.source for s in found[:2]] == [f"{HUB}/nq:test", f"{HUB}/triviaqa:dev"]
     (train,) = read_sets([f"x={HUB}/nq:train"], None, 0)
     assert train.tasks[0].id == "nq/train.jsonl?"
-    with pytest.raises(FileNotFoundError, match=r"no nosuch/test or dev or validation or train\.jsonl"):
+    with pytest.raises(
+        FileNotFoundError, match=r"no nosuch/test or dev or validation or train\.jsonl"
+    ):
         read_sets([f"x={HUB}/nosuch"], None, 0)
 
 
@@ -242,11 +281,13 @@ def test_a_plain_set_of_the_hub_is_its_test_split_else_dev_else_train(
         read_sets(["x=owner/name"], None, 0)
 
 
-# ---------------------------------------------------------------------------------------------- cached retrieval
+# ----------------------------------------------------------------------------------------------
+# cached retrieval
 
 
 class Books:
-    """A backend that notes what it is asked; with ``hold`` it waits for that event. failing: raises instead."""
+    """A backend that notes what it is asked; with ``hold`` it waits for that event. failing: raises
+    instead."""
 
     def __init__(self, hold: asyncio.Event | None = None):
         self.asked: list[tuple[str, int]] = []
@@ -256,7 +297,10 @@ class Books:
         self.asked += [(query, topk) for query in queries]
         if self.hold is not None:
             await self.hold.wait()
-        return [[Passage(f"{q}-{i}", "T", f"{q} {i}", 1.0 / (i + 1)) for i in range(topk)] for q in queries]
+        return [
+            [Passage(f"{q}-{i}", "T", f"{q} {i}", 1.0 / (i + 1)) for i in range(topk)]
+            for q in queries
+        ]
 
     @asynccontextmanager
     async def opening(self) -> AsyncIterator["Books"]:
@@ -265,7 +309,9 @@ class Books:
         self.closed += 1
 
 
-async def test_a_query_is_asked_once_by_retriever_and_topk_and_across_sessions(tmp_path: Path) -> None:
+async def test_a_query_is_asked_once_by_retriever_and_topk_and_across_sessions(
+    tmp_path: Path,
+) -> None:
     books, file = Books(), tmp_path / "cache.sqlite"
     for identity, topk in (("a", 2), ("a", 2), ("a", 3), ("b", 2)):
         cached = CachedRetrieval(file, identity, books.opening)
@@ -277,11 +323,15 @@ async def test_a_query_is_asked_once_by_retriever_and_topk_and_across_sessions(t
     assert (books.opened, books.closed) == (3, 3), "a backend is opened when it is needed"
 
 
-async def test_queries_at_the_same_time_are_asked_once_and_one_that_leaves_takes_nothing(tmp_path: Path) -> None:
+async def test_queries_at_the_same_time_are_asked_once_and_one_that_leaves_takes_nothing(
+    tmp_path: Path,
+) -> None:
     hold = asyncio.Event()
     books = Books(hold)
     cached = CachedRetrieval(tmp_path / "cache.sqlite", "a", books.opening)
-    first, *others = [asyncio.create_task(cached.handle(RetrieveRequest(["q"], 1))) for _ in range(5)]
+    first, *others = [
+        asyncio.create_task(cached.handle(RetrieveRequest(["q"], 1))) for _ in range(5)
+    ]
     while not books.asked:
         await asyncio.sleep(0)
     first.cancel()
@@ -304,14 +354,17 @@ async def test_a_failed_search_is_kept_by_nobody(tmp_path: Path) -> None:
     await cached.close()
 
 
-# ---------------------------------------------------------------------------------------------- whole evaluations
+# ----------------------------------------------------------------------------------------------
+# whole evaluations
 
 
 class Scholar:
-    """Searches for the question, then answers with its last word. before: what happens at each request, by its number; an event
-    is waited for first."""
+    """Searches for the question, then answers with its last word. before: what happens at each
+    request, by its number; an event is waited for first."""
 
-    def __init__(self, before: Callable[[int], web.Response | asyncio.Event | None] = lambda number: None):
+    def __init__(
+        self, before: Callable[[int], web.Response | asyncio.Event | None] = lambda number: None
+    ):
         self.before, self.requests = before, 0
         self.seen: list[dict[str, Any]] = []
 
@@ -326,7 +379,8 @@ class Scholar:
         messages = self.seen[-1]["messages"]
         word = messages[0]["content"].split("Question: ")[1].split("?")[0].split()[-1]
         if "</search>" in self.seen[-1]["stop"] and len(messages) == 1:
-            return chat(f"<think>look</think><search>{word}")  # the protocol cuts the stop string off
+            # the protocol cuts the stop string off
+            return chat(f"<think>look</think><search>{word}")
         return chat(f"<think>so</think><answer>{word}")
 
 
@@ -346,7 +400,9 @@ def at_endpoint(url: str, folder: Path, out: Path, *more: str) -> list[str]:
 def retriever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Books:
     """Books behind every --retriever."""
     books = Books()
-    monkeypatch.setattr("tools.evaluating.qa.main.opening_of", lambda retriever, threads: books.opening)
+    monkeypatch.setattr(
+        "tools.evaluating.qa.main.opening_of", lambda retriever, threads: books.opening
+    )
     return books
 
 
@@ -360,7 +416,12 @@ def result(out: Path) -> dict[str, Any]:
 def answered(row: Path) -> list[Any]:
     journal = Journal(row / "journal.sqlite", readonly=True)
     return [
-        (tree.id, tree.task, tree.status, [(n.kind, n.text, n.scores) for n in journal.tree(tree).nodes.values()])
+        (
+            tree.id,
+            tree.task,
+            tree.status,
+            [(n.kind, n.text, n.scores) for n in journal.tree(tree).nodes.values()],
+        )
         for tree in journal.trees()
     ]
 
@@ -375,18 +436,26 @@ def test_a_table_has_rows_of_methods_columns_of_sets_and_the_macro_mean(
         said = capsys.readouterr().out
         assert main([*command, "--json"]) == 0
     found = result(out)
-    assert json.loads(capsys.readouterr().out) == found, "a finished evaluation is only reported again"
+    assert json.loads(capsys.readouterr().out) == found, (
+        "a finished evaluation is only reported again"
+    )
     lines = (out / "table.md").read_text().splitlines()
     assert said.startswith("\n".join(lines))
     assert lines[0] == "| method | model | easy (6) | hard (4) | mean |"
-    assert [line.split(" | ")[:2] for line in lines[2:5]] == [["| search", "m"], ["| direct", "m"], ["| rag", "m"]]
+    assert [line.split(" | ")[:2] for line in lines[2:5]] == [
+        ["| search", "m"],
+        ["| direct", "m"],
+        ["| rag", "m"],
+    ]
     row = found["rows"][0]
     easy, hard = row["sets"]["easy"]["em"], row["sets"]["hard"]["em"]
     assert (easy["mean"], easy["n"], hard["mean"], hard["n"]) == (1.0, 6, 0.75, 4)
     assert row["macro"]["em"]["mean"] == 0.875
     assert row["macro"]["em"]["half"] == pytest.approx(math.hypot(easy["half"], hard["half"]) / 2)
     assert f"0.875 ±{row['macro']['em']['half']:.3f}" in lines[2]
-    assert row["sets"]["easy"]["searches"] == {"mean": 1.0, "half": 0.0, "n": 6}, "a count is no proportion"
+    assert row["sets"]["easy"]["searches"] == {"mean": 1.0, "half": 0.0, "n": 6}, (
+        "a count is no proportion"
+    )
     assert "response_tokens" not in row["sets"]["easy"], "an endpoint's journal holds bytes"
     assert row["generated_tokens"] == 5 * 20
     assert (row["queries"], row["hits"]) == (10, 4), "both sets ask for w0 to w3"
@@ -394,17 +463,23 @@ def test_a_table_has_rows_of_methods_columns_of_sets_and_the_macro_mean(
     assert len(capsys.readouterr().out.splitlines()) == 10
 
 
-def test_an_endpoint_is_asked_in_turns_and_a_forced_answer_in_words(tmp_path: Path, retriever: Books) -> None:
+def test_an_endpoint_is_asked_in_turns_and_a_forced_answer_in_words(
+    tmp_path: Path, retriever: Books
+) -> None:
     seen: list[list[dict[str, str]]] = []
 
     async def undecided(request: web.Request) -> web.Response:
         seen.append((await request.json())["messages"])
         asked = seen[-1][-1]["content"]
-        return chat("<answer>w0" if "No steps are left" in asked else "<think>hm</think><search>more")
+        return chat(
+            "<answer>w0" if "No steps are left" in asked else "<think>hm</think><search>more"
+        )
 
     with served(undecided) as url:
         out = tmp_path / "out"
-        assert main(at_endpoint(url, tmp_path, out, *BOOKS, "--questions", "1", "--budget", "2")) == 0
+        assert (
+            main(at_endpoint(url, tmp_path, out, *BOOKS, "--questions", "1", "--budget", "2")) == 0
+        )
     roles = ["user", "assistant", "user", "assistant", "user"]
     assert [m["role"] for m in seen[2]] == roles
     assert seen[2][1]["content"] == "<think>hm</think><search>more</search>"
@@ -437,7 +512,9 @@ def test_an_interrupted_evaluation_goes_on_to_the_result_of_an_uninterrupted_one
         assert "go on with: tools/evaluate qa" in capsys.readouterr().err
         assert main(command) == 1, "the server failed"
         assert main(command) == 0
-    assert answered(tmp_path / "parts" / f"{method}.m") == answered(tmp_path / "whole" / f"{method}.m")
+    assert answered(tmp_path / "parts" / f"{method}.m") == answered(
+        tmp_path / "whole" / f"{method}.m"
+    )
     one, other = result(tmp_path / "whole")["rows"][0], result(tmp_path / "parts")["rows"][0]
     assert (one["sets"], one["macro"]) == (other["sets"], other["macro"])
     assert parts.requests == whole.requests + 2, "no answer that was kept was asked for again"
@@ -472,14 +549,18 @@ def test_a_question_that_fits_no_context_scores_zero_and_is_listed(
     tmp_path: Path, retriever: Books, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def refused(number: int) -> web.Response | None:
-        return web.Response(status=400, text="context length exceeded") if number in (3, 9) else None
+        return (
+            web.Response(status=400, text="context length exceeded") if number in (3, 9) else None
+        )
 
     with served(Scholar(refused)) as url:
         assert main(at_endpoint(url, tmp_path, tmp_path / "out", "--method", "direct")) == 0
     row = result(tmp_path / "out")["rows"][0]
     assert row["sets"]["easy"]["em"]["mean"] == pytest.approx(5 / 6)
     assert row["sets"]["easy"]["em"]["n"] == 6
-    assert list(row["failed"]) == ["easy/what is w2", "hard/what is w2"], "an id of two sets is two questions"
+    assert list(row["failed"]) == ["easy/what is w2", "hard/what is w2"], (
+        "an id of two sets is two questions"
+    )
     assert "context length exceeded" in row["failed"]["easy/what is w2"]
     assert "not finished, scored 0: easy/what is w2" in capsys.readouterr().out
 
@@ -489,9 +570,13 @@ def test_a_row_of_which_nothing_could_be_answered_is_no_row(
 ) -> None:
     refused = lambda number: web.Response(status=400, text="no such field") if number < 5 else None  # noqa: E731
     with served(Scholar(refused)) as url:
-        command = at_endpoint(url, tmp_path, tmp_path / "out", "--method", "direct", "--questions", "2")
+        command = at_endpoint(
+            url, tmp_path, tmp_path / "out", "--method", "direct", "--questions", "2"
+        )
         assert main(command) == 1
-        assert "direct.m: no question could be answered; the first reason: " in capsys.readouterr().err
+        assert (
+            "direct.m: no question could be answered; the first reason: " in capsys.readouterr().err
+        )
         assert not (tmp_path / "out" / "result.json").exists()
         assert main(command) == 0, "it goes on once they can"
 
@@ -514,7 +599,9 @@ def test_a_finished_row_stays_in_the_table_when_a_later_one_fails_or_the_table_i
         assert main([*command, "direct"]) == 0
         assert "rag.m/result.json is torn" in capsys.readouterr().err
         assert main([*command, "rag"]) == 0
-    assert [row["generated_tokens"] for row in result(out)["rows"]] == [50, 50], "no session was lost"
+    assert [row["generated_tokens"] for row in result(out)["rows"]] == [50, 50], (
+        "no session was lost"
+    )
 
 
 def test_a_set_may_have_a_budget_of_its_own(
@@ -524,7 +611,9 @@ def test_a_set_may_have_a_budget_of_its_own(
         return chat("<think>hm</think><search>more")
 
     with served(undecided) as url:
-        command = at_endpoint(url, tmp_path, tmp_path / "out", *BOOKS, "--questions", "1", "--budget")
+        command = at_endpoint(
+            url, tmp_path, tmp_path / "out", *BOOKS, "--questions", "1", "--budget"
+        )
         assert main([*command, "2", "--budget", "hard=3"]) == 0
         row = result(tmp_path / "out")["rows"][0]
         assert [row["sets"][name]["searches"]["mean"] for name in ("easy", "hard")] == [2, 3]
@@ -553,7 +642,10 @@ def test_other_weights_under_the_same_path_are_refused(
 
 
 def test_a_cache_that_is_none_and_an_index_that_cannot_be_loaded_are_said_before_any_question(
-    tmp_path: Path, retriever: Books, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    retriever: Books,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     scholar, notes = Scholar(), tmp_path / "notes.txt"
     notes.write_text("no database " * 100)
@@ -565,7 +657,9 @@ def test_a_cache_that_is_none_and_an_index_that_cannot_be_loaded_are_said_before
         command = at_endpoint(url, tmp_path, tmp_path / "out", *BOOKS, "--method", "direct,rag")
         assert main([*command, "--cache", str(notes)]) == 2
         assert "notes.txt is no file of found passages" in capsys.readouterr().err
-        monkeypatch.setattr("tools.evaluating.qa.main.opening_of", lambda retriever, threads: no_encoder)
+        monkeypatch.setattr(
+            "tools.evaluating.qa.main.opening_of", lambda retriever, threads: no_encoder
+        )
         assert main(command) == 2
         assert "--retriever: no/encoder is not a local folder" in capsys.readouterr().err
     assert scholar.requests == 0
@@ -576,7 +670,9 @@ def run_folder(folder: Path, model: Path, strategy: str) -> Path:
     settings = SchedulerConfig(strategy=strategy, budget=2, max_action_tokens=5)
     actor = ActorProcess("actor-0", str(folder), 0, str(model), ActorsConfig(max_context=1024))
     options = {"prompt": "short", "topk": 1}
-    scheduler = SchedulerProcess("s", str(folder), 0, str(model), "search_qa", options, "", "", 1, [], 6, settings)
+    scheduler = SchedulerProcess(
+        "s", str(folder), 0, str(model), "search_qa", options, "", "", 1, [], 6, settings
+    )
     for name, process in (("actor-0", actor), ("scheduler", scheduler)):
         (folder / "processes" / f"{name}.json").write_bytes(msgspec.json.encode(process))
     return folder
@@ -588,17 +684,33 @@ def test_a_tiny_model_and_runs_with_their_own_settings_are_measured(
 ) -> None:
     chain, ppr = (run_folder(tmp_path / name, llama, name) for name in ("slate", "ppr"))
     out = tmp_path / "out"
-    command = [*questions(tmp_path), "--questions", "2", "--run", str(chain), "--run", str(ppr), "--model", str(llama)]
+    command = [
+        *questions(tmp_path),
+        "--questions",
+        "2",
+        "--run",
+        str(chain),
+        "--run",
+        str(ppr),
+        "--model",
+        str(llama),
+    ]
     assert main([*command, *BOOKS, "--out", str(out), "--method", "search"]) == 0
     rows = {row["name"]: row for row in result(out)["rows"]}
     assert list(rows) == [f"search.{llama.name}", "search.slate-v0", "search.ppr-v0"]
     slate = rows["search.slate-v0"]["settings"]
     assert (slate["how"], slate["max_tokens"]) == ({"topk": 1, "budget": 2, "forced": True}, 5)
     assert rows["search.ppr-v0"]["settings"]["how"]["forced"] is False
-    assert rows[f"search.{llama.name}"]["settings"]["how"] == {"topk": 3, "budget": 4, "forced": True}
+    assert rows[f"search.{llama.name}"]["settings"]["how"] == {
+        "topk": 3,
+        "budget": 4,
+        "forced": True,
+    }
     for name, actions in (("search.slate-v0", 3), ("search.ppr-v0", 2)):
         for _, _, _, nodes in answered(out / name):
-            assert sum(kind == "action" for kind, _, _ in nodes) == actions, "two turns, and the forced answer"
+            assert sum(kind == "action" for kind, _, _ in nodes) == actions, (
+                "two turns, and the forced answer"
+            )
     measured = rows["search.slate-v0"]["sets"]["easy"]
     assert measured["response_tokens"]["mean"] <= 15
     assert measured["tokens_with_observations"]["mean"] > measured["response_tokens"]["mean"]
@@ -611,14 +723,23 @@ def test_a_tiny_model_and_runs_with_their_own_settings_are_measured(
         (["--model", "no/such/folder/here"], "--model"),
         (["--run", "no-such-run"], "expected the folder of a run"),
         (["--endpoint", "http://localhost/v1"], "--endpoint-model"),
-        (["--method", "magic", "P"], "expected some of cot,direct,ircot,iter_retgen,rag,search,search_o1"),
+        (
+            ["--method", "magic", "P"],
+            "expected some of cot,direct,ircot,iter_retgen,rag,search,search_o1",
+        ),
         (["--method", "direct", "--prompt", "short", "P"], "no effect without the method search"),
-        (["--method", "direct", "--no-forced", "P"], "--forced has no effect without the method search"),
+        (
+            ["--method", "direct", "--no-forced", "P"],
+            "--forced has no effect without the method search",
+        ),
         (["--method", "cot", "--topk", "2", "P"], "none of the methods retrieves"),
         (["--prompt", "nosuch", "P"], "expected one of"),
         (["--retriever", "nowhere", "P"], "holds no index"),
         (["--set", "x", "P"], "expected NAME=PATH"),
-        (["--set", "x=gone.jsonl", "P"], "--set x=gone.jsonl: task file 'gone.jsonl' does not exist"),
+        (
+            ["--set", "x=gone.jsonl", "P"],
+            "--set x=gone.jsonl: task file 'gone.jsonl' does not exist",
+        ),
         (["--set", "paper", "P"], "the hub"),
         (["--set", "easy=x.jsonl", "P"], "easy is given twice"),
         (["--set", "x=tests/tools", "P"], "tests/tools is a folder"),
@@ -642,7 +763,9 @@ def test_what_cannot_be_measured_is_said_in_a_line_before_anything_starts(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_run_of_a_game_is_refused(tmp_path: Path, llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_of_a_game_is_refused(
+    tmp_path: Path, llama: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = run_folder(tmp_path / "run", llama, "chain")
     path = folder / "processes" / "scheduler.json"
     path.write_text(path.read_text().replace('"search_qa"', '"tictactoe"'))
@@ -652,7 +775,12 @@ def test_a_run_of_a_game_is_refused(tmp_path: Path, llama: Path, capsys: pytest.
 
 @pytest.mark.parametrize(
     "file",
-    ["processes/scheduler.json", "processes/actor-0.json", "processes/retriever.json", "weights/v000001/manifest.json"],
+    [
+        "processes/scheduler.json",
+        "processes/actor-0.json",
+        "processes/retriever.json",
+        "weights/v000001/manifest.json",
+    ],
 )
 @pytest.mark.parametrize("content", ['{"name": "sch', '{"nonsense": 1}', None])
 def test_a_file_of_a_run_that_is_torn_or_missing_is_named(
@@ -683,7 +811,9 @@ def test_runs_that_searched_in_different_places_need_a_word_on_which(
     command = questions(tmp_path)
     for name in ("a", "b"):
         folder = run_folder(tmp_path / name, llama, "chain")
-        (folder / "processes" / "retriever.json").write_text(json.dumps({"backend": f"http://{name}"}))
+        (folder / "processes" / "retriever.json").write_text(
+            json.dumps({"backend": f"http://{name}"})
+        )
         command += ["--run", str(folder)]
     assert main(command) == 2
     assert "searched in ['http://a', 'http://b']: say with --retriever" in capsys.readouterr().err
@@ -693,7 +823,15 @@ def test_a_model_that_cannot_start_is_said(
     tmp_path: Path, llama: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("actors.engines.local.LocalEngine._check_fits", _too_big)
-    command = [*questions(tmp_path), "--model", str(llama), "--method", "direct", "--out", str(tmp_path / "out")]
+    command = [
+        *questions(tmp_path),
+        "--model",
+        str(llama),
+        "--method",
+        "direct",
+        "--out",
+        str(tmp_path / "out"),
+    ]
     assert main(command) == 2
     assert "tools/evaluate: it needs 900 GiB" in capsys.readouterr().err
 

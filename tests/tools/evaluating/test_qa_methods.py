@@ -1,4 +1,5 @@
-"""The ways to answer a question: each one's generations and searches, in order, with a scripted engine."""
+"""The ways to answer a question: each one's generations and searches, in order, with a scripted
+engine."""
 
 import random
 from collections import Counter
@@ -22,13 +23,21 @@ from tools.evaluating.qa.methods import How, filled, spoken
 from tools.evaluating.qa.methods.ircot import MOST_PASSAGES, first_sentence
 from tools.evaluating.qa.methods.search_o1 import MORE_QUERIES, REPEATED, USED_UP, wanted
 from tools.evaluating.qa.scoring import score
-from wire.messages import GenerateRequest, GenerateResult, Passage, RetrieveRequest, RetrieveResult, Sample
+from wire.messages import (
+    GenerateRequest,
+    GenerateResult,
+    Passage,
+    RetrieveRequest,
+    RetrieveResult,
+    Sample,
+)
 
 QUESTION = "Who wrote {documents} of Rome?"
 
 
 class Scripted:
-    """An engine that says its lines one after the other, and a retriever of passages named after the query. log: what was asked."""
+    """An engine that says its lines one after the other, and a retriever of passages named after
+    the query. log: what was asked."""
 
     def __init__(self, *lines: str):
         self.lines, self.text = list(lines), EndpointText()
@@ -44,12 +53,16 @@ class Scripted:
         self.stops.append(asked.sampling.stop)
         tokens = self.text.encode(self.lines.pop(0))
         zeros = np.zeros(len(tokens))
-        return GenerateResult([Sample(tokens, zeros.astype(np.float32), zeros.astype(np.int32), "stop")], 0, 0)
+        return GenerateResult(
+            [Sample(tokens, zeros.astype(np.float32), zeros.astype(np.int32), "stop")], 0, 0
+        )
 
     def _found(self, request: RetrieveRequest) -> RetrieveResult:
         (query,) = request.queries
         self.log.append(("search", query))
-        return RetrieveResult([[Passage(f"{query}-{i}", f"T{i}", f"of {query}", 1.0) for i in range(request.topk)]])
+        return RetrieveResult(
+            [[Passage(f"{query}-{i}", f"T{i}", f"of {query}", 1.0) for i in range(request.topk)]]
+        )
 
     @property
     def searches(self) -> list[str]:
@@ -62,14 +75,17 @@ class Scripted:
 
 @pytest.fixture
 def answered(tmp_path: Path) -> Callable[..., Any]:
-    """Runs a method on lines; gives the scripted services, the tree as the journal holds it, and its scores."""
+    """Runs a method on lines; gives the scripted services, the tree as the journal holds it, and
+    its scores."""
 
     async def run(method: str, how: How, *lines: str) -> tuple[Scripted, Tree, dict[str, float]]:
         services: Any = Scripted(*lines)
         config = SchedulerConfig(budget=how.budget, judge="none")
         journal, counts = Journal(tmp_path / "journal.sqlite"), Counter[str]()
         text: Any = services.text
-        shop = Shop(services, journal, text, SearchQA("short", how.topk), config, counts, lambda *_: None)
+        shop = Shop(
+            services, journal, text, SearchQA("short", how.topk), config, counts, lambda *_: None
+        )
         tree = Tree(0, "t", "heldout")
         journal.start_tree(tree, 0, 0)
         await methods.load(method).answer(
@@ -87,7 +103,15 @@ def answered(tmp_path: Path) -> Callable[..., Any]:
 
 
 def test_the_methods_of_the_tables_are_known() -> None:
-    assert methods.known() == ["cot", "direct", "ircot", "iter_retgen", "rag", "search", "search_o1"]
+    assert methods.known() == [
+        "cot",
+        "direct",
+        "ircot",
+        "iter_retgen",
+        "rag",
+        "search",
+        "search_o1",
+    ]
     retrieving = {name for name in methods.known() if methods.load(name).RETRIEVES}
     assert retrieving == {"ircot", "iter_retgen", "rag", "search", "search_o1"}
 
@@ -99,7 +123,9 @@ def test_a_value_in_a_prompt_is_not_filled_in_again() -> None:
 
 
 @pytest.mark.parametrize("method", ["direct", "cot"])
-async def test_without_retrieval_one_reply_is_all(answered: Callable[..., Any], method: str) -> None:
+async def test_without_retrieval_one_reply_is_all(
+    answered: Callable[..., Any], method: str
+) -> None:
     services, _, found = await answered(method, How(), "I think <answer>Livy</answer>")
     assert (len(services.prompts), services.searches) == (1, [])
     assert QUESTION in services.prompts[0]
@@ -115,8 +141,14 @@ async def test_rag_searches_for_the_question_then_reads(answered: Callable[..., 
     assert (found["em"], found["searches"]) == (1.0, 1.0)
 
 
-async def test_ircot_searches_with_each_sentence_and_stops_at_the_answer(answered: Callable[..., Any]) -> None:
-    lines = ("Rome had historians. Many", "So the answer is: Livy.", "Livy it is. <answer>Livy</answer>")
+async def test_ircot_searches_with_each_sentence_and_stops_at_the_answer(
+    answered: Callable[..., Any],
+) -> None:
+    lines = (
+        "Rome had historians. Many",
+        "So the answer is: Livy.",
+        "Livy it is. <answer>Livy</answer>",
+    )
     services, _, found = await answered("ircot", How(topk=1, budget=4), *lines)
     assert [kind for kind, _ in services.log] == ["search", "say", "search", "say", "say"]
     assert services.searches == [QUESTION, "Rome had historians."]
@@ -128,8 +160,12 @@ async def test_ircot_searches_with_each_sentence_and_stops_at_the_answer(answere
     assert (found["em"], found["searches"]) == (1.0, 2.0)
 
 
-async def test_ircot_ends_when_its_searches_are_used_up_or_nothing_is_said(answered: Callable[..., Any]) -> None:
-    services, _, _ = await answered("ircot", How(topk=8, budget=3), "One.", "Two.", "<answer>x</answer>")
+async def test_ircot_ends_when_its_searches_are_used_up_or_nothing_is_said(
+    answered: Callable[..., Any],
+) -> None:
+    services, _, _ = await answered(
+        "ircot", How(topk=8, budget=3), "One.", "Two.", "<answer>x</answer>"
+    )
     assert services.searches == [QUESTION, "One.", "Two."]
     assert services.prompts[-1].count("(Title:") == MOST_PASSAGES < 3 * 8
 
@@ -154,18 +190,28 @@ def test_a_sentence_ends_at_its_stop_or_its_line(text: str, sentence: str) -> No
     assert first_sentence(text) == sentence
 
 
-async def test_iter_retgen_searches_with_its_last_reply_and_the_question(answered: Callable[..., Any]) -> None:
+async def test_iter_retgen_searches_with_its_last_reply_and_the_question(
+    answered: Callable[..., Any],
+) -> None:
     lines = ("<think>Hm</think>Ovid? <answer>Ovid</answer>", "No. <answer>Livy</answer>")
     services, _, found = await answered("iter_retgen", How(topk=1, budget=2), *lines)
     assert [kind for kind, _ in services.log] == ["search", "say"] * 2
-    assert services.searches == [QUESTION, f"Ovid? Ovid {QUESTION}"], "without the thought and the tags"
+    assert services.searches == [QUESTION, f"Ovid? Ovid {QUESTION}"], (
+        "without the thought and the tags"
+    )
     assert f"of Ovid? Ovid {QUESTION}" in services.prompts[1]
     assert f"of {QUESTION}" not in services.prompts[1], "passages of the round before are not kept"
     assert (found["em"], found["searches"]) == (1.0, 2.0)
 
 
-async def test_search_o1_inserts_what_was_condensed_not_the_passages(answered: Callable[..., Any]) -> None:
-    lines = ("I must know. <search> historians </search>", "Livy wrote it.", "So <answer>Livy</answer>")
+async def test_search_o1_inserts_what_was_condensed_not_the_passages(
+    answered: Callable[..., Any],
+) -> None:
+    lines = (
+        "I must know. <search> historians </search>",
+        "Livy wrote it.",
+        "So <answer>Livy</answer>",
+    )
     services, _, found = await answered("search_o1", How(topk=1), *lines)
     assert [kind for kind, _ in services.log] == ["say", "search", "say", "say"]
     assert services.searches == ["historians"]
@@ -179,9 +225,13 @@ async def test_search_o1_inserts_what_was_condensed_not_the_passages(answered: C
     assert found["response_tokens"] == sum(map(len, lines))
 
 
-async def test_search_o1_searches_no_query_twice_and_none_beyond_its_budget(answered: Callable[..., Any]) -> None:
+async def test_search_o1_searches_no_query_twice_and_none_beyond_its_budget(
+    answered: Callable[..., Any],
+) -> None:
     a, b, c = (f"<search>{query}</search>" for query in "abc")
-    services, _, found = await answered("search_o1", How(budget=2), a, "found a", a, b, "found b", c, c)
+    services, _, found = await answered(
+        "search_o1", How(budget=2), a, "found a", a, b, "found b", c, c
+    )
     assert services.searches == ["a", "b"], "a query that is repeated costs no search"
     assert REPEATED in services.prompts[3]
     assert USED_UP in services.prompts[6]
@@ -190,7 +240,9 @@ async def test_search_o1_searches_no_query_twice_and_none_beyond_its_budget(answ
 
 async def test_search_o1_ends_when_queries_are_only_repeated(answered: Callable[..., Any]) -> None:
     a = "<search>a</search>"
-    services, _, _ = await answered("search_o1", How(budget=2), a, "found a", *[a] * (2 + MORE_QUERIES))
+    services, _, _ = await answered(
+        "search_o1", How(budget=2), a, "found a", *[a] * (2 + MORE_QUERIES)
+    )
     assert services.searches == ["a"]
 
 
@@ -200,14 +252,22 @@ async def test_what_a_model_thinks_is_neither_a_query_nor_a_finding(
     asked: list[bool] = []
     plain = EndpointText.prompt
     monkeypatch.setattr(
-        EndpointText, "prompt", lambda self, messages, thinking=True: asked.append(thinking) or plain(self, messages)
+        EndpointText,
+        "prompt",
+        lambda self, messages, thinking=True: asked.append(thinking) or plain(self, messages),
     )
-    lines = ("\n\n<think>\n\n</think>\n\nRome fell. ", "<think>I wonder. ", "<think>so</think><answer>Livy</answer>")
+    lines = (
+        "\n\n<think>\n\n</think>\n\nRome fell. ",
+        "<think>I wonder. ",
+        "<think>so</think><answer>Livy</answer>",
+    )
     services, _, found = await answered("ircot", How(topk=1), *lines)
     assert services.searches == [QUESTION, "Rome fell."]
     assert (asked, found["em"]) == ([False, False, True], 1.0)
     asked.clear()
-    services, _, _ = await answered("search_o1", How(topk=1), "<search>a</search>", "<think>b</think>\n\nLivy.", "end")
+    services, _, _ = await answered(
+        "search_o1", How(topk=1), "<search>a</search>", "<think>b</think>\n\nLivy.", "end"
+    )
     assert services.prompts[-1].endswith("<result> Livy. </result>\n")
     assert asked == [True, False]
 
@@ -240,17 +300,25 @@ def test_a_search_is_wanted_where_the_text_ends_with_it(text: str, query: str | 
     assert wanted(text) == query
 
 
-async def test_search_forces_an_answer_after_its_budget_or_not_at_all(answered: Callable[..., Any]) -> None:
+async def test_search_forces_an_answer_after_its_budget_or_not_at_all(
+    answered: Callable[..., Any],
+) -> None:
     turn = "<think>t</think><search>a</search>"
-    services, tree, found = await answered("search", How(topk=1, budget=2, forced=True), turn, turn, "Livy</answer>")
+    services, tree, found = await answered(
+        "search", How(topk=1, budget=2, forced=True), turn, turn, "Livy</answer>"
+    )
     assert services.searches == ["a", "a"]
     assert tree.actions()[-1].forced
     assert (found["em"], found["answered"], found["searches"]) == (1.0, 0.0, 2.0)
 
 
-async def test_search_without_force_generates_last_without_a_search(answered: Callable[..., Any]) -> None:
+async def test_search_without_force_generates_last_without_a_search(
+    answered: Callable[..., Any],
+) -> None:
     turn = "<think>t</think><search>a</search>"
-    services, tree, found = await answered("search", How(topk=1, budget=2, forced=False), turn, turn)
+    services, tree, found = await answered(
+        "search", How(topk=1, budget=2, forced=False), turn, turn
+    )
     assert services.searches == ["a"], "the last turn's search is not made (methods.md 2.1)"
     assert tree.actions()[-1].kind == "action"
     assert (found["em"], found["answered"]) == (0.0, 0.0)

@@ -43,16 +43,24 @@ QUESTION = "What is the capital of Chad?"
 JUDGEMENT = "Analysis: good.\nScores: <final_score>3,4</final_score>"
 
 
-# ---------------------------------------------------------------------------------------------- collecting
+# ----------------------------------------------------------------------------------------------
+# collecting
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A run of four trees: two trajectories, an answer at once, a growing one, a question that is gone."""
+    """A run of four trees: two trajectories, an answer at once, a growing one, a question that is
+    gone."""
     folder = tmp_path / "run"
     (folder / "processes").mkdir(parents=True)
     evidence = [{"title": "Chad", "field": "Capital", "value": "N'Djamena"}]
-    task = {"id": "t1", "question": QUESTION, "golden_answers": ["N'Djamena"], "evidence": evidence, "data_source": "d"}
+    task = {
+        "id": "t1",
+        "question": QUESTION,
+        "golden_answers": ["N'Djamena"],
+        "evidence": evidence,
+        "data_source": "d",
+    }
     (tmp_path / "train.jsonl").write_text(json.dumps(task) + "\n")
     process = {
         "environment": "search_qa", "options": {"prompt": "short", "topk": 2}, "train": str(tmp_path / "train.jsonl"),
@@ -60,7 +68,9 @@ def run(tmp_path: Path) -> Path:
     }  # fmt: skip
     (folder / "processes" / "scheduler.json").write_text(json.dumps(process))
     journal = Journal(folder / "journal.sqlite")
-    for number, (name, answered) in enumerate([("t1", [1, 2]), ("t1", [0]), ("t1", [1]), ("gone", [1])]):
+    for number, (name, answered) in enumerate(
+        [("t1", [1, 2]), ("t1", [0]), ("t1", [1]), ("gone", [1])]
+    ):
         tree = tree_of(number, name, answered)
         journal.start_tree(tree, number, 0)
         if number != 2:
@@ -70,7 +80,8 @@ def run(tmp_path: Path) -> Path:
 
 
 def tree_of(number: int, name: str, searches: Sequence[int]) -> Tree:
-    """A tree whose trajectories search so often and then answer; the first rightly, the others wrongly."""
+    """A tree whose trajectories search so often and then answer; the first rightly, the others
+    wrongly."""
     tree, nothing = Tree(number, name), np.zeros(1, np.int32)
     root = tree.add(None, "prompt", nothing, "PROMPT", state=plain(State(QUESTION)))
     for trajectory, count in enumerate(searches):
@@ -98,20 +109,31 @@ def plain(state: State) -> Any:
     return msgspec.to_builtins(state)
 
 
-def test_a_trajectory_holds_every_turn_but_the_last_as_a_judge_sees_it(run: Path, tmp_path: Path, capsys: Any) -> None:
+def test_a_trajectory_holds_every_turn_but_the_last_as_a_judge_sees_it(
+    run: Path, tmp_path: Path, capsys: Any
+) -> None:
     assert main(["collect", str(run), "--out", str(tmp_path / "t.jsonl")]) == 0
     first, second = record.read(tmp_path / "t.jsonl", Trajectory[Step])
     assert (first.id, first.outcome, len(first.steps)) == ("run-0-0", 1, 1)
     assert (second.id, second.outcome, len(second.steps)) == ("run-0-1", 0, 2)
-    assert (first.question, first.golden_answers, first.data_source) == (QUESTION, ["N'Djamena"], "d")
+    assert (first.question, first.golden_answers, first.data_source) == (
+        QUESTION,
+        ["N'Djamena"],
+        "d",
+    )
     assert first.evidence == ["Chad\nCapital: N'Djamena"]
-    assert [step.context for step in second.steps] == [QUESTION, f"{QUESTION}\n\n{action(0)}{found(0)}"]
+    assert [step.context for step in second.steps] == [
+        QUESTION,
+        f"{QUESTION}\n\n{action(0)}{found(0)}",
+    ]
     assert [step.response for step in second.steps] == [action(0) + found(0), action(1) + found(1)]
     turn = record.judged_turn(second, second.steps[1])
     state = State(QUESTION, (PastStep("think 0", "query 0", found(0)),))
     environment = SearchQA("short", 2)
     expected = environment.judged(task_of(second), state, environment.parse(action(1)), 2, 3)
-    assert turn == msgspec.structs.replace(expected, observation=found(1), transcript=action(0) + found(0))
+    assert turn == msgspec.structs.replace(
+        expected, observation=found(1), transcript=action(0) + found(0)
+    )
     said = capsys.readouterr().out
     assert "2 trajectories (1 with a correct answer), 3 turns" in said
     for reason in ("1 it has one turn only", "1 the tree is growing", "1 its question is not in"):
@@ -130,13 +152,20 @@ def test_what_is_no_search_run_is_refused(run: Path, tmp_path: Path, capsys: Any
     assert "scheduler.json" in capsys.readouterr().err
     twin = shutil.copytree(run, tmp_path / "other" / "run")
     assert main(["collect", str(run), str(twin), *out]) == 2
-    assert "rename one of the folders, or collect them one by one, each with a --prefix" in capsys.readouterr().err
+    assert (
+        "rename one of the folders, or collect them one by one, each with a --prefix"
+        in capsys.readouterr().err
+    )
     for content in (b"", b"no database " * 100):
         (run / "journal.sqlite").write_bytes(content)
         assert main(["collect", str(run), *out]) == 2
         assert "journal.sqlite is no journal of a run" in capsys.readouterr().err
     path = run / "processes" / "scheduler.json"
-    path.write_text(path.read_text().replace('"search_qa", "options": {"prompt": "short", "topk": 2}', '"tictactoe"'))
+    path.write_text(
+        path.read_text().replace(
+            '"search_qa", "options": {"prompt": "short", "topk": 2}', '"tictactoe"'
+        )
+    )
     assert main(["collect", str(run), *out]) == 2
     assert "expected one of search_qa" in capsys.readouterr().err
 
@@ -144,9 +173,15 @@ def test_what_is_no_search_run_is_refused(run: Path, tmp_path: Path, capsys: Any
 def test_no_command_writes_over_what_it_reads(run: Path, tmp_path: Path, capsys: Any) -> None:
     labelled_file(tmp_path)
     record.write(tmp_path / "t.jsonl", [trajectory("x", 1)])
-    for name, twin in (("r.jsonl", "link.jsonl"), ("l.jsonl", "l2.jsonl"), ("l.jsonl", "b.report.json")):
+    for name, twin in (
+        ("r.jsonl", "link.jsonl"),
+        ("l.jsonl", "l2.jsonl"),
+        ("l.jsonl", "b.report.json"),
+    ):
         (tmp_path / twin).symlink_to(tmp_path / name)
-    l, t, r, l2, b = (str(tmp_path / name) for name in ("l.jsonl", "t.jsonl", "r.jsonl", "l2.jsonl", "b.jsonl"))  # noqa: E741
+    l, t, r, l2, b = (  # noqa: E741
+        str(tmp_path / name) for name in ("l.jsonl", "t.jsonl", "r.jsonl", "l2.jsonl", "b.jsonl")
+    )
     judges = ["--judge-a", "pprm_rules", "--judge-b", "pprm_rules"]
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     for arguments, message in (
@@ -167,18 +202,31 @@ def test_no_command_writes_over_what_it_reads(run: Path, tmp_path: Path, capsys:
     ):  # fmt: skip
         assert main(arguments) == 2, arguments
         assert message in capsys.readouterr().err
-        assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before, arguments
+        assert {
+            path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()
+        } == before, arguments
     assert main(["review", l, r, "--out", b]) == 0
     assert main(["review", l, r, "--out", b]) == 0, "an earlier output is no input"
 
 
 def test_what_cannot_be_written_is_said_before_the_work(tmp_path: Path, capsys: Any) -> None:
     record.write(tmp_path / "t.jsonl", [trajectory("x", 1)])
-    command = ["label", str(tmp_path / "t.jsonl"), "--judge-a", f"{Flaky.__module__}:Flaky", "--judge-b", "pprm_rules"]
+    command = [
+        "label",
+        str(tmp_path / "t.jsonl"),
+        "--judge-a",
+        f"{Flaky.__module__}:Flaky",
+        "--judge-b",
+        "pprm_rules",
+    ]
     good, long = str(tmp_path / "good.jsonl"), str(tmp_path / ("x" * 250))
     Flaky.asked = []
     for out, review, message in (
-        (good, "/nodir/r.jsonl", "--review /nodir/r.jsonl: there is no folder /nodir, make it first"),
+        (
+            good,
+            "/nodir/r.jsonl",
+            "--review /nodir/r.jsonl: there is no folder /nodir, make it first",
+        ),
         ("/nodir/l.jsonl", good, "--out /nodir/l.jsonl: there is no folder"),
         (good, str(tmp_path), f"--review {tmp_path} is no ordinary file: name a file"),
         (".", good, "--out . is no ordinary file"),
@@ -198,15 +246,26 @@ def test_a_file_that_is_not_written_leaves_no_draft_and_is_named(tmp_path: Path)
     assert [path.name for path in tmp_path.iterdir()] == ["folder"]
 
 
-def test_a_file_that_is_not_there_is_said_with_what_it_should_be(tmp_path: Path, llama: Path, capsys: Any) -> None:
+def test_a_file_that_is_not_there_is_said_with_what_it_should_be(
+    tmp_path: Path, llama: Path, capsys: Any
+) -> None:
     labelled_file(tmp_path)
     l, out = str(tmp_path / "l.jsonl"), ["--out", str(tmp_path / "o")]  # noqa: E741
     missing = "none.jsonl cannot be read (No such file or directory): expected a file of lines of"
     for arguments, message in (
         (["review", l, "none.jsonl", *out], f"review: {missing} Review (docs/process-bench.md)"),
-        (["review", "none.jsonl", l, *out], f"review: {missing} Trajectory[Labelled] (docs/process-bench.md)"),
-        (["bench", l, "--size", "1", "--exclude", "none.jsonl", *out], f"bench: --exclude {missing}"),
-        (["train", "--model", str(llama), "--rows", "none.jsonl", *out], f"--rows {missing} {{prompt, completion}}"),
+        (
+            ["review", "none.jsonl", l, *out],
+            f"review: {missing} Trajectory[Labelled] (docs/process-bench.md)",
+        ),
+        (
+            ["bench", l, "--size", "1", "--exclude", "none.jsonl", *out],
+            f"bench: --exclude {missing}",
+        ),
+        (
+            ["train", "--model", str(llama), "--rows", "none.jsonl", *out],
+            f"--rows {missing} {{prompt, completion}}",
+        ),
     ):
         assert main(arguments) == 2
         assert message in capsys.readouterr().err
@@ -216,14 +275,18 @@ def test_a_file_that_is_not_there_is_said_with_what_it_should_be(tmp_path: Path,
 
 
 def graded(one: Trajectory[Step], response: str) -> Any:
-    step = Labelled(context=one.question, response=response, score_a=1, score_b=1, score=1, target=JUDGEMENT)
+    step = Labelled(
+        context=one.question, response=response, score_a=1, score_b=1, score=1, target=JUDGEMENT
+    )
     return msgspec.structs.replace(one, steps=[step])
 
 
 def test_runs_of_one_name_make_one_benchmark_when_collected_with_a_prefix(run: Path, tmp_path: Path, capsys: Any) -> None:  # fmt: skip
     twin = shutil.copytree(run, tmp_path / "other" / "run")
     files = [str(tmp_path / name) for name in ("a.jsonl", "b.jsonl", "c.jsonl")]
-    for folder, file, more in zip((run, twin, twin), files, ([], [], ["--prefix", "other-"]), strict=True):
+    for folder, file, more in zip(
+        (run, twin, twin), files, ([], [], ["--prefix", "other-"]), strict=True
+    ):
         assert main(["collect", str(folder), "--out", file, *more]) == 0
         found = record.read(Path(file), Trajectory[Step])
         record.write(Path(file), [graded(one, f"{file} {one.id}") for one in found])
@@ -240,28 +303,48 @@ def test_runs_of_one_name_make_one_benchmark_when_collected_with_a_prefix(run: P
     assert {item.id for item in made} == {"run-0-0", "run-0-1", "other-run-0-0", "other-run-0-1"}
 
 
-# ---------------------------------------------------------------------------------------------- labelling
+# ----------------------------------------------------------------------------------------------
+# labelling
 
 
 def trajectory(name: str, count: int) -> Trajectory[Step]:
     steps = [Step(context=QUESTION, response=f"{name} {i}") for i in range(1, count + 1)]
-    return Trajectory(id=name, data_source="d", question=QUESTION, golden_answers=["g"], outcome=1, steps=steps)
+    return Trajectory(
+        id=name, data_source="d", question=QUESTION, golden_answers=["g"], outcome=1, steps=steps
+    )
 
 
-def answered(path: Path, scores: dict[str, tuple[float | None, float | None]], text: str = JUDGEMENT) -> Answers:
+def answered(
+    path: Path, scores: dict[str, tuple[float | None, float | None]], text: str = JUDGEMENT
+) -> Answers:
     answers = Answers(path)
     for step, pair in scores.items():
         for judge, score in zip("ab", pair, strict=True):
-            answers.add(Answer(judge, step, score, text if judge == "a" else JUDGEMENT.replace("3,4", "1,2")))
+            answers.add(
+                Answer(
+                    judge, step, score, text if judge == "a" else JUDGEMENT.replace("3,4", "1,2")
+                )
+            )
     return answers
 
 
-def test_steps_that_differ_by_more_than_the_limit_are_dropped_and_at_the_limit_kept(tmp_path: Path) -> None:
-    pairs = {"x#1": (0.9, 0.5), "x#2": (0.7, 0.3), "x#3": (0.9, 0.49), "x#4": (None, 1.0), "y#1": (1.0, 0.0)}
+def test_steps_that_differ_by_more_than_the_limit_are_dropped_and_at_the_limit_kept(
+    tmp_path: Path,
+) -> None:
+    pairs = {
+        "x#1": (0.9, 0.5),
+        "x#2": (0.7, 0.3),
+        "x#3": (0.9, 0.49),
+        "x#4": (None, 1.0),
+        "y#1": (1.0, 0.0),
+    }
     answers = answered(tmp_path / "a.jsonl", {**pairs, "x#5": (5 / 6, 1 / 6)})
     made, counts = label.labelled([trajectory("x", 5), trajectory("y", 1)], answers, "a", "b")
     (kept,) = made
-    assert [(s.response, s.score_a, s.score_b) for s in kept.steps] == [("x 1", 0.9, 0.5), ("x 2", 0.7, 0.3)]
+    assert [(s.response, s.score_a, s.score_b) for s in kept.steps] == [
+        ("x 1", 0.9, 0.5),
+        ("x 2", 0.7, 0.3),
+    ]
     assert [s.score for s in kept.steps] == pytest.approx([0.7, 0.5])
     assert counts == {
         "labelled": 2,
@@ -281,8 +364,12 @@ def test_the_target_is_the_judgement_of_a_or_else_of_b(tmp_path: Path) -> None:
 def test_a_judgement_becomes_exactly_two_lines() -> None:
     long = "Analysis: first\n\n second\nScores:  <final_score> 2 , 6 </final_score> and more"
     assert two_lines(long) == "Analysis: first second\nScores: <final_score>2,6</final_score>"
-    assert two_lines(long, (1, 1)) == "Analysis: first second\nScores: <final_score>1,1</final_score>"
-    assert two_lines("Analysis: no score") == two_lines("Scores: <final_score>2,6</final_score>") == ""
+    assert (
+        two_lines(long, (1, 1)) == "Analysis: first second\nScores: <final_score>1,1</final_score>"
+    )
+    assert (
+        two_lines("Analysis: no score") == two_lines("Scores: <final_score>2,6</final_score>") == ""
+    )
 
 
 class Flaky(Judge):
@@ -311,7 +398,10 @@ def test_a_labelling_goes_on_where_an_endpoint_failed(tmp_path: Path, capsys: An
     assert main(command) == 0
     assert len(Flaky.asked) == 2 * 5 - 2
     assert "5 labelled" in capsys.readouterr().out
-    assert [len(one.steps) for one in record.read(tmp_path / "l.jsonl", Trajectory[Labelled])] == [3, 2]
+    assert [len(one.steps) for one in record.read(tmp_path / "l.jsonl", Trajectory[Labelled])] == [
+        3,
+        2,
+    ]
     assert main(command) == 2
     assert "it may hold corrections" in capsys.readouterr().err
     (tmp_path / "r.jsonl").unlink()
@@ -332,11 +422,14 @@ def test_a_labelling_that_is_under_way_is_not_begun_twice(tmp_path: Path, capsys
     assert main([*command, str(tmp_path / "r.jsonl")]) == 0
 
 
-# ---------------------------------------------------------------------------------------------- reviewing
+# ----------------------------------------------------------------------------------------------
+# reviewing
 
 
 def labelled_file(folder: Path) -> tuple[list[Trajectory[Labelled]], Path]:
-    pairs: dict[str, tuple[float | None, float | None]] = {f"x#{n}": (0.75, 0.75) for n in (1, 2, 3)}
+    pairs: dict[str, tuple[float | None, float | None]] = {
+        f"x#{n}": (0.75, 0.75) for n in (1, 2, 3)
+    }
     made, _ = label.labelled([trajectory("x", 3), trajectory("y", 1)], answered(folder / "a", {**pairs, "y#1": (0.75, 0.5)}), "a", "b")  # fmt: skip
     record.write(folder / "l.jsonl", made)
     record.write(folder / "r.jsonl", label.to_review(made))
@@ -353,7 +446,10 @@ def edit(path: Path, corrections: dict[str, str]) -> None:
 def test_corrections_replace_scores_in_the_label_and_in_the_target(tmp_path: Path) -> None:
     before, review = labelled_file(tmp_path)
     edit(review, {"x#1": "1,6", "x#2": "drop", "y#1": "drop"})
-    assert main(["review", str(tmp_path / "l.jsonl"), str(review), "--out", str(tmp_path / "c.jsonl")]) == 0
+    assert (
+        main(["review", str(tmp_path / "l.jsonl"), str(review), "--out", str(tmp_path / "c.jsonl")])
+        == 0
+    )
     (one,) = record.read(tmp_path / "c.jsonl", Trajectory[Labelled])
     assert [step.response for step in one.steps] == ["x 1", "x 3"]
     assert one.steps[0].score == pytest.approx(1 / 6)
@@ -364,11 +460,15 @@ def test_corrections_replace_scores_in_the_label_and_in_the_target(tmp_path: Pat
 
 def test_a_review_without_corrections_changes_nothing(tmp_path: Path) -> None:
     before, review = labelled_file(tmp_path)
-    assert corrected(before, read_corrections(review, label.to_review(before))) == (before, {"kept": 4})
+    assert corrected(before, read_corrections(review, label.to_review(before))) == (
+        before,
+        {"kept": 4},
+    )
 
 
 @pytest.mark.parametrize(
-    "wrong", ["7,6", "3", "3,0", "-1,6", "half", "3.5,6", "Drop it", "1,2</final_score><final_score>2,2"]
+    "wrong",
+    ["7,6", "3", "3,0", "-1,6", "half", "3.5,6", "Drop it", "1,2</final_score><final_score>2,2"],
 )
 def test_an_unusable_correction_is_refused_with_its_line(wrong: str, tmp_path: Path) -> None:
     before, review = labelled_file(tmp_path)
@@ -380,7 +480,9 @@ def test_an_unusable_correction_is_refused_with_its_line(wrong: str, tmp_path: P
 def test_an_edit_beside_the_correction_is_refused_with_its_line(tmp_path: Path) -> None:
     before, review = labelled_file(tmp_path)
     review.write_text(review.read_text().replace("3,4", "1,4", 1))
-    with pytest.raises(ValueError, match=r"r\.jsonl:1: target of 'x#1' was edited.*the correction alone"):
+    with pytest.raises(
+        ValueError, match=r"r\.jsonl:1: target of 'x#1' was edited.*the correction alone"
+    ):
         read_corrections(review, label.to_review(before))
 
 
@@ -395,7 +497,9 @@ def test_an_unknown_or_repeated_step_is_refused_with_its_line(tmp_path: Path) ->
 
 def test_a_training_row_asks_as_the_judge_asks_and_answers_in_two_lines(tmp_path: Path) -> None:
     made, _ = labelled_file(tmp_path)
-    unlearnt = msgspec.structs.replace(made[1], steps=[msgspec.structs.replace(made[1].steps[0], target="")])
+    unlearnt = msgspec.structs.replace(
+        made[1], steps=[msgspec.structs.replace(made[1].steps[0], target="")]
+    )
     found, left = rows.judgement_rows([made[0], made[0], unlearnt])
     assert (len(found), left) == (3, {"without a judgement to learn": 1, "the same as another": 3})
     assert [message.role for message in found[0].messages] == ["system", "user"]
@@ -406,7 +510,8 @@ def test_a_training_row_asks_as_the_judge_asks_and_answers_in_two_lines(tmp_path
 
 def test_balanced_rows_are_half_of_good_steps_and_half_of_bad_ones(tmp_path: Path) -> None:
     made, _ = labelled_file(tmp_path)
-    target = JUDGEMENT.replace("3,4", "1,4")  # the score is the mean of two judges, what is learnt is one's
+    # the score is the mean of two judges, what is learnt is one's
+    target = JUDGEMENT.replace("3,4", "1,4")
     low = [msgspec.structs.replace(step, target=target) for step in made[0].steps[:1]]
     records = [msgspec.structs.replace(made[0], steps=[*low, *made[0].steps[1:]])]
     found, left = rows.judgement_rows(records, balance=True)
@@ -418,7 +523,14 @@ def test_balanced_rows_are_half_of_good_steps_and_half_of_bad_ones(tmp_path: Pat
 
 def test_a_benchmark_is_built_from_files(tmp_path: Path, capsys: Any) -> None:
     labelled_file(tmp_path)
-    command = ["bench", str(tmp_path / "l.jsonl"), "--size", "2", "--out", str(tmp_path / "b.jsonl")]
+    command = [
+        "bench",
+        str(tmp_path / "l.jsonl"),
+        "--size",
+        "2",
+        "--out",
+        str(tmp_path / "b.jsonl"),
+    ]
     assert main(command) == 0
     assert len(record.read(tmp_path / "b.jsonl", record.Item)) == 2
     report = json.loads((tmp_path / "b.report.json").read_text())
@@ -429,7 +541,8 @@ def test_a_benchmark_is_built_from_files(tmp_path: Path, capsys: Any) -> None:
     assert main([*command, "--threshold", "best"]) == 2
 
 
-# ---------------------------------------------------------------------------------------------- training
+# ----------------------------------------------------------------------------------------------
+# training
 
 
 def test_the_rate_rises_and_falls_as_its_schedule_says() -> None:
@@ -451,7 +564,10 @@ def test_every_epoch_sees_every_example_once_in_an_order_of_its_own() -> None:
     assert sorted(seen[:6]) == sorted(seen[6:]) == list(range(6))
     assert seen[:6] != seen[6:]
     plain_order = msgspec.structs.replace(recipe, shuffle=None)
-    assert [e.tokens[0] for step in range(3) for e in batch_of(examples, plain_order, step)] == [*range(6), *range(6)]
+    assert [e.tokens[0] for step in range(3) for e in batch_of(examples, plain_order, step)] == [
+        *range(6),
+        *range(6),
+    ]
 
 
 def examples_of(seed: int = 0) -> list[Example]:
@@ -477,7 +593,9 @@ def gradient(folder: Path, batch: Sequence[Example], **changes: Any) -> tuple[fl
 def test_a_packed_batch_has_the_loss_and_the_gradient_of_a_padded_one(kind: str, forward_tokens: int, tmp_path: Path) -> None:  # fmt: skip
     folder = tiny.save(tmp_path / kind, kind)
     loss, slope = gradient(folder, examples_of())
-    packed, packed_slope = gradient(folder, examples_of(), packing=True, forward_tokens=forward_tokens)
+    packed, packed_slope = gradient(
+        folder, examples_of(), packing=True, forward_tokens=forward_tokens
+    )
     assert packed == pytest.approx(loss, abs=1e-5)
     assert torch.allclose(packed_slope, slope, atol=1e-5)
 
@@ -486,7 +604,9 @@ def test_no_example_of_a_pack_sees_another(llama: Path) -> None:
     student = Student(llama, Recipe(steps=1, batch=2, lr=1.0, packing=True))
     first, second, third = examples_of()[:3]
     alone = [student.loss([e]).item() for e in (first, second, third)]
-    assert student.loss([first, second]).item() == pytest.approx((alone[0] + alone[1]) / 2, abs=1e-5)
+    assert student.loss([first, second]).item() == pytest.approx(
+        (alone[0] + alone[1]) / 2, abs=1e-5
+    )
     assert student.loss([first, third]).item() == pytest.approx((alone[0] + alone[2]) / 2, abs=1e-5)
 
 
@@ -515,9 +635,13 @@ def test_merged_adapters_say_what_the_adapters_said(llama: Path, tmp_path: Path)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lora_rank", [0, 4])
-def test_training_lowers_the_loss_and_leaves_an_ordinary_folder(lora_rank: int, llama: Path, tmp_path: Path) -> None:
+def test_training_lowers_the_loss_and_leaves_an_ordinary_folder(
+    lora_rank: int, llama: Path, tmp_path: Path
+) -> None:
     recipe = Recipe(steps=30, batch=6, lr=1e-2, schedule="cosine", warmup=3, shuffle=0, packing=True, lora_rank=lora_rank)  # fmt: skip
-    losses = fine_tune(llama, examples_of(), tmp_path / "out", recipe, 1, held_out=examples_of()[:2])
+    losses = fine_tune(
+        llama, examples_of(), tmp_path / "out", recipe, 1, held_out=examples_of()[:2]
+    )
     assert losses.held_out is not None
     assert losses.held_out[1] < 0.7 * losses.held_out[0]
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
@@ -540,14 +664,24 @@ def test_rows_longer_than_the_model_takes_are_left_out_and_counted() -> None:
 
 def rows_file(path: Path, count: int) -> Path:
     chat = [{"role": "system", "content": "Judge."}, {"role": "user", "content": "turn"}]
-    made = [{"messages": chat, "completion": f"Analysis: {'x' * (300 if i == 0 else 3)}{i}"} for i in range(count)]
+    made = [
+        {"messages": chat, "completion": f"Analysis: {'x' * (300 if i == 0 else 3)}{i}"}
+        for i in range(count)
+    ]
     path.write_text("".join(json.dumps(row) + "\n" for row in made))
     return path
 
 
-def test_train_says_what_it_left_out_and_measures_before_and_after(llama: Path, tmp_path: Path, capsys: Any) -> None:
+def test_train_says_what_it_left_out_and_measures_before_and_after(
+    llama: Path, tmp_path: Path, capsys: Any
+) -> None:
     command = ["train", "--model", str(llama), "--rows", str(rows_file(tmp_path / "r.jsonl", 11)), "--out", str(tmp_path / "out"), "--threads", "1"]  # fmt: skip
-    assert main([*command, "--max-tokens", "100", "--epochs", "2", "--batch", "3", "--held-out", "0.2"]) == 0
+    assert (
+        main(
+            [*command, "--max-tokens", "100", "--epochs", "2", "--batch", "3", "--held-out", "0.2"]
+        )
+        == 0
+    )
     said = capsys.readouterr().out
     assert "1 of 11 rows are longer than 100 tokens and left out" in said
     assert "8 rows, 2 held out, 6 steps of 3" in said
@@ -573,7 +707,19 @@ def test_train_says_what_it_left_out_and_measures_before_and_after(llama: Path, 
 def test_what_cannot_be_trained_is_refused(arguments: list[str], message: str, llama: Path, tmp_path: Path, capsys: Any) -> None:  # fmt: skip
     rows_path = rows_file(tmp_path / "r.jsonl", 3)
     assert (
-        main(["train", "--model", str(llama), "--rows", str(rows_path), "--out", str(tmp_path / "o"), *arguments]) == 2
+        main(
+            [
+                "train",
+                "--model",
+                str(llama),
+                "--rows",
+                str(rows_path),
+                "--out",
+                str(tmp_path / "o"),
+                *arguments,
+            ]
+        )
+        == 2
     )
     assert message in capsys.readouterr().err
     assert not (tmp_path / "o").exists()
@@ -584,12 +730,21 @@ def test_an_out_that_cannot_be_written_is_said_before_a_model_is_loaded(
     command: str, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()
-    monkeypatch.setattr("tools.defaults.models.ensure_model", lambda *_: pytest.fail("the model was loaded"))
-    monkeypatch.setattr("tools.launching.prepare.prepare", lambda *_: pytest.fail("the model was made"))
+    monkeypatch.setattr(
+        "tools.defaults.models.ensure_model", lambda *_: pytest.fail("the model was loaded")
+    )
+    monkeypatch.setattr(
+        "tools.launching.prepare.prepare", lambda *_: pytest.fail("the model was made")
+    )
     out = tmp_path / "file" / "o"
-    more = {"train": ["--model", "m", "--rows", "r"], "warm-start": ["--config", "configs/slate-cpu.toml"]}[command]
+    more = {
+        "train": ["--model", "m", "--rows", "r"],
+        "warm-start": ["--config", "configs/slate-cpu.toml"],
+    }[command]
     assert main([command, *more, "--out", str(out)]) == 2
-    assert f"--out {out} cannot be written: Not a directory; choose another" in capsys.readouterr().err
+    assert (
+        f"--out {out} cannot be written: Not a directory; choose another" in capsys.readouterr().err
+    )
     (tmp_path / "link").symlink_to("nowhere")
     assert main([command, *more, "--out", str(tmp_path / "link")]) == 2
     assert "link exists" in capsys.readouterr().err
@@ -602,14 +757,19 @@ def train_command(llama: Path, folder: Path) -> list[str]:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_in_a_training_ends_it_with_one_line(
-    number: signal.Signals, llama: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+    number: signal.Signals,
+    llama: Path,
+    tmp_path: Path,
+    capsys: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def interrupted(*_: Any) -> float:
         os.kill(os.getpid(), number)
         return 0.0
 
     monkeypatch.setattr(Student, "learn", interrupted)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job begins with it ignored
+    # a background job begins with it ignored
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     ending = signal.getsignal(signal.SIGTERM)
     try:
         assert main(train_command(llama, tmp_path)) == 130
@@ -657,7 +817,9 @@ def test_a_full_disk_under_the_trained_model_is_said(
 
 
 def test_the_rows_of_a_question_are_learnt_or_held_out_together(tmp_path: Path) -> None:
-    examples = [Example([i], 1, group) for i, group in enumerate(["a", "b", "c", "d"] * 3 + ["", ""])]
+    examples = [
+        Example([i], 1, group) for i, group in enumerate(["a", "b", "c", "d"] * 3 + ["", ""])
+    ]
     learnt, held = split(examples, 0.4, 0)
     assert len(held) in (6, 7, 8)
     assert sorted(e.tokens[0] for e in [*learnt, *held]) == list(range(14))
@@ -669,7 +831,9 @@ def test_the_rows_of_a_question_are_learnt_or_held_out_together(tmp_path: Path) 
     assert read_pairs(tmp_path / "rows.jsonl", Text(str(tiny.save(tmp_path / "m"))))[0].group == "q"
 
 
-def test_a_model_that_scales_its_logits_is_refused(llama: Path, tmp_path: Path, capsys: Any) -> None:
+def test_a_model_that_scales_its_logits_is_refused(
+    llama: Path, tmp_path: Path, capsys: Any
+) -> None:
     model = Path(shutil.copytree(llama, tmp_path / "model"))
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"logits_scaling": 8.0}))
@@ -693,10 +857,14 @@ def test_a_model_that_does_not_fit_is_said_with_what_to_change(
 
 
 @pytest.mark.parametrize("end", [[], [257]])
-def test_an_empty_completion_is_refused_with_its_line(end: list[int], llama: Path, tmp_path: Path) -> None:
+def test_an_empty_completion_is_refused_with_its_line(
+    end: list[int], llama: Path, tmp_path: Path
+) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"prompt": "a", "completion": "b"}\n{"prompt": "a", "completion": ""}\n')
-    with pytest.raises(ValueError, match=r"rows\.jsonl:2: the completion is empty.*remove that line"):
+    with pytest.raises(
+        ValueError, match=r"rows\.jsonl:2: the completion is empty.*remove that line"
+    ):
         read_pairs(path, Text(str(llama)), end)
 
 
@@ -712,7 +880,9 @@ def test_a_completion_ends_with_the_end_token_when_asked(llama: Path, tmp_path: 
 
 
 @pytest.mark.parametrize("row", ['{"completion": "b"}', '{"prompt": "a", "messages": [{"role": "user", "content": "a"}], "completion": "b"}', '{"messages": [{"role": "judge", "content": "a"}], "completion": "b"}'])  # fmt: skip
-def test_a_row_that_is_not_one_conversation_is_refused_with_its_line(row: str, llama: Path, tmp_path: Path) -> None:
+def test_a_row_that_is_not_one_conversation_is_refused_with_its_line(
+    row: str, llama: Path, tmp_path: Path
+) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"prompt": "a", "completion": "b"}\n' + row + "\n")
     with pytest.raises(ValueError, match=r"rows\.jsonl:2.*expected"):
@@ -724,10 +894,16 @@ def test_the_commands_of_the_docs_are_commands(name: str) -> None:
     text = (Path(__file__).parents[3] / "docs" / f"{name}.md").read_text()
     blocks = re.findall(r"^```\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     commands = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
-    said = [shlex.split(line, comments=True) for line in commands if line.startswith(("tools/sft", "tools/evaluate"))]
+    said = [
+        shlex.split(line, comments=True)
+        for line in commands
+        if line.startswith(("tools/sft", "tools/evaluate"))
+    ]
     assert said
     for tool, *arguments in said:
         if tool == "tools/sft":
-            parser().parse_args([found for found in arguments if not found.startswith("[") and found != "..]"])
+            parser().parse_args(
+                [found for found in arguments if not found.startswith("[") and found != "..]"]
+            )
         else:
             evaluate.judges_of(evaluate.parser().parse_args(arguments[1:]))

@@ -25,7 +25,10 @@ def run(tmp_path: Path) -> Path:
         tree = Tree(number, f"task-{number}")
         root = tree.add(None, "prompt", np.arange(4, dtype=np.int32), "prompt", state={})
         for group in (2 * number, 2 * number + 1):
-            values = {"logprobs": np.full(2, -0.5, np.float32), "versions": np.full(2, version, np.int32)}
+            values = {
+                "logprobs": np.full(2, -0.5, np.float32),
+                "versions": np.full(2, version, np.int32),
+            }
             action = tree.add(root, "action", np.array([7, 8], np.int32), "act", **values)
             tree.changed[action.id] = action
             if not group % 2:
@@ -36,12 +39,16 @@ def run(tmp_path: Path) -> Path:
         journal.close_tree(tree)
     journal.close()
     records = [{"version": v, "learner/groups": 2.0 * QUESTIONS} for v in (1, 2, 3)]
-    (tmp_path / "metrics.jsonl").write_bytes(b"".join(msgspec.json.encode(r) + b"\n" for r in records))
+    (tmp_path / "metrics.jsonl").write_bytes(
+        b"".join(msgspec.json.encode(r) + b"\n" for r in records)
+    )
     (tmp_path / "config.json").write_text('{"scheduler": {"max_staleness": 0}}')
     (tmp_path / "summary.json").write_text("{}")
     folder = tmp_path / "checkpoints" / "v000003"
     folder.mkdir(parents=True)
-    (folder / frontier.FILE).write_bytes(msgspec.json.encode(frontier.Frontier(3, frontier.runs(groups))))
+    (folder / frontier.FILE).write_bytes(
+        msgspec.json.encode(frontier.Frontier(3, frontier.runs(groups)))
+    )
     digest.write_sums(folder, {frontier.FILE: digest.file(folder / frontier.FILE)})
     return tmp_path
 
@@ -99,7 +106,9 @@ def test_faults_in_the_records_are_found(run: Path) -> None:
 
 def test_a_crash_may_leave_the_newest_update_unfinished_and_the_end_may_not(run: Path) -> None:
     path = run / "metrics.jsonl"
-    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:2]) + b'{"version": 3, "lear')
+    path.write_bytes(
+        b"".join(path.read_bytes().splitlines(keepends=True)[:2]) + b'{"version": 3, "lear'
+    )
     with sqlite3.connect(run / "journal.sqlite") as journal:
         journal.execute("UPDATE groups SET trained=NULL WHERE id=11")
     journal.close()

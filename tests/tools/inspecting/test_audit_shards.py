@@ -1,4 +1,5 @@
-"""The audit of a run of two schedulers: all journals together hold what the learner trained, and each only what is its own."""
+"""The audit of a run of two schedulers: all journals together hold what the learner trained, and
+each only what is its own."""
 
 import sqlite3
 from pathlib import Path
@@ -29,7 +30,10 @@ def run(tmp_path: Path) -> Path:
             identity, version = shard.after(identity), draw // (TREES // UPDATES)
             tree = Tree(identity, f"task-{identity}")
             root = tree.add(None, "prompt", np.arange(4, dtype=np.int32), "prompt", state={})
-            values = {"logprobs": np.full(2, -0.5, np.float32), "versions": np.full(2, version, np.int32)}
+            values = {
+                "logprobs": np.full(2, -0.5, np.float32),
+                "versions": np.full(2, version, np.int32),
+            }
             action = tree.add(root, "action", np.array([7, 8], np.int32), "act", **values)
             journal.start_tree(tree, shard.position(draw), version)
             journal.save_group(tree, identity, [Turn(action.id, 0, 1, {})])
@@ -38,12 +42,16 @@ def run(tmp_path: Path) -> Path:
             trained[identity] = version + 1
         journal.close()
         records = [{"version": v, "learner/groups": 4.0} for v in (1, 2)]
-        (home / "metrics.jsonl").write_bytes(b"".join(msgspec.json.encode(record) + b"\n" for record in records))
+        (home / "metrics.jsonl").write_bytes(
+            b"".join(msgspec.json.encode(record) + b"\n" for record in records)
+        )
         (home / "summary.json").write_text("{}")
     (tmp_path / "config.json").write_text('{"scheduler": {"max_staleness": 0, "shards": 2}}')
     state = tmp_path / "checkpoints" / "v000002"
     state.mkdir(parents=True)
-    (state / frontier.FILE).write_bytes(msgspec.json.encode(frontier.Frontier(2, frontier.runs(trained))))
+    (state / frontier.FILE).write_bytes(
+        msgspec.json.encode(frontier.Frontier(2, frontier.runs(trained)))
+    )
     digest.write_sums(state, {frontier.FILE: digest.file(state / frontier.FILE)})
     return tmp_path
 
@@ -63,7 +71,8 @@ def test_a_whole_run_of_two_schedulers_passes(run: Path) -> None:
         ("DELETE FROM groups WHERE id=3", "journal and checkpoint agree"),
         ("UPDATE groups SET trained=2 WHERE id=1", "journal and learner agree"),
         ("UPDATE trees SET position=position+2 WHERE id=7", "drawn once"),
-        ("UPDATE trees SET position=position+1-2*(position%2) WHERE id=7", "drawn once"),  # the other's of the two
+        # the other's of the two
+        ("UPDATE trees SET position=position+1-2*(position%2) WHERE id=7", "drawn once"),
         ("UPDATE trees SET id=8 WHERE id=7", "ids of one shard"),
     ],
 )
@@ -74,7 +83,9 @@ def test_a_fault_in_the_second_journal_is_found(run: Path, statement: str, rule:
     assert rule in rules(run)
 
 
-def test_a_scheduler_without_the_record_of_an_update_is_found_when_both_have_ended(run: Path) -> None:
+def test_a_scheduler_without_the_record_of_an_update_is_found_when_both_have_ended(
+    run: Path,
+) -> None:
     path = folder(run, 1) / "metrics.jsonl"
     path.write_bytes(path.read_bytes().splitlines(keepends=True)[0])
     assert rules(run) == {"one record per update"}

@@ -1,4 +1,5 @@
-"""Traces and the causes of the wall time: planted delays come out as they were planted, and the causes sum to the wall time."""
+"""Traces and the causes of the wall time: planted delays come out as they were planted, and the
+causes sum to the wall time."""
 
 import json
 from collections import Counter
@@ -32,7 +33,9 @@ def test_planted_delays_come_out_as_they_were_planted() -> None:
         Call("judge.rules", 12.0, 13.0, 3),
         Call("generate", 14.0, 15.0, 10),
     ]
-    first = Update(1, [(UPDATES, 8.5, 10.0), (PUBLISHING, 10.0, 10.25), (CHECKPOINTS, 10.25, 10.5)], {1, 2})
+    first = Update(
+        1, [(UPDATES, 8.5, 10.0), (PUBLISHING, 10.0, 10.25), (CHECKPOINTS, 10.25, 10.5)], {1, 2}
+    )
     second = Update(2, [(UPDATES, 13.0, 14.0)], {3})
     assert shares(calls, [first, second], {9, 10}, 0.0, 15.0) == {
         "starting processes": 1.0,
@@ -50,9 +53,17 @@ def test_planted_delays_come_out_as_they_were_planted() -> None:
 
 
 def test_of_several_calls_of_the_last_tree_the_one_that_ends_last_counts() -> None:
-    calls = [Call("generate", 0.0, 1.0, 1), Call("judge.a", 0.5, 4.0, 1), Call("generate", 0.0, 3.0, 2)]
+    calls = [
+        Call("generate", 0.0, 1.0, 1),
+        Call("judge.a", 0.5, 4.0, 1),
+        Call("generate", 0.0, 3.0, 2),
+    ]
     update = Update(1, [(UPDATES, 4.0, 5.0)], {1, 2})
-    assert shares(calls, [update], set(), 0.0, 5.0) == {"rollouts: judge": 3.5, UPDATES: 1.0, "rollouts: generate": 0.5}
+    assert shares(calls, [update], set(), 0.0, 5.0) == {
+        "rollouts: judge": 3.5,
+        UPDATES: 1.0,
+        "rollouts: generate": 0.5,
+    }
 
 
 def test_a_phase_of_a_call_and_of_an_update_is_a_cause_of_its_own() -> None:
@@ -76,7 +87,10 @@ def test_the_causes_sum_to_the_wall_time_whatever_happens(
     calls: list[Call], cuts: list[float], window: tuple[float, float]
 ) -> None:
     cuts = sorted(cuts)
-    updates = [Update(i, [(UPDATES, a, b)], {i}) for i, (a, b) in enumerate(zip(cuts[::2], cuts[1::2], strict=False))]
+    updates = [
+        Update(i, [(UPDATES, a, b)], {i})
+        for i, (a, b) in enumerate(zip(cuts[::2], cuts[1::2], strict=False))
+    ]
     causes = shares(calls, updates, {9}, min(window), max(window))
     assert sum(causes.values()) == pytest.approx(max(window) - min(window))
     assert all(seconds > 0 for seconds in causes.values())
@@ -91,7 +105,14 @@ def test_a_run_is_divided_from_its_newest_start_on(tmp_path: Path) -> None:
     at = json.loads(began.removesuffix(",\n"))["ts"]
     before = '{"name":"generate","ph":"X","ts":1.0,"dur":1e12,"args":{"for":"tree 0"}},\n'
     answered = [
-        {"name": name, "ph": "X", "pid": "x", "ts": at, "dur": 0, "args": {"outcome": "ok", "version": 0}}
+        {
+            "name": name,
+            "ph": "X",
+            "pid": "x",
+            "ts": at,
+            "dur": 0,
+            "args": {"outcome": "ok", "version": 0},
+        }
         for name in ("load", "train")
     ]
     again = "".join(
@@ -114,7 +135,11 @@ def test_a_window_has_lanes_names_and_arrows_from_sampling_to_the_update() -> No
     update = Update(7, [(UPDATES, 6.0, 7.0), (PUBLISHING, 7.0, 7.0)], {1})
     events = window(Recorded(0.5, 9.0, calls, [update], set()), 2.5, 8.0)
     names = {event["pid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
-    slices = [(names[e["pid"]], e["tid"], e["name"], e["ts"], e["dur"], e["args"]) for e in events if e["ph"] == "X"]
+    slices = [
+        (names[e["pid"]], e["tid"], e["name"], e["ts"], e["dur"], e["args"])
+        for e in events
+        if e["ph"] == "X"
+    ]
     assert slices == [
         ("actor-0", 1, "generate", 0.5e6, 2e6, {"outcome": "ok", "tree": 1}),
         ("actor-0", 2, "generate", 1.5e6, 2e6, {"outcome": "ok", "tree": 1}),
@@ -122,10 +147,14 @@ def test_a_window_has_lanes_names_and_arrows_from_sampling_to_the_update() -> No
         ("judges", 1, "judge.rules", 3.5e6, 0.5e6, {"outcome": "deadline", "tree": 1}),
         ("learner", 1, "updates", 5.5e6, 1e6, {"version": 7}),
     ]
-    starts, ends = ({e["id"]: (names[e["pid"]], e["ts"]) for e in events if e["ph"] == kind} for kind in "sf")
+    starts, ends = (
+        {e["id"]: (names[e["pid"]], e["ts"]) for e in events if e["ph"] == kind} for kind in "sf"
+    )
     assert sorted(starts.values()) == [("actor-0", 0.5e6), ("actor-0", 1.5e6)]
     assert dict.fromkeys(starts, ("learner", 5500000.0)) == ends
-    assert not [e for e in window(Recorded(0.5, 9.0, calls, [update], set()), 7.5, 8.0) if e["ph"] == "X"]
+    assert not [
+        e for e in window(Recorded(0.5, 9.0, calls, [update], set()), 7.5, 8.0) if e["ph"] == "X"
+    ]
 
 
 def test_the_command_writes_a_trace_and_says_when_a_window_is_empty(

@@ -23,8 +23,8 @@ def ids(*values: int) -> np.ndarray:
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A run of six trees of two candidates. Tree i has the rewards i / 10 and -i / 10, trees 3 to 5 were admitted at version 1, the last one grows,
-    and a judge could not grade tree 2."""
+    """A run of six trees of two candidates. Tree i has the rewards i / 10 and -i / 10, trees 3 to 5
+    were admitted at version 1, the last one grows, and a judge could not grade tree 2."""
     monkeypatch.setenv("COLUMNS", "80")
     journal = Journal(tmp_path / "journal.sqlite")
     for i in range(TREES):
@@ -41,7 +41,9 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         if i < TREES - 1:
             journal.save_group(tree, i, [Turn(node.id, 0, 0, {"reward": 1.0})])
             journal.mark_trained(i, i // 3 + 1)
-            journal.close_tree(tree, "quarantined" if i == 0 else "closed", "a judge failed" if i == 0 else None)
+            journal.close_tree(
+                tree, "quarantined" if i == 0 else "closed", "a judge failed" if i == 0 else None
+            )
     journal.close()
     return tmp_path
 
@@ -99,11 +101,23 @@ def test_a_sample_is_the_same_each_time_and_no_larger_than_asked_for(
     assert len({*samples[0]}) == 3
 
 
-def test_a_list_fits_on_80_columns_and_shows_the_spread(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_list_fits_on_80_columns_and_shows_the_spread(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main([str(run / "journal.sqlite"), "--list"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
-    assert lines[0].split() == ["tree", "task", "status", "version", "actions", "reward", "spread", "invalid", "age_s"]
+    assert lines[0].split() == [
+        "tree",
+        "task",
+        "status",
+        "version",
+        "actions",
+        "reward",
+        "spread",
+        "invalid",
+        "age_s",
+    ]
     assert lines[1].split()[:-1] == ["4", "task1", "closed", "1", "2", "0.00", "0.80", "2"]
 
 
@@ -118,7 +132,10 @@ def test_a_list_fits_on_80_columns_and_shows_the_spread(run: Path, capsys: pytes
         (["--tree", "17"], "the journal holds trees 0 to 5"),
         (["--diff", "1:9", "1"], "tree 1 has the nodes 0, 1, 2"),
         (["--diff", "task0@7", "1"], "task 'task0' has trees of the versions [0, 1]"),
-        (["--diff", "x", "1"], "expected TREE, TASK@VERSION or TREE:NODE, the journal holds trees 0 to 5"),
+        (
+            ["--diff", "x", "1"],
+            "expected TREE, TASK@VERSION or TREE:NODE, the journal holds trees 0 to 5",
+        ),
     ],
 )
 def test_what_is_not_there_is_told_with_what_is(
@@ -166,12 +183,16 @@ def test_what_is_no_journal_and_a_folder_that_cannot_be_written_are_told(
     assert "notes.txt" in capsys.readouterr().err
 
 
-def test_a_run_without_scores_or_rewards_is_listed_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_without_scores_or_rewards_is_listed_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     journal = Journal(tmp_path / "journal.sqlite")
     for i in range(2):
         tree = Tree(i, f"task{i}")
         root = tree.add(None, "prompt", ids(1), "question")
-        tree.add(root, "action", ids(2), "answer", scores={"risk": 1.0, "risk_min": 0.5} if i else {})
+        tree.add(
+            root, "action", ids(2), "answer", scores={"risk": 1.0, "risk_min": 0.5} if i else {}
+        )
         journal.start_tree(tree, i, 0)
     journal.close()
     assert main([str(tmp_path), "--list"]) == 0
@@ -184,17 +205,35 @@ def test_a_run_without_scores_or_rewards_is_listed_too(tmp_path: Path, capsys: p
 
 def test_the_frames_hold_every_score_and_survive_parquet(run: Path, tmp_path: Path) -> None:
     assert main([str(run), "--parquet", str(tmp_path / "out")]) == 0
-    trees, nodes = (pl.read_parquet(tmp_path / "out" / f"{name}.parquet") for name in ("trees", "nodes"))
+    trees, nodes = (
+        pl.read_parquet(tmp_path / "out" / f"{name}.parquet") for name in ("trees", "nodes")
+    )
     assert len(trees) == 5 and len(nodes) == 15
     scores = {"reward", "think", "valid", "score_step"}  # nodes have a column "step" of their own
     assert set(nodes.columns) == {*frames.NODE, *scores}
     extremes = {f"{name}_{end}" for name in scores for end in ("min", "max")}
     assert set(trees.columns) == {*frames.TREE, *frames.SUMS, *scores, *extremes}
     last = trees.row(by_predicate=pl.col("tree") == 4, named=True)
-    assert (last["actions"], last["turns"], last["sampled"], last["invalid"], last["trained_by"]) == (2, 1, 6, 2, 2)
-    assert (last["reward"], last["reward_min"], last["reward_max"], last["spread"]) == (0.0, -0.4, 0.4, 0.8)
+    assert (
+        last["actions"],
+        last["turns"],
+        last["sampled"],
+        last["invalid"],
+        last["trained_by"],
+    ) == (2, 1, 6, 2, 2)
+    assert (last["reward"], last["reward_min"], last["reward_max"], last["spread"]) == (
+        0.0,
+        -0.4,
+        0.4,
+        0.8,
+    )
     node = nodes.row(by_predicate=(pl.col("tree") == 4) & (pl.col("node") == 2), named=True)
-    assert (node["first_version"], node["last_version"], node["logprob"], node["reward"]) == (1, 2, -1.5, -0.4)
+    assert (node["first_version"], node["last_version"], node["logprob"], node["reward"]) == (
+        1,
+        2,
+        -1.5,
+        -0.4,
+    )
     assert node["score_step"] == 7.0 and node["step"] == 1
     assert nodes.filter(pl.col("kind") == "prompt")["reward"].null_count() == 5
     both = frames.read(run)
@@ -207,10 +246,18 @@ def test_one_document_or_one_line_per_tree(run: Path, capsys: pytest.CaptureFixt
     assert main([str(run), "--json", "--limit", "2"]) == 0
     assert [tree["tree"] for tree in json.loads(capsys.readouterr().out)] == [4, 3]
     assert main([str(run), "--jsonl", "--all"]) == 0
-    assert [json.loads(line)["tree"] for line in capsys.readouterr().out.splitlines()] == [0, 1, 2, 3, 4]
+    assert [json.loads(line)["tree"] for line in capsys.readouterr().out.splitlines()] == [
+        0,
+        1,
+        2,
+        3,
+        4,
+    ]
 
 
-def test_two_candidates_differ_from_their_first_unequal_node_on(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_candidates_differ_from_their_first_unequal_node_on(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main([str(run), "--diff", "3:1", "3:2"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "the first 1 nodes are equal (2 tokens)"
@@ -218,13 +265,17 @@ def test_two_candidates_differ_from_their_first_unequal_node_on(run: Path, capsy
     assert "reward                   +0.300     -0.300" in lines
 
 
-def test_one_task_is_compared_at_two_versions(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_task_is_compared_at_two_versions(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main([str(run), "--diff", "task1@0", "task1@1:2"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "-   answer 1 plus" in lines and "+   answer 4 minus" in lines
 
 
-def test_the_seconds_of_a_trees_calls_are_columns_and_told(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_seconds_of_a_trees_calls_are_columns_and_told(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     calls = [("generate", 1, 2.0), ("generate", 1, 0.5), ("judge.exact_match", 1, 0.25), ("generate", 3, 4.0), ("train", None, 9.0)]  # fmt: skip
     lines = [
         json.dumps(
@@ -236,7 +287,8 @@ def test_the_seconds_of_a_trees_calls_are_columns_and_told(run: Path, capsys: py
         )
         for name, tree, s in calls
     ]
-    (run / "trace.jsonl").write_text(",\n".join(lines) + ',\n{"name":"gener')  # a crash cut the last line off
+    # a crash cut the last line off
+    (run / "trace.jsonl").write_text(",\n".join(lines) + ',\n{"name":"gener')
     trees, _ = frames.read(run)
     rows = {row["tree"]: row for row in trees.iter_rows(named=True)}
     assert (rows[1]["generate_s"], rows[1]["judge_s"], rows[3]["generate_s"]) == (2.5, 0.25, 4.0)
@@ -275,10 +327,15 @@ def test_long_texts_are_folded_and_full_shows_them_with_the_judges_words(
     assert "slate_rules: because 4" in whole
 
 
-def test_a_title_has_every_score_and_what_is_unusual(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_title_has_every_score_and_what_is_unusual(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main([str(run), "--tree", "2"]) == 0
     shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    assert "* action 1, 3 tokens 2 cached ended by length versions 0-1 reward +0.200 think +1.000 step +7.000" in shown
+    assert (
+        "* action 1, 3 tokens 2 cached ended by length versions 0-1 reward +0.200 think +1.000 step +7.000"
+        in shown
+    )
     assert "judge invalid: query" in shown
     assert main([str(run), "--tree", "4"]) == 0
     assert "INVALID" in capsys.readouterr().out
@@ -305,7 +362,11 @@ def test_why_an_episode_crashed_is_shown_without_being_asked_for(
     journal.close()
     assert main([str(tmp_path), "--tree", "0"]) == 0
     shown = capsys.readouterr().out
-    assert "# crashed: exit status 1: TypeError: bad" in shown and "lines (--full)" in shown and "well" not in shown
+    assert (
+        "# crashed: exit status 1: TypeError: bad" in shown
+        and "lines (--full)" in shown
+        and "well" not in shown
+    )
     assert main([str(tmp_path), "--where", "crashed_max = 1", "--list"]) == 0
     _, nodes = frames.read(tmp_path)
     assert "crashed: exit status 1: TypeError: bad" in nodes["fate"].to_list()

@@ -48,11 +48,16 @@ def test_what_is_no_run_or_no_new_folder_is_refused(
 ) -> None:
     assert main([str(tmp_path), "--out", str(tmp_path / "out")]) == 2
     said = capsys.readouterr().err
-    assert said == f"tools/export: {tmp_path}: no processes/learner.json there; expected the folder of a run\n"
+    assert (
+        said
+        == f"tools/export: {tmp_path}: no processes/learner.json there; expected the folder of a run\n"
+    )
     assert main([str(run), "--out", str(run)]) == 2
     assert f"--out {run} holds something already: choose another" in capsys.readouterr().err
     assert main([str(run), "--out", str(run / "processes" / "learner.json" / "out")]) == 2
-    assert "out cannot be written: Not a directory; choose another folder\n" in capsys.readouterr().err
+    assert (
+        "out cannot be written: Not a directory; choose another folder\n" in capsys.readouterr().err
+    )
 
 
 def test_an_empty_folder_takes_the_policy(run: Path, tmp_path: Path) -> None:

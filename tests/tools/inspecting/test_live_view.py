@@ -1,4 +1,5 @@
-"""tools/watch: what it shows at every size and of every broken run, what its keys do, and how little it reads."""
+"""tools/watch: what it shows at every size and of every broken run, what its keys do, and how
+little it reads."""
 
 import asyncio
 import contextlib
@@ -85,8 +86,12 @@ def lines(*versions: int) -> bytes:
 def reported(run: Path, paused: bool = False) -> None:
     """Write the scheduler's report."""
 
-    def worker(name: str, service: str, pid: int, busy: int = 0, silent_s: float = 1.0) -> WorkerHealth:
-        return WorkerHealth(name, pid, "here", [service], MONOTONIC - silent_s, "here", busy, 64, 9, 0, [])
+    def worker(
+        name: str, service: str, pid: int, busy: int = 0, silent_s: float = 1.0
+    ) -> WorkerHealth:
+        return WorkerHealth(
+            name, pid, "here", [service], MONOTONIC - silent_s, "here", busy, 64, 9, 0, []
+        )
 
     workers = [
         worker("judges", "judge.slate_rules", 101, 3),
@@ -94,7 +99,9 @@ def reported(run: Path, paused: bool = False) -> None:
         worker("actor-0", "generate", 103, 12),
     ]
     workers += [worker("actor-1", "generate", 104, 5, 70.0), worker("mine-0", "judge.mine", 900)]
-    queues = {"generate": Queue(17, 4, 2, MONOTONIC - 7, "tree 8, attempt 1 of 5", ["actor-0", "actor-1"])}
+    queues = {
+        "generate": Queue(17, 4, 2, MONOTONIC - 7, "tree 8, attempt 1 of 5", ["actor-0", "actor-1"])
+    }
     body = Health(
         100, "here", MONOTONIC - 1, NOW, "updates", 8, 9, True, 3, 5, 1, MONOTONIC - 2, "actor-1", queues, workers, 120.0, 1800.0,
         (NOW - 5, "judge.slate_rules: mine-0 gave 2 judgements for 3 turns"), paused=paused,
@@ -111,15 +118,22 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     write_whole(folder / "config.json", load(DEFAULT_CONFIG, ["scheduler.updates=9"]))
     journal = Journal(folder / "journal.sqlite")
     for number in range(12):
-        plant(journal, number, "growing" if number > 9 else "quarantined" if number == 4 else "closed")
+        plant(
+            journal, number, "growing" if number > 9 else "quarantined" if number == 4 else "closed"
+        )
     measures = {
         name: {"mean": mean, "half": 0.08}
         for name, mean in (("em", 0.41), ("em_2_hop", 0.11), ("f1", 0.5), ("valid", 0.99))
     }
-    journal.save_evaluation(0, "start", {"version": 0, "questions": 128, "headline": "em", "measures": measures})
+    journal.save_evaluation(
+        0, "start", {"version": 0, "questions": 128, "headline": "em", "measures": measures}
+    )
     journal.close()
     (folder / "metrics.jsonl").write_bytes(lines(*range(1, 9)) + b'{"version": 9, "learner/gro')
-    members = {name: Member(100 + place, NOW - 200, int(name == "actor-0")) for place, name in enumerate(MEMBERS)}
+    members = {
+        name: Member(100 + place, NOW - 200, int(name == "actor-0"))
+        for place, name in enumerate(MEMBERS)
+    }
     death = Failure(
         NOW - 60,
         "actor-0",
@@ -132,7 +146,13 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
     def process(run: Path, name: str, member: Member, heard: float | None) -> ProcessStatus:
         return ProcessStatus(
-            name, member.pid, STATES.get(name, "sleeping"), member.restarts, NOW - member.began, 100.0, heard
+            name,
+            member.pid,
+            STATES.get(name, "sleeping"),
+            member.restarts,
+            NOW - member.began,
+            100.0,
+            heard,
         )
 
     clock = SimpleNamespace(time=lambda: NOW, monotonic=lambda: MONOTONIC)
@@ -155,7 +175,9 @@ async def until(condition: Callable[[], object]) -> None:
 
 
 @contextlib.asynccontextmanager
-async def watching(run: Path, width: int = 80, height: int = 24) -> AsyncIterator[tuple[Watch, Pilot[None]]]:
+async def watching(
+    run: Path, width: int = 80, height: int = 24
+) -> AsyncIterator[tuple[Watch, Pilot[None]]]:
     """The view after its first look."""
     app = Watch(run)
     async with app.run_test(size=(width, height), notifications=True) as pilot:
@@ -171,7 +193,8 @@ def screen(app: Watch) -> str:
 
 
 async def check(name: str, app: Watch) -> None:
-    """Wait until the screen is the stored one. WRITE_SCREENS=1 stores what is there after some seconds."""
+    """Wait until the screen is the stored one. WRITE_SCREENS=1 stores what is there after some
+    seconds."""
     file = SCREENS / f"{name}.txt"
     if os.environ.get("WRITE_SCREENS"):
         await asyncio.sleep(3)
@@ -227,7 +250,12 @@ async def test_enter_opens_the_tree_under_the_cursor_and_its_texts_unfold(run: P
     ],
 )
 async def test_every_key_that_harms_asks_once_more(
-    run: Path, keys: list[str], order: str, asks: str, said: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+    run: Path,
+    keys: list[str],
+    order: str,
+    asks: str,
+    said: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     orders: list[tuple[str, ...]] = []
 
@@ -279,7 +307,8 @@ async def test_the_cursor_stays_with_its_tree_and_at_the_top_with_the_newest(run
             assert table.chosen() == there
 
 
-# ---------------------------------------------------------------------------------------------- what is broken
+# ----------------------------------------------------------------------------------------------
+# what is broken
 
 
 def no_run(run: Path) -> None:
@@ -305,7 +334,10 @@ def torn_journal(run: Path) -> None:
         (lambda run: (run / health.NAME).write_text("["), "damaged: health.json cannot be read"),
         (lambda run: (run / record.NAME).unlink(), "damaged: launcher.json is not there"),
         (lambda run: (run / "config.json").write_text("{"), "damaged: config.json is torn"),
-        (lambda run: (run / "metrics.jsonl").write_bytes(b"\xff\n[1]\n{}\n"), "curves: no update is recorded yet"),
+        (
+            lambda run: (run / "metrics.jsonl").write_bytes(b"\xff\n[1]\n{}\n"),
+            "curves: no update is recorded yet",
+        ),
         (lambda run: (run / "metrics.jsonl").unlink(), "curves: no update is recorded yet"),
     ],
 )
@@ -336,13 +368,16 @@ async def test_a_journal_alone_shows_its_trees_and_takes_no_orders(run: Path) ->
         await until(lambda: "tree 9  task task 9" in screen(app))
 
 
-# ---------------------------------------------------------------------------------------------- reading
+# ----------------------------------------------------------------------------------------------
+# reading
 
 
 def test_only_what_is_new_is_read(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trees: list[int] = []
     sums = watched._sums
-    monkeypatch.setattr(watched, "_sums", lambda journal, row: trees.append(row.id) or sums(journal, row))
+    monkeypatch.setattr(
+        watched, "_sums", lambda journal, row: trees.append(row.id) or sums(journal, row)
+    )
     reader = Reader(run)
     assert [record["score/reward"] for record in reader.look().records] == pytest.approx(
         [v / 10 - 0.5 for v in range(1, 9)]
@@ -385,9 +420,14 @@ def test_curves_show_the_first_value_the_course_and_the_newest_value() -> None:
 
 def test_the_histogram_counts_the_tokens_of_the_last_updates() -> None:
     records = [{"watch/staleness_0/tokens": 1000.0}] * 5
-    records += [{"watch/staleness_0/tokens": 30.0, "watch/staleness_2/tokens": 70.0}] * watched.LATEST
+    records += [
+        {"watch/staleness_0/tokens": 30.0, "watch/staleness_2/tokens": 70.0}
+    ] * watched.LATEST
     (line,) = staleness(records, 120)
-    assert line == "staleness of the tokens of the last 20 updates: 0\xa0███\xa030%  2\xa0███████\xa070%"
+    assert (
+        line
+        == "staleness of the tokens of the last 20 updates: 0\xa0███\xa030%  2\xa0███████\xa070%"
+    )
     assert staleness([{"score/reward": 1.0}], 80) == []
 
 
@@ -397,10 +437,13 @@ def test_the_words_keep_to_the_width(run: Path) -> None:
         assert all(len(line) <= width for line in words(look, width))
 
 
-# ---------------------------------------------------------------------------------------------- the command
+# ---------------------------------------------------------------------------------------------- the
+# command
 
 
-def test_without_a_terminal_one_page_is_printed(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_terminal_one_page_is_printed(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main([str(run)]) == 0
     said = capsys.readouterr().out
     assert said.splitlines() == page(Reader(run).look(), 80)

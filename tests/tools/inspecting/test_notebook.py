@@ -28,7 +28,10 @@ def run(llama: Path, tmp_path: Path) -> Path:
     folder = tmp_path / "runs" / "small"
     folder.mkdir(parents=True)
     grown(folder, llama, scheme="rloo")
-    tasks = [{"id": f"task{i}", "question": "capital of Peru?", "golden_answers": ["Lima"]} for i in range(2)]
+    tasks = [
+        {"id": f"task{i}", "question": "capital of Peru?", "golden_answers": ["Lima"]}
+        for i in range(2)
+    ]
     (folder / "tasks.jsonl").write_text("".join(json.dumps(task) + "\n" for task in tasks))
     files = str(folder / "tasks.jsonl")
     plays: dict[str, Any] = {
@@ -40,7 +43,13 @@ def run(llama: Path, tmp_path: Path) -> Path:
     (folder / "processes" / "scheduler.json").write_text(json.dumps(plays))
     (folder / "config.json").write_text("{}")
     records = [
-        {"version": v, "time/run": v, "learner/groups": 1.0, "score/reward": v / 2, "learner/entropy": 1.0}
+        {
+            "version": v,
+            "time/run": v,
+            "learner/groups": 1.0,
+            "score/reward": v / 2,
+            "learner/entropy": 1.0,
+        }
         for v in (1, 2)
     ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
@@ -60,7 +69,9 @@ def run(llama: Path, tmp_path: Path) -> Path:
 def test_frames_and_records_are_data_frames(run: Path) -> None:
     opened = notebook.newest(run.parent)
     assert opened.trees["task"].to_list() == ["task0", "task1"]
-    assert opened.nodes.filter(ACTION)["reward"].to_list() == [reward for rewards in REWARDS for reward in rewards]
+    assert opened.nodes.filter(ACTION)["reward"].to_list() == [
+        reward for rewards in REWARDS for reward in rewards
+    ]
     assert opened.records["score/reward"].to_list() == [0.5, 1.0]
     with pytest.raises(FileNotFoundError, match="no run is below"):
         notebook.newest(run)
@@ -75,13 +86,16 @@ def test_turns_through_another_scheme(run: Path) -> None:
 
 
 @pytest.mark.parametrize("level", ["token", "turn"])
-def test_the_weight_of_a_turn_is_what_the_correction_makes_of_its_ratios(run: Path, level: str) -> None:
+def test_the_weight_of_a_turn_is_what_the_correction_makes_of_its_ratios(
+    run: Path, level: str
+) -> None:
     opened = notebook.Run(run)
     with opened._journal() as (journal, rows):
         _, newest = replay.newest(journal, rows, run)
     plain, cut = opened.weights("none", level), opened.weights("tis", level, upper=0.5)
     for row, upper in zip(plain.iter_rows(named=True), cut.iter_rows(named=True), strict=True):
-        logs = newest[row["tree"], row["node"]] + 1.5  # each token was sampled with a log-probability of -1.5
+        # each token was sampled with a log-probability of -1.5
+        logs = newest[row["tree"], row["node"]] + 1.5
         assert row["ratio"] == pytest.approx(math.exp(logs.mean()), rel=1e-4)
         assert row["weight"] == pytest.approx(1.0)
         ratios = np.exp(logs) if level == "token" else np.array([math.exp(max(-20.0, logs.sum()))])
@@ -104,9 +118,13 @@ def test_a_judge_scores_the_actions_of_a_tree(run: Path) -> None:
         opened.judge("exact_match", tree=1)
 
 
-def test_the_example_runs_from_its_first_cell_to_its_last(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_example_runs_from_its_first_cell_to_its_last(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(run.parents[1])
-    cells = [cell for cell in json.loads(EXAMPLE.read_text())["cells"] if cell["cell_type"] == "code"]
+    cells = [
+        cell for cell in json.loads(EXAMPLE.read_text())["cells"] if cell["cell_type"] == "code"
+    ]
     names: dict[str, Any] = {}
     shown = []
     for cell in cells:
@@ -117,4 +135,6 @@ def test_the_example_runs_from_its_first_cell_to_its_last(run: Path, monkeypatch
     assert [type(value) for value in shown] == [pl.DataFrame] * 5 + [Figure]
     assert not [line for cell in cells if cell["outputs"] for line in cell["outputs"]]
     both = names["both"]
-    assert shown[2].item() == pytest.approx(np.corrcoef(both["advantage"], both["advantage_grpo"])[0, 1])
+    assert shown[2].item() == pytest.approx(
+        np.corrcoef(both["advantage"], both["advantage_grpo"])[0, 1]
+    )

@@ -41,7 +41,9 @@ def tree(number: int, text: str, steps: int) -> Tree:
                 versions=np.full(3, step, np.int32),
             )  # fmt: skip
         assert action is not None
-        tip = grown.add(action, "observation", np.arange(2, dtype=np.int32), f"found {step}", chosen=True)
+        tip = grown.add(
+            action, "observation", np.arange(2, dtype=np.int32), f"found {step}", chosen=True
+        )
     return grown
 
 
@@ -55,7 +57,9 @@ def page(tmp_path: Path) -> Path:
 
 def held(page: Path) -> Any:
     """The data of a page, read as a browser does: up to the first end of the element."""
-    (data,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page.read_text(), re.DOTALL)
+    (data,) = re.findall(
+        r'<script type="application/json" id="data">(.*?)</script>', page.read_text(), re.DOTALL
+    )
     return json.loads(data)
 
 
@@ -65,17 +69,26 @@ def test_the_page_holds_every_node_and_no_markup_of_a_rollout(page: Path) -> Non
     action = trees[1]["nodes"][1]
     assert action["text"] == f"{EVIL} 0.0"
     assert action["scores"] == {"reward": -0.5, "advantage": -1.0}
-    assert (action["logprobs"], action["pieces"], action["versions"]) == ([-0.1, -2.0, -0.3], ["0", "1", "2"], [0, 0])
+    assert (action["logprobs"], action["pieces"], action["versions"]) == (
+        [-0.1, -2.0, -0.3],
+        ["0", "1", "2"],
+        [0, 0],
+    )
     assert "<img" not in page.read_text() and page.read_text().count("<script") == 2
     assert not re.search(r"""(src|href)=["']?(https?:)?//""", page.read_text())
 
 
-# ---------------------------------------------------------------------------------------------- in a browser
+# ---------------------------------------------------------------------------------------------- in
+# a browser
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    program = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    program = (
+        shutil.which("chromium")
+        or shutil.which("chromium-browser")
+        or shutil.which("google-chrome")
+    )
     if program is None:
         pytest.skip("no Chromium on PATH (Debian: apt-get install chromium)")
     with sync_playwright() as playwright:
@@ -91,14 +104,20 @@ def window(browser: Any) -> Iterator[Page]:
     wrong: list[str] = []
     window.on("pageerror", lambda error: wrong.append(str(error)))
     window.on("console", lambda said: wrong.append(said.text))
-    window.on("request", lambda asked: wrong.append(asked.url) if not asked.url.endswith("/trees.html") else None)
+    window.on(
+        "request",
+        lambda asked: wrong.append(asked.url) if not asked.url.endswith("/trees.html") else None,
+    )
     yield window
     window.close()
     assert not wrong
 
 
 def shown(window: Page) -> list[str]:
-    return [box.split("\n")[0].split(" adv")[0] for box in window.locator("[role=treeitem] b").all_inner_texts()]
+    return [
+        box.split("\n")[0].split(" adv")[0]
+        for box in window.locator("[role=treeitem] b").all_inner_texts()
+    ]
 
 
 def test_a_node_is_read_folded_and_found(page: Path, window: Page) -> None:
@@ -107,7 +126,12 @@ def test_a_node_is_read_folded_and_found(page: Path, window: Page) -> None:
     assert shown(window) == ["prompt 0", "action 2 continued", "observation 3", "action 5 continued", "observation 6", "action 4", "action 1"]  # fmt: skip
     window.click("text=action 4")
     said = window.inner_text("#details")
-    assert "search 1.0" in said and "reward\t-0.5" in said and "Said by rules" in said and "lowest -2 at “1”" in said
+    assert (
+        "search 1.0" in said
+        and "reward\t-0.5" in said
+        and "Said by rules" in said
+        and "lowest -2 at “1”" in said
+    )
     window.keyboard.press("ArrowLeft")  # to the parent, observation 3
     assert "observation 3" in window.inner_text("#details h2")
     window.keyboard.press("ArrowLeft")  # fold it
@@ -148,17 +172,26 @@ def test_the_keyboard_alone_reaches_every_node_and_tree(page: Path, window: Page
     assert window.inner_text("#details h2") == "action 4"  # a link to a node
 
 
-def test_colours_follow_the_chosen_value_and_the_trunk_stands_alone(page: Path, window: Page) -> None:
+def test_colours_follow_the_chosen_value_and_the_trunk_stands_alone(
+    page: Path, window: Page
+) -> None:
     window.goto(page.as_uri())
     tint = "([value, box]) => { const c = document.getElementById('colour'); c.value = value; c.dispatchEvent(new Event('change')); return getComputedStyle(document.querySelector(box)).backgroundImage }"
     low, high = (window.evaluate(tint, ["advantage", f"[data-node='{node}']"]) for node in (1, 2))
     assert low != high and "217, 95, 2" in low and "31, 120, 180" in high
     assert window.inner_text("#scale") == "from -1 to 1"
-    assert window.evaluate(tint, ["version", "[data-node='2']"]).endswith("0))")  # the lowest version
+    # the lowest version
+    assert window.evaluate(tint, ["version", "[data-node='2']"]).endswith("0))")
     assert "rgba(31, 120, 180" in window.evaluate(tint, ["version", "[data-node='5']"])
     assert window.locator("#colour option").all_inner_texts() == ["advantage", "reward", "log-probability", "version", "tokens"]  # fmt: skip
     window.click("#trunk")
-    assert shown(window) == ["prompt 0", "action 2 continued", "observation 3", "action 5 continued", "observation 6"]
+    assert shown(window) == [
+        "prompt 0",
+        "action 2 continued",
+        "observation 3",
+        "action 5 continued",
+        "observation 6",
+    ]
     assert window.get_attribute("#trunk", "aria-pressed") == "true"
     window.keyboard.press("/")
     window.keyboard.type("search 0.0")
@@ -172,15 +205,28 @@ def test_of_thousands_of_nodes_only_those_in_view_are_drawn(tmp_path: Path, wind
     while len(large.nodes) < LARGE:
         tip = tips.pop(0)
         for k in range(4):
-            action = large.add(tip, "action", np.arange(2, dtype=np.int32), f"node {len(large.nodes)}", chosen=not k)
-            tips += [large.add(action, "observation", np.arange(2, dtype=np.int32), "o", chosen=not k)] * (k < 2)
+            action = large.add(
+                tip,
+                "action",
+                np.arange(2, dtype=np.int32),
+                f"node {len(large.nodes)}",
+                chosen=not k,
+            )
+            tips += [
+                large.add(action, "observation", np.arange(2, dtype=np.int32), "o", chosen=not k)
+            ] * (k < 2)
     journal(tmp_path, large)
     assert main([str(tmp_path), "--html", str(tmp_path / "trees.html")]) == 0
     window.goto((tmp_path / "trees.html").as_uri())
     assert 1 < window.locator("[role=treeitem]").count() < 100
     last, drawn = (
         max(large.nodes),
-        [int(x) for x in window.locator("[role=treeitem]").evaluate_all("all => all.map(box => box.dataset.node)")],
+        [
+            int(x)
+            for x in window.locator("[role=treeitem]").evaluate_all(
+                "all => all.map(box => box.dataset.node)"
+            )
+        ],
     )
     assert drawn == sorted(drawn, key=window.evaluate("order.map(([node]) => node.id)").index)
     window.evaluate(f"reveal({last})")
@@ -200,7 +246,10 @@ def in_view(window: Page, node: int) -> bool:
     """Whether the node's box stands in the part of the tree that is seen."""
     if not window.locator(f"[data-node='{node}']").count():
         return False
-    box, view = window.locator(f"[data-node='{node}']").bounding_box(), window.locator("#view").bounding_box()
+    box, view = (
+        window.locator(f"[data-node='{node}']").bounding_box(),
+        window.locator("#view").bounding_box(),
+    )
     assert box is not None and view is not None
     across = view["x"] <= box["x"] < view["x"] + view["width"]
     return across and view["y"] <= box["y"] < view["y"] + view["height"]

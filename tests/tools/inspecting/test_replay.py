@@ -24,7 +24,8 @@ LETTERS = "prune"
 
 
 def grown(folder: Path, model: Path, **settings: object) -> list[Tree]:
-    """Journal two trees of three candidates each, trained together into version 1, with the process file of their learner."""
+    """Journal two trees of three candidates each, trained together into version 1, with the process
+    file of their learner."""
     (folder / "processes").mkdir()
     of_run = msgspec.structs.replace(process(model, folder, **settings), temperature=TEMPERATURE)  # pyright: ignore
     (folder / "processes" / "learner.json").write_bytes(msgspec.json.encode(of_run))
@@ -38,7 +39,13 @@ def grown(folder: Path, model: Path, **settings: object) -> list[Tree]:
             tokens = np.array(words.encode(LETTERS[: 3 + k]).ids, np.int32)
             record = np.full(len(tokens), -1.5, np.float32), np.zeros(len(tokens), np.int32)
             node = tree.add(
-                root, "action", tokens, "a", scores={"reward": reward}, logprobs=record[0], versions=record[1]
+                root,
+                "action",
+                tokens,
+                "a",
+                scores={"reward": reward},
+                logprobs=record[0],
+                versions=record[1],
             )
             turns.append(Turn(node.id, k, 1, {"reward": reward}))
         journal.start_tree(tree, i, 0)
@@ -53,24 +60,32 @@ def grown(folder: Path, model: Path, **settings: object) -> list[Tree]:
 def column(folder: Path) -> list[float | None]:
     """The advantages of the actions, tree by tree."""
     _, nodes = frames.read(folder)
-    return nodes.filter(frames.ACTION)["advantage"].to_list() if "advantage" in nodes.columns else []
+    return (
+        nodes.filter(frames.ACTION)["advantage"].to_list() if "advantage" in nodes.columns else []
+    )
 
 
-def test_a_turn_has_the_advantage_that_the_runs_scheme_gives_it(tmp_path: Path, llama: Path) -> None:
+def test_a_turn_has_the_advantage_that_the_runs_scheme_gives_it(
+    tmp_path: Path, llama: Path
+) -> None:
     grown(tmp_path, llama, scheme="rloo")
     assert column(tmp_path) == pytest.approx([1 - 4.0, 2 - 3.5, 6 - 1.5, -1.5, -1.5, 3.0])
 
 
-def test_a_scheme_that_compares_over_the_batch_sees_all_trees_of_the_update(tmp_path: Path, llama: Path) -> None:
+def test_a_scheme_that_compares_over_the_batch_sees_all_trees_of_the_update(
+    tmp_path: Path, llama: Path
+) -> None:
     grown(tmp_path, llama, scheme="reinforce_pp", scheme_options={"baseline": "group"})
     rewards = np.array(REWARDS)
     centred = (rewards - rewards.mean(1, keepdims=True)).ravel()
     tokens = np.repeat(centred, [3, 4, 5, 3, 4, 5])
     given = np.array(column(tmp_path), float)
-    assert given == pytest.approx((centred - tokens.mean()) / tokens.std())  # whitened over all tokens of both trees
+    # whitened over all tokens of both trees
+    assert given == pytest.approx((centred - tokens.mean()) / tokens.std())
     journal = frames.opened(tmp_path)
     alone = journal.tree(*journal.trees("id=1"))
-    assert [alone.nodes[i].scores["advantage"] for i in (1, 2, 3)] == pytest.approx(given[3:])  # not a batch of its own
+    # not a batch of its own
+    assert [alone.nodes[i].scores["advantage"] for i in (1, 2, 3)] == pytest.approx(given[3:])
 
 
 def test_a_scheme_that_reads_a_model_gives_no_advantage(tmp_path: Path, llama: Path) -> None:
@@ -84,7 +99,9 @@ def test_trees_can_be_seen_through_another_scheme(tmp_path: Path, llama: Path) -
     own = replay.learner(tmp_path)
     assert own is not None
     given = replay.advantages(journal, journal.trees(), own.learner, "slate", ddof=0, eps=1e-9)
-    assert [given[0, node] for node in (1, 2, 3)] == pytest.approx((np.array(REWARDS[0]) - 3) / np.std(REWARDS[0]))
+    assert [given[0, node] for node in (1, 2, 3)] == pytest.approx(
+        (np.array(REWARDS[0]) - 3) / np.std(REWARDS[0])
+    )
     with pytest.raises(ValueError, match=r"'vineppo' reads .*'mc_value'"):
         replay.advantages(journal, journal.trees(), own.learner, "vineppo")
     with pytest.raises(ValueError, match="'gae' reads values of the learner's models"):
@@ -127,11 +144,12 @@ def test_tokens_are_printed_with_their_log_probabilities(
     assert main([str(tmp_path), "--tree", "1", "--tokens", "--newest"]) == 0
     lines = [line.strip("│ ") for line in capsys.readouterr().out.splitlines()]
     assert lines[0] == "newest: version 0"
-    assert [line.split()[-1] for line in lines[lines.index("sampled   newest  token") + 1 :][:3]] == [
-        f"{x!r}" for x in LETTERS[:3]
-    ]
+    assert [
+        line.split()[-1] for line in lines[lines.index("sampled   newest  token") + 1 :][:3]
+    ] == [f"{x!r}" for x in LETTERS[:3]]
     (tmp_path / "processes" / "learner.json").unlink()
     assert main([str(tmp_path), "--tree", "1", "--tokens"]) == 0
-    assert f"-1.5000  '{trees[1].nodes[1].tokens[0]}'" in capsys.readouterr().out  # the number of the token
+    # the number of the token
+    assert f"-1.5000  '{trees[1].nodes[1].tokens[0]}'" in capsys.readouterr().out
     assert main([str(tmp_path), "--tokens", "--newest"]) == 2
     assert f"no processes/learner.json is in {tmp_path}" in capsys.readouterr().err

@@ -34,7 +34,10 @@ def page_of(tmp_path: Path, *arguments: object) -> str:
 def cells(text: str, caption: str) -> list[list[str]]:
     """The rows of the table with ``caption``."""
     table = text[text.index(f"<caption>{caption}") :].split("</table>")[0]
-    return [re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row) for row in re.findall(r"<tr>(.*?)</tr>", table, re.DOTALL)]
+    return [
+        re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row)
+        for row in re.findall(r"<tr>(.*?)</tr>", table, re.DOTALL)
+    ]
 
 
 def test_a_page_has_every_section_with_what_the_run_recorded(
@@ -43,8 +46,20 @@ def test_a_page_has_every_section_with_what_the_run_recorded(
     text = page_of(tmp_path, f"{make(tmp_path / 'a')}=base")
     assert re.findall(r'<h2 id="[^"]*">(.*?)</h2>', text) == list(SECTIONS)
     assert cells(text, "Held-out measures")[1:] == [
-        ["base", "em", "0.250 ±0.100 (version 0)", "0.750 ±0.100 (version 3)", "rose beyond both intervals"],
-        ["base", "f1", "0.500 ±0.200 (version 0)", "0.500 ±0.200 (version 3)", "within the intervals"],
+        [
+            "base",
+            "em",
+            "0.250 ±0.100 (version 0)",
+            "0.750 ±0.100 (version 3)",
+            "rose beyond both intervals",
+        ],
+        [
+            "base",
+            "f1",
+            "0.500 ±0.200 (version 0)",
+            "0.500 ±0.200 (version 3)",
+            "within the intervals",
+        ],
     ]
     assert "| base | em | 0.250 ±0.100 (version 0) | 0.750" in capsys.readouterr().out
     assert 'aria-label="reward of the rollouts: -0.5 → 1"' in text
@@ -52,10 +67,15 @@ def test_a_page_has_every_section_with_what_the_run_recorded(
     assert "random_answer 0.125" in text
     assert ["learner: updates", "1.0 s (33.3%)"] in cells(text, "Seconds per process")
     assert ["candidates per tree", "2.00"] in cells(text, "Tree statistics")
-    assert re.findall(r"base, (best|worst|most surprising): tree (\d)", text)[:2] == [("best", "2"), ("best", "1")]
+    assert re.findall(r"base, (best|worst|most surprising): tree (\d)", text)[:2] == [
+        ("best", "2"),
+        ("best", "1"),
+    ]
     assert "the same in" in text.lower()
     assert ["python", sys.version.split()[0]] in cells(text, "Machine and code")
-    assert "No run has recorded any of this." in text.split("Numerics watch</h2>")[1].split("<h2")[0]
+    assert (
+        "No run has recorded any of this." in text.split("Numerics watch</h2>")[1].split("<h2")[0]
+    )
 
 
 def test_the_time_budget_of_the_page_adds_up(tmp_path: Path) -> None:
@@ -80,20 +100,29 @@ def test_runs_of_one_name_become_a_mean_with_its_interval_over_seeds(tmp_path: P
     assert (curve.x, curve.y) == ([1.0, 2.0], [3.0, 9.0])
     assert curve.half == [pytest.approx(half), 0.0]
     assert runs.curve(group, "score/reward", "time/run").x == [0.0, 10.0]
-    text = page_of(tmp_path, *(f"{folder}=slate" for folder in folders), f"{make(tmp_path / 'other')}=grpo")
-    assert ["slate", "em", f"0.300 ±{half / 10:.3f} (version 0)", "-", "-"] in cells(text, "Held-out measures")
+    text = page_of(
+        tmp_path, *(f"{folder}=slate" for folder in folders), f"{make(tmp_path / 'other')}=grpo"
+    )
+    assert ["slate", "em", f"0.300 ±{half / 10:.3f} (version 0)", "-", "-"] in cells(
+        text, "Held-out measures"
+    )
     assert 'aria-label="reward of the rollouts: slate: 3 → 9; grpo: -0.5 → 1"' in text
     assert cells(text, "Tree statistics")[0] == ["", "slate: s0", "slate: s1", "slate: s2", "grpo"]
 
 
 def test_a_group_is_drawn_as_far_as_all_of_its_runs_have_come(tmp_path: Path) -> None:
-    group = [runs.read(make(tmp_path / name, rewards)) for name, rewards in (("a", [1, 2, 3]), ("b", [1, 2]))]
+    group = [
+        runs.read(make(tmp_path / name, rewards))
+        for name, rewards in (("a", [1, 2, 3]), ("b", [1, 2]))
+    ]
     assert runs.curve(group, "score/reward").x == [1.0, 2.0]
 
 
 def test_a_name_has_the_same_colour_where_another_run_has_no_points(tmp_path: Path) -> None:
     text = page_of(tmp_path, f"{make(tmp_path / 'a', scores=False)}=a", f"{make(tmp_path / 'b')}=b")
-    reward = text[text.index('aria-label="reward of the rollouts: b: -0.5 → 1"') :].split("</svg>")[0]
+    reward = text[text.index('aria-label="reward of the rollouts: b: -0.5 → 1"') :].split("</svg>")[
+        0
+    ]
     assert "#d9752b" in reward
     assert "#3b82c4" not in reward
     assert "#3b82c4" in text
@@ -127,7 +156,11 @@ def test_what_a_run_lacks_is_said_and_the_rest_is_shown(tmp_path: Path) -> None:
     with (live / "metrics.jsonl").open("a") as file:
         file.write('{"version": 9, "learner/sec')
     text = page_of(tmp_path, live)
-    for sentence in ("summary.json is missing", "It has no held-out evaluation", "its trees have no scores"):
+    for sentence in (
+        "summary.json is missing",
+        "It has no held-out evaluation",
+        "its trees have no scores",
+    ):
         assert sentence in text
     assert 'aria-label="entropy (nats): 0.5 → 0.5"' in text
     assert "reward of the rollouts" not in text
@@ -147,9 +180,13 @@ def test_what_a_run_lacks_is_said_and_the_rest_is_shown(tmp_path: Path) -> None:
         "recorded before calls said whom they serve",
     ):  # fmt: skip
         assert sentence in text
-    assert ["old", "em", "0.250 ±0.100 (version 0)", "0.750 ±0.100 (version 3)", "rose beyond both intervals"] in cells(
-        text, "Held-out"
-    )
+    assert [
+        "old",
+        "em",
+        "0.250 ±0.100 (version 0)",
+        "0.750 ±0.100 (version 3)",
+        "rose beyond both intervals",
+    ] in cells(text, "Held-out")
 
 
 def test_suffixes_say_what_is_written_and_equal_runs_give_equal_bytes(tmp_path: Path) -> None:
@@ -165,7 +202,9 @@ def test_suffixes_say_what_is_written_and_equal_runs_give_equal_bytes(tmp_path: 
 
 
 def test_the_figures_of_a_page_are_written_as_pngs(tmp_path: Path) -> None:
-    text = page_of(tmp_path, make(tmp_path / "a"), "--png", tmp_path / "figures", "--metric", "learner/entropy")
+    text = page_of(
+        tmp_path, make(tmp_path / "a"), "--png", tmp_path / "figures", "--metric", "learner/entropy"
+    )
     files = sorted((tmp_path / "figures").iterdir())
     assert len(files) == text.count("<figure>") > 5
     assert {Image.open(io.BytesIO(file.read_bytes())).format for file in files} == {"PNG"}
@@ -176,8 +215,14 @@ def test_the_figures_of_a_page_are_written_as_pngs(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["/no/such"], "/no/such is no run folder"),
-        (["{run}", "--metric", "score/rewrd"], "score/rewrd: no run has recorded it; there are learner/entropy"),
-        (["{run}", "--out", "x.pdf"], "--out x.pdf: expected a name that ends with .html, .png, .svg"),
+        (
+            ["{run}", "--metric", "score/rewrd"],
+            "score/rewrd: no run has recorded it; there are learner/entropy",
+        ),
+        (
+            ["{run}", "--out", "x.pdf"],
+            "--out x.pdf: expected a name that ends with .html, .png, .svg",
+        ),
         (["{run}", "--out", "x.png", "--png", "folder"], "--png has no effect"),
         (["{run}=a", "{run}=a"], "given twice"),
         (["{young}", "--out", "x.svg"], "no update was made yet"),
@@ -186,7 +231,10 @@ def test_the_figures_of_a_page_are_written_as_pngs(tmp_path: Path) -> None:
 def test_what_cannot_be_drawn_is_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
-    places = {"run": make(tmp_path / "a"), "young": make(tmp_path / "young", rewards=[], ended=False)}
+    places = {
+        "run": make(tmp_path / "a"),
+        "young": make(tmp_path / "young", rewards=[], ended=False),
+    }
     given = [argument.format(**places) for argument in arguments]
     try:
         status = main(given if "--out" in given else [*given, "--out", str(tmp_path / "x.svg")])
@@ -203,7 +251,9 @@ def test_a_running_mean_has_a_twentieth_of_the_values() -> None:
     assert smooth(values)[50] == 1.0
 
 
-def test_the_newest_trees_alone_are_read_of_a_long_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_newest_trees_alone_are_read_of_a_long_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sections, "TREES", 1)
     monkeypatch.setattr(sections, "CHARACTERS", 20)
     text = page_of(tmp_path, make(tmp_path / "a"))
@@ -214,18 +264,24 @@ def test_the_newest_trees_alone_are_read_of_a_long_run(tmp_path: Path, monkeypat
 def test_the_help_fits_a_terminal_and_ends_with_examples() -> None:
     code = "from tools.inspecting.report import main; main(['--help'])"
     environment = os.environ | {"COLUMNS": "80", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
     lines = done.stdout.rstrip().splitlines()
     assert max(map(len, lines)) <= 80
     assert "examples:" in lines[-8:]
 
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+CHROMIUM = (
+    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium on the PATH")
-def test_a_browser_shows_the_page_in_both_schemes_without_errors_or_requests(tmp_path: Path) -> None:
+def test_a_browser_shows_the_page_in_both_schemes_without_errors_or_requests(
+    tmp_path: Path,
+) -> None:
     from playwright.sync_api import sync_playwright
 
     page_of(tmp_path, make(tmp_path / "a", text="<script>document.title = 'taken'</script>"))
@@ -242,13 +298,17 @@ def test_a_browser_shows_the_page_in_both_schemes_without_errors_or_requests(tmp
         browser = driver.chromium.launch(executable_path=CHROMIUM, args=flags)
         for scheme in ("light", "dark"):
             for width in (1280, 400):
-                view = browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme)
+                view = browser.new_page(
+                    viewport={"width": width, "height": 800}, color_scheme=scheme
+                )
                 view.on("console", lambda message: said.append(message.text))
                 view.on("pageerror", lambda error: said.append(str(error)))
                 view.on("request", lambda request: asked.append(request.url))
                 view.goto((tmp_path / "page.html").as_uri())
                 assert view.title() == "Coppice report: a"
-                assert [head.inner_text() for head in view.get_by_role("heading", level=2).all()] == list(SECTIONS)
+                assert [
+                    head.inner_text() for head in view.get_by_role("heading", level=2).all()
+                ] == list(SECTIONS)
                 assert view.get_by_role("img", name="entropy (nats)").is_visible()
                 assert view.evaluate("document.documentElement.scrollWidth") <= width
                 look = "(e) => [getComputedStyle(document.body).backgroundColor, getComputedStyle(document.querySelector('svg text')).fill]"
@@ -271,5 +331,6 @@ def test_the_record_of_the_machine_is_complete(tmp_path: Path) -> None:
     assert known["processor"]
     assert known["packages"]["numpy"].startswith("2.")
     assert re.fullmatch(
-        r"[0-9a-f]{40}(-dirty)?" if (ROOT / ".git").exists() and shutil.which("git") else "", known["commit"]
+        r"[0-9a-f]{40}(-dirty)?" if (ROOT / ".git").exists() and shutil.which("git") else "",
+        known["commit"],
     )

@@ -23,14 +23,25 @@ def run(tmp_path: Path) -> Path:
     """Three updates of two trees, one of each scheduler."""
     for number in range(2):
         run_folder.make(
-            folder(tmp_path / "run", number), exact={} if number else {0: 0.25, 3: 0.75}, shard=Shard(number, 2)
+            folder(tmp_path / "run", number),
+            exact={} if number else {0: 0.25, 3: 0.75},
+            shard=Shard(number, 2),
         )
     return tmp_path / "run"
 
 
-def test_dump_finds_the_trees_of_all_journals(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dump_finds_the_trees_of_all_journals(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert dump.main([str(run), "--list"]) == 0
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]] == ["5", "4", "3", "2", "1", "0"]
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]] == [
+        "5",
+        "4",
+        "3",
+        "2",
+        "1",
+        "0",
+    ]
     assert dump.main([str(run), "--tree", "5", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["tree"] == 5
     assert dump.main([str(folder(run, 1)), "--list"]) == 0
@@ -46,10 +57,15 @@ def test_frames_have_the_seconds_of_every_scheduler_s_calls(run: Path) -> None:
 
 def test_the_trace_has_the_calls_of_all_actors(run: Path) -> None:
     start = critical.recorded(run, runs.read(run).records)
-    assert {call.worker for call in start.calls if call.start >= start.began} == {"actor-0", "actor-1"}
+    assert {call.worker for call in start.calls if call.start >= start.began} == {
+        "actor-0",
+        "actor-1",
+    }
     assert [update.trees for update in start.updates] == [{0, 1}, {2, 3}, {4, 5}]
     assert trace.main([str(run), "--out", str(run / "trace.json")]) == 0
-    names = re.findall(r'"name":"(actor-\d|learner)"', (run / "trace.json").read_text().replace(" ", ""))
+    names = re.findall(
+        r'"name":"(actor-\d|learner)"', (run / "trace.json").read_text().replace(" ", "")
+    )
     assert {"actor-0", "actor-1", "learner"} <= set(names)
 
 
@@ -69,7 +85,9 @@ def test_watch_and_status_see_both(run: Path) -> None:
     (folder(run, 1) / "journal.sqlite").write_bytes(b"no journal" * 100)
     damaged = status.gather(run, 0.0)
     assert damaged.trees == {"closed": 3}
-    assert any(text.startswith("shards/1/journal.sqlite cannot be read") for text in damaged.damaged)
+    assert any(
+        text.startswith("shards/1/journal.sqlite cannot be read") for text in damaged.damaged
+    )
     assert damaged.do.startswith("mend what is damaged (shards/1/journal.sqlite")
 
 
@@ -77,7 +95,9 @@ def test_pictures_of_several_journals_have_numbers_of_their_own(run: Path) -> No
     known: dict[int, bytes] = {}
     for number in range(2):
         journal = Journal(folder(run, number) / "journal.sqlite", shard=Shard(number, 2))
-        known |= {journal.picture(png): png for png in (b"first of %d" % number, b"second of %d" % number)}
+        known |= {
+            journal.picture(png): png for png in (b"first of %d" % number, b"second of %d" % number)
+        }
         journal.close()
     assert sorted(known) == [1, 2, 3, 4]
     journal = frames.opened(run)
@@ -87,12 +107,16 @@ def test_pictures_of_several_journals_have_numbers_of_their_own(run: Path) -> No
 
 @pytest.fixture
 def reported(run: Path) -> Path:
-    """Two schedulers have reported. Each has an actor of its own, and the learner has answered both."""
+    """Two schedulers have reported. Each has an actor of its own, and the learner has answered
+    both."""
     now = time.monotonic()
     for number in range(2):
         workers = [
             WorkerHealth(name, pid, "here", [service], now - number, "here", 1, 4, 9, 0, [])
-            for name, pid, service in ((f"actor-{number}", 11 + number, "generate"), ("learner", 20, "train"))
+            for name, pid, service in (
+                (f"actor-{number}", 11 + number, "generate"),
+                ("learner", 20, "train"),
+            )
         ]
         queue = Queue(1, 2 - number, 1, now - 5 - number, f"tree {number}", [f"actor-{number}"])
         report = Health(
@@ -107,12 +131,24 @@ def test_one_report_has_everybody_s_workers_and_calls(reported: Path) -> None:
     reports = health.read_all(reported)
     whole = health.joined(reports)
     assert whole is not None
-    assert (whole.growing, whole.done, whole.evaluations, whole.lag_s, whole.paused) == (4, 10, 1, 0.5, False)
+    assert (whole.growing, whole.done, whole.evaluations, whole.lag_s, whole.paused) == (
+        4,
+        10,
+        1,
+        0.5,
+        False,
+    )
     assert whole.progress_at == reports[0].progress_at
     assert whole.fault is not None
     assert whole.fault[1] == "fault 1"
-    assert whole.waits() == ["generate: 2 at actor-0, actor-1, 3 waiting; the oldest since 6 s, for tree 1"]
-    assert [(w.name, w.in_flight) for w in whole.workers] == [("actor-0", 1), ("learner", 2), ("actor-1", 1)]
+    assert whole.waits() == [
+        "generate: 2 at actor-0, actor-1, 3 waiting; the oldest since 6 s, for tree 1"
+    ]
+    assert [(w.name, w.in_flight) for w in whole.workers] == [
+        ("actor-0", 1),
+        ("learner", 2),
+        ("actor-1", 1),
+    ]
     assert health.joined([]) is None
 
 
@@ -120,6 +156,8 @@ def test_draining_an_actor_says_what_its_own_scheduler_would_lack(
     reported: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        control, "_running", lambda run: record.Record(1, 0.0, members={"actor-1": record.Member(12, 0.0)})
+        control,
+        "_running",
+        lambda run: record.Record(1, 0.0, members={"actor-1": record.Member(12, 0.0)}),
     )
     assert "No other worker offers generate" in control.draining(reported, "actor-1")

@@ -1,4 +1,5 @@
-"""An agent is tried before a run, and without one: what the documentation's example does, and what is said of an agent that cannot begin."""
+"""An agent is tried before a run, and without one: what the documentation's example does, and what
+is said of an agent that cannot begin."""
 
 import ast
 import re
@@ -21,7 +22,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     assert config is not None
     (tmp_path / "agent.toml").write_text(config[1])
     for name in ("train", "heldout"):
-        (tmp_path / f"{name}.jsonl").write_text('{"question": "1 + 1?", "golden_answers": ["2"], "unit": "apples"}\n')
+        (tmp_path / f"{name}.jsonl").write_text(
+            '{"question": "1 + 1?", "golden_answers": ["2"], "unit": "apples"}\n'
+        )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
     return tmp_path
@@ -34,7 +37,9 @@ def test_the_first_example_of_the_page_is_the_file_and_needs_no_library() -> Non
         name.split(".")[0]
         for node in ast.walk(ast.parse(code))
         for name in (
-            [alias.name for alias in node.names] if isinstance(node, ast.Import) else [getattr(node, "module", None)]
+            [alias.name for alias in node.names]
+            if isinstance(node, ast.Import)
+            else [getattr(node, "module", None)]
         )
         if name
     }
@@ -42,10 +47,15 @@ def test_the_first_example_of_the_page_is_the_file_and_needs_no_library() -> Non
 
 
 @pytest.mark.slow
-def test_the_agent_of_the_page_is_tried_as_the_page_says(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_agent_of_the_page_is_tried_as_the_page_says(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     assert main(["--config", "agent.toml", "--try-agent", "2"]) == 0
     said = capfd.readouterr().out
-    assert "call 1: user: 1 + 1?\n  reply: 2\n" in said and "call 2: user: Are you sure? Answer again.\n" in said
+    assert (
+        "call 1: user: 1 + 1?\n  reply: 2\n" in said
+        and "call 2: user: Are you sure? Answer again.\n" in said
+    )
     assert said.endswith("the episode ended after 2 calls: reward 1\n")
 
 
@@ -65,10 +75,22 @@ def test_a_crash_in_a_trial_is_shown_with_the_output_and_the_columns_of_the_row(
 @pytest.mark.parametrize(
     ("settings", "refusal"),
     [
-        (["data.agent=own:run"], "ModuleNotFoundError: No module named 'not_there'). Mend the agent"),
-        (["data.agent=missing-program x"], "the agent 'missing-program x' cannot be started: there is no program"),
-        (["data.options.pass_env=['NOT_SET_KEY']"], "data.options.pass_env names 'NOT_SET_KEY', which is not set"),
-        (["data.options.python=nowhere/python"], "python = 'nowhere/python': there is no such program"),
+        (
+            ["data.agent=own:run"],
+            "ModuleNotFoundError: No module named 'not_there'). Mend the agent",
+        ),
+        (
+            ["data.agent=missing-program x"],
+            "the agent 'missing-program x' cannot be started: there is no program",
+        ),
+        (
+            ["data.options.pass_env=['NOT_SET_KEY']"],
+            "data.options.pass_env names 'NOT_SET_KEY', which is not set",
+        ),
+        (
+            ["data.options.python=nowhere/python"],
+            "python = 'nowhere/python': there is no such program",
+        ),
     ],
 )
 def test_an_agent_that_cannot_begin_is_refused_before_the_set_up(
@@ -80,5 +102,8 @@ def test_an_agent_that_cannot_begin_is_refused_before_the_set_up(
 ) -> None:
     (folder / "own.py").write_text("import not_there\n")
     monkeypatch.setattr("tools.launching.prepare._prepare", lambda config: pytest.fail("set up"))
-    assert main(["--config", "agent.toml", *(word for one in settings for word in ("--set", one))]) == 2
+    assert (
+        main(["--config", "agent.toml", *(word for one in settings for word in ("--set", one))])
+        == 2
+    )
     assert refusal in capfd.readouterr().err

@@ -17,7 +17,10 @@ from tools.launching.command import main
 from tools.launching.config import DEFAULT_CONFIG, ROOT, convert, load
 from tools.launching.settings import Config
 
-JUDGED = ['judges.use.slate.endpoint={url = "http://127.0.0.1:1/v1", model = "m"}', "scheduler.judge=slate"]
+JUDGED = [
+    'judges.use.slate.endpoint={url = "http://127.0.0.1:1/v1", model = "m"}',
+    "scheduler.judge=slate",
+]
 
 
 @pytest.fixture
@@ -46,7 +49,10 @@ def flags(*overrides: str) -> list[str]:
 
 @pytest.mark.parametrize("dry", [[], ["--dry-run"]])
 def test_a_new_run_in_the_folder_of_another_one_is_refused_with_what_it_holds_and_both_remedies(
-    dry: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    dry: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("tools.launching.command.prepare", lambda config: pytest.fail("set up"))
     run = make(tmp_path / "run", ended=False)
@@ -86,12 +92,20 @@ def test_a_resume_says_what_it_changes_and_keeps_the_former_configs(
     assert main(["--resume", str(run), *flags("scheduler.max_staleness=2"), "--dry-run"]) == 0
     assert "changed: scheduler.max_staleness: 3 -> 2\n" in capsys.readouterr().out
     assert main(["--resume", str(run), *flags("scheduler.max_staleness=2")]) == 0
-    assert [one["scheduler"]["max_staleness"] for one in [*changes.former(run), saved(run)]] == [1, 3, 2]
-    assert "A resume changed its settings: scheduler.max_staleness: 3 -> 2." in runs.read(run).missing
+    assert [one["scheduler"]["max_staleness"] for one in [*changes.former(run), saved(run)]] == [
+        1,
+        3,
+        2,
+    ]
+    assert (
+        "A resume changed its settings: scheduler.max_staleness: 3 -> 2." in runs.read(run).missing
+    )
 
 
 @pytest.mark.usefixtures("started")
-@pytest.mark.parametrize("override", ["learner.lr=5e-5", "scheduler.evaluation.questions=7", "actors.count=2"])
+@pytest.mark.parametrize(
+    "override", ["learner.lr=5e-5", "scheduler.evaluation.questions=7", "actors.count=2"]
+)
 def test_what_harms_no_old_tree_may_be_changed(override: str, run: Path) -> None:
     assert main(["--resume", str(run), *flags(override)]) == 0
 
@@ -100,20 +114,37 @@ def test_what_harms_no_old_tree_may_be_changed(override: str, run: Path) -> None
     ("overrides", "said"),
     [
         (["seed=1"], "seed: 0 -> 1 (its tasks and ids were drawn by it)"),
-        (["model.name=other"], 'model.name: "tiny-search" -> "other" (its weights began with that)'),
-        (["data.train=mine.jsonl"], 'data.train: "default" -> "mine.jsonl" (its trees grew from that)'),
+        (
+            ["model.name=other"],
+            'model.name: "tiny-search" -> "other" (its weights began with that)',
+        ),
+        (
+            ["data.train=mine.jsonl"],
+            'data.train: "default" -> "mine.jsonl" (its trees grew from that)',
+        ),
         (["learner.lora.rank=8"], "learner.lora.rank: 0 -> 8 (its checkpoints hold that)"),
-        (["scheduler.temperature=0.5"], "scheduler.temperature: 1.0 -> 0.5 (its trees were sampled so)"),
+        (
+            ["scheduler.temperature=0.5"],
+            "scheduler.temperature: 1.0 -> 0.5 (its trees were sampled so)",
+        ),
         (["scheduler.budget=2"], "scheduler.budget: 4 -> 2 (its trees have that shape)"),
         (JUDGED, 'scheduler.judge: "slate_rules" -> "slate" (its trees were scored so)'),
         (
-            ["scheduler.strategy=chain", "scheduler.strategy_options=null", "learner.scheme=turn_grpo"],
+            [
+                "scheduler.strategy=chain",
+                "scheduler.strategy_options=null",
+                "learner.scheme=turn_grpo",
+            ],
             'learner.scheme: "slate" -> "turn_grpo"',
         ),
     ],
 )
 def test_what_would_make_old_trees_or_checkpoints_wrong_is_refused(
-    overrides: list[str], said: str, run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    overrides: list[str],
+    said: str,
+    run: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("tools.launching.command.prepare", lambda config: pytest.fail("set up"))
     config = saved(run)
@@ -130,16 +161,22 @@ def test_where_a_judge_is_reached_may_change_and_how_it_judges_may_not(tmp_path:
     changes.record(tmp_path, load(DEFAULT_CONFIG, JUDGED))
     moved = convert(saved(tmp_path), ["judges.use.slate.endpoint.url=http://127.0.0.1:2/v1"])
     changes.check(tmp_path, moved)
-    assert [change.key for change in changes.changes(tmp_path, moved)] == ["judges.use.slate.endpoint.url"]
+    assert [change.key for change in changes.changes(tmp_path, moved)] == [
+        "judges.use.slate.endpoint.url"
+    ]
     with pytest.raises(ValueError, match=r'endpoint\.model: "m" -> "n"'):
         changes.check(tmp_path, convert(saved(tmp_path), ["judges.use.slate.endpoint.model=n"]))
 
 
-def test_a_resume_refuses_another_config_file(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_resume_refuses_another_config_file(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["--resume", str(run), "--config", str(DEFAULT_CONFIG)])
     assert ended.value.code == 2
-    assert "goes on in its own folder with its own config: remove --config" in capsys.readouterr().err
+    assert (
+        "goes on in its own folder with its own config: remove --config" in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize("name", ["agent-tiny", "oprl-sotopia", "slate-7b", "vpr-sudoku"])
@@ -158,7 +195,9 @@ def test_a_run_of_an_earlier_release_has_the_defaults_of_the_keys_that_it_lacks(
 def exists(kind: Any, path: list[str]) -> bool:
     """Whether a type of the config has the key ``path``; the keys of a dict are free."""
     kinds = typing.get_args(kind) if isinstance(kind, types.UnionType) else [kind]
-    struct = next((one for one in kinds if isinstance(one, type) and issubclass(one, msgspec.Struct)), None)
+    struct = next(
+        (one for one in kinds if isinstance(one, type) and issubclass(one, msgspec.Struct)), None
+    )
     if not path or path == ["*"] or struct is None:
         return True
     name, hints = path[0].removesuffix("*"), typing.get_type_hints(struct)

@@ -51,14 +51,19 @@ def test_the_papers_configs_train_on_nq_and_hotpotqa(
     def download(repository: str, file: str, repo_type: str) -> str:
         assert (repository, repo_type) == ("RUC-NLPIR/FlashRAG_datasets", "dataset")
         made = tmp_path / file.replace("/", "-")
-        made.write_text(json.dumps({"id": "train_0", "question": f"{file}?", "golden_answers": ["a"]}))
+        made.write_text(
+            json.dumps({"id": "train_0", "question": f"{file}?", "golden_answers": ["a"]})
+        )
         return str(made)
 
     monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
     data = load(ROOT / "configs" / f"{name}.toml", []).data
     for given, split in ((data.train, "train"), (data.heldout, "dev")):
         tasks, _ = load_tasks(given)
-        assert [task.question for task in tasks] == [f"nq/{split}.jsonl?", f"hotpotqa/{split}.jsonl?"]
+        assert [task.question for task in tasks] == [
+            f"nq/{split}.jsonl?",
+            f"hotpotqa/{split}.jsonl?",
+        ]
         assert len({task.id for task in tasks}) == 2
 
 
@@ -69,12 +74,21 @@ def test_a_run_is_given_all_sources_and_the_built_in_questions_by_their_file(
     monkeypatch.setattr(set_up, "ensure_model", lambda name, cache: tmp_path)
     config = load(
         DEFAULT,
-        ["data.train=['default', 'mine.jsonl']", "warm_start.steps=0", "retriever.backend=http://localhost:1"],
+        [
+            "data.train=['default', 'mine.jsonl']",
+            "warm_start.steps=0",
+            "retriever.backend=http://localhost:1",
+        ],
     )
     found = set_up.prepare(config)
-    assert (found.train, found.heldout) == ([f"{tmp_path}/train.jsonl", "mine.jsonl"], f"{tmp_path}/heldout.jsonl")
+    assert (found.train, found.heldout) == (
+        [f"{tmp_path}/train.jsonl", "mine.jsonl"],
+        f"{tmp_path}/heldout.jsonl",
+    )
     processes.make(config, found, tmp_path)
-    written = msgspec.json.decode((tmp_path / "processes" / "scheduler.json").read_bytes(), type=SchedulerProcess)
+    written = msgspec.json.decode(
+        (tmp_path / "processes" / "scheduler.json").read_bytes(), type=SchedulerProcess
+    )
     assert (written.train, written.heldout) == (found.train, found.heldout)
 
 
@@ -98,7 +112,14 @@ def test_null_takes_a_section_away() -> None:
 
 
 def test_set_changes_a_key() -> None:
-    config = load(DEFAULT, ["learner.lr=1e-6", "scheduler.strategy_options.selection=best-of-k", "learner.lora.rank=0"])
+    config = load(
+        DEFAULT,
+        [
+            "learner.lr=1e-6",
+            "scheduler.strategy_options.selection=best-of-k",
+            "learner.lora.rank=0",
+        ],
+    )
     assert config.learner.lr == 1e-6
     assert config.scheduler.strategy_options["selection"] == "best-of-k"
     assert config.learner.lora.rank == 0
@@ -108,11 +129,17 @@ def test_set_changes_a_key() -> None:
     ("override", "message"),
     [
         ("learner.lrr=1", "learner.lrr = 1; did you mean learner.lr"),
-        ("learner.learning_rate=1", r"unknown key learner.learning_rate = 1; did you mean learner.lr\?"),
+        (
+            "learner.learning_rate=1",
+            r"unknown key learner.learning_rate = 1; did you mean learner.lr\?",
+        ),
         ("learner.batch_size=8", r"did you mean scheduler.questions_per_update\?"),
         ("model.model_name_or_path=x", r"did you mean model.name\?"),
         ("actors.top_p=0.9", r"did you mean scheduler.top_p\?"),
-        ("scheduler.k=3", "scheduler.k = 3; it is an option of a plug-in: write scheduler.strategy_options.k"),
+        (
+            "scheduler.k=3",
+            "scheduler.k = 3; it is an option of a plug-in: write scheduler.strategy_options.k",
+        ),
         ("scheduler.selection=best-of-k", r"write scheduler\.strategy_options\.selection"),
         ("scheduler.continuations=3", r"write scheduler\.strategy_options\.continuations"),
         ("learner.ddof=0", r"write learner\.scheme_options\.ddof"),
@@ -120,11 +147,17 @@ def test_set_changes_a_key() -> None:
         ("learner.lora.rnk=1", "learner.lora.rnk"),
         ("zzz=1", "expected one of"),
         ("learner.lr=fast", "learner.lr"),
-        ("scheduler.strategy_options.k=0", "strategy_options.k = 0: expected a whole number, at least 1"),
+        (
+            "scheduler.strategy_options.k=0",
+            "strategy_options.k = 0: expected a whole number, at least 1",
+        ),
         ("scheduler.strategy_options.k=99", "actors.max_batch"),
         ("scheduler.max_staleness=-1", "scheduler.max_staleness = -1: expected `int` >= 0"),
         ("scheduler.temperature=0", "scheduler.temperature"),
-        ("scheduler.strategy_options.selection=best", "expected one of 'reward-weighted', 'best-of-k'"),
+        (
+            "scheduler.strategy_options.selection=best",
+            "expected one of 'reward-weighted', 'best-of-k'",
+        ),
         ("actors.engine=vllm", "actors.engine"),
         ("learner.scheme=grpo", r"expected scheduler.strategy of \[.*'full', "),
         ("learner.scheme_options.dof=1", "takes"),
@@ -135,7 +168,10 @@ def test_set_changes_a_key() -> None:
         ("learner.epochs=0", "learner.epochs = 0"),
         ("learner.scheme=mc_pr", "'slate' emits the candidates of single steps"),
         ("scheduler.strategy=mc_value", r"\['k'\] unknown to strategy 'mc_value'"),
-        ("scheduler.strategy_options.continuations=5", r"\['continuations'\] unknown to strategy 'slate'"),
+        (
+            "scheduler.strategy_options.continuations=5",
+            r"\['continuations'\] unknown to strategy 'slate'",
+        ),
         ("data.environment=chess", "data.environment = 'chess': expected one of"),
         ("data.environment=no_such:Game", "No module named 'no_such'"),
         ("data.environment=tictactoe", "['topk']"),
@@ -145,8 +181,14 @@ def test_set_changes_a_key() -> None:
         ("learner.betas=[0.9, 1.0]", r"learner\.betas\[1\] = 1\.0: expected `float` < 1\.0"),
         ("scheduler.top_p=1.5", "scheduler.top_p = 1.5: expected `float` <= 1.0"),
         ("warm_start.two_hop=1.5", "warm_start.two_hop = 1.5: expected `float` <= 1.0"),
-        ("scheduler.dispatch.dead_after_s=2", "expected more than scheduler.dispatch.heartbeat_s = 2.0"),
-        ("data.train=questions.json", "data.train: 'questions.json': expected a .jsonl or .parquet path, or a hub"),
+        (
+            "scheduler.dispatch.dead_after_s=2",
+            "expected more than scheduler.dispatch.heartbeat_s = 2.0",
+        ),
+        (
+            "data.train=questions.json",
+            "data.train: 'questions.json': expected a .jsonl or .parquet path, or a hub",
+        ),
         ("data.heldout=['a.jsonl', 'b c']", "data.heldout: 'b c': expected"),
         ("data.train=['a.jsonl', 'a.jsonl']", "data.train: 'a.jsonl' is named twice"),
         ("data.train=[]", "names no source"),
@@ -169,11 +211,15 @@ def test_a_bad_key_or_value_is_refused_with_its_path(override: str, message: str
         ("learner.betas=[0.9, nan]", "learner.betas[1] = nan"),
         ("learner.prm.threshold=-inf", "learner.prm.threshold = -inf"),
         ("learner.correction_options.clip_low=nan", "learner.correction_options.clip_low = nan"),
-        ("scheduler.evaluation.options={second = nan}", "scheduler.evaluation.options.second = nan"),
+        (
+            "scheduler.evaluation.options={second = nan}",
+            "scheduler.evaluation.options.second = nan",
+        ),
     ],
 )
 def test_a_number_that_is_none_is_refused_wherever_it_stands(override: str, named: str) -> None:
-    """JSON has none: the processes would read null from their files, and the run would wait for them."""
+    """JSON has none: the processes would read null from their files, and the run would wait for
+    them."""
     with pytest.raises(ConfigError) as caught:
         load(DEFAULT, [override])
     assert str(caught.value) == f"config: {named}: expected a finite number"
@@ -186,9 +232,16 @@ _ANY = {"warm_start.seed", "learner.entropy_coef", "learner.prm.threshold"}
 def _numeric(tree: dict[str, Any], path: str = "") -> list[str]:
     """The keys of all numbers."""
     inner = [
-        key for name, value in tree.items() if isinstance(value, dict) for key in _numeric(value, f"{path}{name}.")
+        key
+        for name, value in tree.items()
+        if isinstance(value, dict)
+        for key in _numeric(value, f"{path}{name}.")
     ]
-    own = [name for name, value in tree.items() if isinstance(value, int | float) and not isinstance(value, bool)]
+    own = [
+        name
+        for name, value in tree.items()
+        if isinstance(value, int | float) and not isinstance(value, bool)
+    ]
     return [*inner, *(f"{path}{name}" for name in own)]
 
 
@@ -197,7 +250,13 @@ def test_every_number_of_the_config_has_a_range() -> None:
     learner = LearnerConfig(critic=CriticConfig(lora=lora), prm=PrmConfig(lora=lora))
     whole = Config("all", learner=learner, judges=JudgesConfig(model=JudgeModelConfig()))
     keys = _numeric(msgspec.to_builtins(whole))
-    assert {"threads", "actors.kv_cache_gib", "judges.model.wait_s", "learner.prm.lora.rank", *_ANY} <= set(keys)
+    assert {
+        "threads",
+        "actors.kv_cache_gib",
+        "judges.model.wait_s",
+        "learner.prm.lora.rank",
+        *_ANY,
+    } <= set(keys)
     for key in set(keys) - _ANY:
         with pytest.raises(ConfigError, match=rf"config: {re.escape(key)} = -1(\.0)?: expected"):
             convert(msgspec.to_builtins(whole), [f"{key}=-1"])
@@ -224,12 +283,16 @@ def test_a_setting_without_effect_is_refused() -> None:
         )
     with pytest.raises(ConfigError, match="no effect"):
         load(DEFAULT, ["learner.sharding=fsdp", "learner.count=1"])
-    with pytest.raises(ConfigError, match=r"shard_ranks = 2 has no effect with learner\.sharding = 'fsdp'"):
+    with pytest.raises(
+        ConfigError, match=r"shard_ranks = 2 has no effect with learner\.sharding = 'fsdp'"
+    ):
         load(DEFAULT, ["learner.sharding=fsdp", "learner.shard_ranks=2"])
 
 
 @pytest.mark.parametrize(("count", "shards"), [(4, 3), (4, 4), (4, 1), (4, 0), (6, 4)])
-def test_copies_of_the_model_that_do_not_divide_the_ranks_are_refused(count: int, shards: int) -> None:
+def test_copies_of_the_model_that_do_not_divide_the_ranks_are_refused(
+    count: int, shards: int
+) -> None:
     changes = ["learner.sharding=hybrid", f"learner.count={count}", f"learner.shard_ranks={shards}"]
     with pytest.raises(ConfigError, match="expected a divisor of the ranks"):
         load(DEFAULT, changes)
@@ -237,8 +300,16 @@ def test_copies_of_the_model_that_do_not_divide_the_ranks_are_refused(count: int
 
 def test_a_context_above_one_forward_is_warned_of_because_no_path_is_divided() -> None:
     changes = ["actors.max_context=4096", "learner.micro_tokens=2048"]
-    assert [one for one in doubts(load(DEFAULT, changes)) if "no path is divided over forwards or ranks" in one]
-    assert not [one for one in doubts(load(DEFAULT, [*changes, "learner.micro_tokens=4096"])) if "max_context" in one]
+    assert [
+        one
+        for one in doubts(load(DEFAULT, changes))
+        if "no path is divided over forwards or ranks" in one
+    ]
+    assert not [
+        one
+        for one in doubts(load(DEFAULT, [*changes, "learner.micro_tokens=4096"]))
+        if "max_context" in one
+    ]
 
 
 def test_top_p_for_a_url_that_may_be_a_router_is_doubted_before_a_call_is_refused() -> None:
@@ -250,12 +321,16 @@ def test_top_p_for_a_url_that_may_be_a_router_is_doubted_before_a_call_is_refuse
         "actors.count=1",
     ]
     told = "scheduler.top_p = 0.9 and top_k = 0 with actors.sglang.urls = ['http://router:30000']: a router among them"
-    assert [one for one in doubts(load(DEFAULT, [*url, "scheduler.top_p=0.9"])) if one.startswith(told)]
+    assert [
+        one for one in doubts(load(DEFAULT, [*url, "scheduler.top_p=0.9"])) if one.startswith(told)
+    ]
     assert not [one for one in doubts(load(DEFAULT, url)) if "router" in one]
     assert not [one for one in doubts(load(DEFAULT, ["scheduler.top_p=0.9"])) if "router" in one]
 
 
-def test_ranks_from_outside_are_told_how_to_start_and_the_launcher_starts_none(tmp_path: Path) -> None:
+def test_ranks_from_outside_are_told_how_to_start_and_the_launcher_starts_none(
+    tmp_path: Path,
+) -> None:
     config = load(DEFAULT, ["learner.sharding=hybrid", "learner.count=8", "learner.outside=true"])
     plan = processes.make(config, Assets("MODEL", "TRAIN", "HELDOUT", ""), tmp_path)
     assert not [process.name for process in plan if "learner" in process.name]
@@ -279,7 +354,9 @@ def test_a_missing_or_broken_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "latin.toml").write_bytes("# Größe".encode("latin-1"))
     with pytest.raises(ConfigError, match=r"latin\.toml is not UTF-8"):
         load(tmp_path / "latin.toml", [])
-    with pytest.raises(ConfigError, match=f"config {re.escape(str(tmp_path))} is a folder: expected a TOML file"):
+    with pytest.raises(
+        ConfigError, match=f"config {re.escape(str(tmp_path))} is a folder: expected a TOML file"
+    ):
         load(tmp_path, [])
     with pytest.raises(ConfigError, match=r"bad\.toml/x\.toml cannot be read: Not a directory"):
         load(tmp_path / "bad.toml" / "x.toml", [])
@@ -312,7 +389,8 @@ def test_a_config_states_only_what_differs_from_the_one_it_extends(tmp_path: Pat
         near='extends = "far.toml"\nseed = 3\n[scheduler]\nbudget = 2',
     )
     path = write(
-        tmp_path, mine='extends = "shared/near.toml"\nname = "mine"\n[learner]\nbetas = [0.7, 0.8]\nlora = { rank = 0 }'
+        tmp_path,
+        mine='extends = "shared/near.toml"\nname = "mine"\n[learner]\nbetas = [0.7, 0.8]\nlora = { rank = 0 }',
     )
     config = load(path, ["scheduler.budget=3"])
     assert (config.name, config.seed, config.scheduler.budget) == ("mine", 3, 3)
@@ -327,12 +405,20 @@ def test_a_config_states_only_what_differs_from_the_one_it_extends(tmp_path: Pat
         ('extends = "b.toml"', r"b\.toml, which .*a\.toml extends, does not exist"),
         ('extends = "."', r", which .*a\.toml extends, is a folder"),
         ('extends = "a.toml"', r"extends itself: .*a\.toml -> .*a\.toml; remove"),
-        ('extends = "around.toml"', r"extends itself: .*a\.toml -> .*around\.toml -> .*a\.toml; remove"),
-        ('extends = ["b.toml"]', r"a\.toml has extends = \['b\.toml'\]: expected the path of one TOML file"),
+        (
+            'extends = "around.toml"',
+            r"extends itself: .*a\.toml -> .*around\.toml -> .*a\.toml; remove",
+        ),
+        (
+            'extends = ["b.toml"]',
+            r"a\.toml has extends = \['b\.toml'\]: expected the path of one TOML file",
+        ),
         ('[model]\nextends = "b.toml"', r"unknown key model\.extends"),
     ],
 )
-def test_a_base_that_cannot_be_read_is_refused_with_who_extends_it(text: str, said: str, tmp_path: Path) -> None:
+def test_a_base_that_cannot_be_read_is_refused_with_who_extends_it(
+    text: str, said: str, tmp_path: Path
+) -> None:
     path = write(tmp_path, a=text, around='extends = "a.toml"')
     with pytest.raises(ConfigError, match=said):
         load(path, [])
@@ -340,11 +426,19 @@ def test_a_base_that_cannot_be_read_is_refused_with_who_extends_it(text: str, sa
 
 def repeated(tree: dict[str, Any], base: dict[str, Any], path: str = "") -> list[str]:
     """Keys of the tree that have the same value in the base."""
-    same = [path + key for key, value in tree.items() if not isinstance(value, dict) and base.get(key) == value]
-    tables = [
-        (key, value) for key, value in tree.items() if isinstance(value, dict) and isinstance(base.get(key), dict)
+    same = [
+        path + key
+        for key, value in tree.items()
+        if not isinstance(value, dict) and base.get(key) == value
     ]
-    return same + [deeper for key, value in tables for deeper in repeated(value, base[key], f"{path}{key}.")]
+    tables = [
+        (key, value)
+        for key, value in tree.items()
+        if isinstance(value, dict) and isinstance(base.get(key), dict)
+    ]
+    return same + [
+        deeper for key, value in tables for deeper in repeated(value, base[key], f"{path}{key}.")
+    ]
 
 
 def test_no_shipped_config_repeats_what_it_extends() -> None:
@@ -362,23 +456,44 @@ def test_no_shipped_config_repeats_what_it_extends() -> None:
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("learner.correction=tiss", "learner.correction = 'tiss': did you mean 'tis'? expected one of ['aipo',"),
+        (
+            "learner.correction=tiss",
+            "learner.correction = 'tiss': did you mean 'tis'? expected one of ['aipo',",
+        ),
         ("learner.scheme=slat", "learner.scheme = 'slat': did you mean 'slate'? expected one of"),
         (
             "scheduler.strategy=slat",
             "scheduler.strategy = 'slat': did you mean 'slate'? expected one of ['arpo', 'chain',",
         ),
-        ("actors.sglang.pause=in_plac", "actors.sglang.pause = 'in_plac': did you mean 'in_place'? expected one of"),
-        ("actors.engine=locl", "actors.engine = 'locl': did you mean 'local'? expected one of ['local', 'sglang']"),
+        (
+            "actors.sglang.pause=in_plac",
+            "actors.sglang.pause = 'in_plac': did you mean 'in_place'? expected one of",
+        ),
+        (
+            "actors.engine=locl",
+            "actors.engine = 'locl': did you mean 'local'? expected one of ['local', 'sglang']",
+        ),
         (
             "retriever.encoder=minlm",
             "retriever.encoder = 'minlm': did you mean 'minilm'? expected one of ['minilm'], a",
         ),
-        ("data.environment=sudku", "data.environment = 'sudku': did you mean 'sudoku'? expected one of"),
+        (
+            "data.environment=sudku",
+            "data.environment = 'sudku': did you mean 'sudoku'? expected one of",
+        ),
         ("judges.use.slaterules={}", "judge 'slaterules': did you mean 'slate_rules'"),
-        ("scheduler.judge=slate_rule", "scheduler.judge = 'slate_rule': did you mean 'slate_rules'"),
-        ("scheduler.judge=typo", "for one that tools/serve brings, add --set 'judges.outside=[\"typo\"]'"),
-        ("scheduler.judge=slate_em", "'slate_em', which nobody serves: add --set 'judges.use.slate_em={}'"),
+        (
+            "scheduler.judge=slate_rule",
+            "scheduler.judge = 'slate_rule': did you mean 'slate_rules'",
+        ),
+        (
+            "scheduler.judge=typo",
+            "for one that tools/serve brings, add --set 'judges.outside=[\"typo\"]'",
+        ),
+        (
+            "scheduler.judge=slate_em",
+            "'slate_em', which nobody serves: add --set 'judges.use.slate_em={}'",
+        ),
         (
             'data={environment="sotopia",options={partner="frozen",judge="exact_match"}}',
             "speaks with 'frozen', which nobody serves: add --set 'judges.use.frozen={}'",
@@ -391,7 +506,10 @@ def test_no_shipped_config_repeats_what_it_extends() -> None:
             "judges.use={slate_rules={}}",
             "judge 'exact_match', which nobody serves: add --set 'judges.use.exact_match={}'",
         ),
-        ("judges.outside=['graded']", "judges.outside names 'graded', which the run does not ask: expected one of"),
+        (
+            "judges.outside=['graded']",
+            "judges.outside names 'graded', which the run does not ask: expected one of",
+        ),
     ],
 )
 def test_a_name_that_is_not_there_is_refused_with_the_nearest(override: str, said: str) -> None:
@@ -439,29 +557,48 @@ def test_a_judge_of_ones_own_is_served_by_the_run_or_said_to_come_from_outside(m
     [
         (["judges.use.graded_here:Graded={}", "scheduler.judge=gradd"], "did you mean 'graded'?"),
         (["judges.use.graded_here:Grade={}"], "has no attribute 'Grade'; expected module:Class"),
-        (["judges.use.graded_there:Graded={}"], "ModuleNotFoundError: No module named 'graded_there'; expected"),
-        (["judges.use.torn_here:Graded={}"], "ModuleNotFoundError: No module named 'nothing_like_it'; expected"),
-        (["judges.use.raises_here:Graded={}"], "judge 'raises_here:Graded': KeyError: 'key'; expected module:Class"),
+        (
+            ["judges.use.graded_there:Graded={}"],
+            "ModuleNotFoundError: No module named 'graded_there'; expected",
+        ),
+        (
+            ["judges.use.torn_here:Graded={}"],
+            "ModuleNotFoundError: No module named 'nothing_like_it'; expected",
+        ),
+        (
+            ["judges.use.raises_here:Graded={}"],
+            "judge 'raises_here:Graded': KeyError: 'key'; expected module:Class",
+        ),
         (["judges.use.graded_here:Graded.size=1"], "['size'] unknown to graded_here:Graded"),
         (
             ["judges.use.graded_here:Outcome={}", "scheduler.judge=outcome"],
             "of which judge 'outcome' lacks ['answer', 'query', 'think']",
         ),
-        (["actors.engine=torn_here:Own"], "No module named 'nothing_like_it'; expected module:Class"),
+        (
+            ["actors.engine=torn_here:Own"],
+            "No module named 'nothing_like_it'; expected module:Class",
+        ),
         (["actors.engine=engine_here:Onw"], "has no attribute 'Onw'; expected module:Class"),
         (
             ["actors.engine=engine_here:Own", "actors.engine_options={ puase_s = 1 }"],
             "actors.engine_options: ['puase_s'] unknown to engine_here:Own, which takes ['pause_s']",
         ),
-        (["data.environment=raises_here:Game"], "data.environment = 'raises_here:Game': KeyError: 'key'"),
+        (
+            ["data.environment=raises_here:Game"],
+            "data.environment = 'raises_here:Game': KeyError: 'key'",
+        ),
     ],
 )
-def test_a_plug_in_that_cannot_serve_the_run_is_refused_before_the_set_up(overrides: list[str], said: str) -> None:
+def test_a_plug_in_that_cannot_serve_the_run_is_refused_before_the_set_up(
+    overrides: list[str], said: str
+) -> None:
     with pytest.raises(ConfigError, match=re.escape(said)):
         load(DEFAULT, overrides)
 
 
-def test_the_documented_ways_to_a_judge_of_ones_own_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_documented_ways_to_a_judge_of_ones_own_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     text = (ROOT / "docs" / "judges.md").read_text()
     (tmp_path / "graded.py").write_text(text.partition("```python\n")[2].partition("```")[0])
     monkeypatch.chdir(tmp_path)
@@ -476,9 +613,12 @@ def test_the_documented_ways_to_a_judge_of_ones_own_load(tmp_path: Path, monkeyp
 
 
 def test_a_config_is_checked_without_torch() -> None:
-    """The launcher holds no memory for what it does not compute; a correction is looked up as everything else."""
+    """The launcher holds no memory for what it does not compute; a correction is looked up as
+    everything else."""
     code = "import sys; from learner import corrections, schemes; corrections.load('tis', {'upper': 3.0}); schemes.load('slate', {});"
-    subprocess.run([sys.executable, "-c", f"{code} assert 'torch' not in sys.modules"], check=True, cwd=ROOT)
+    subprocess.run(
+        [sys.executable, "-c", f"{code} assert 'torch' not in sys.modules"], check=True, cwd=ROOT
+    )
 
 
 VPR = ROOT / "configs" / "vpr-tictactoe-cpu.toml"
@@ -491,7 +631,10 @@ VPR = ROOT / "configs" / "vpr-tictactoe-cpu.toml"
             "scheduler.evaluation.options={opponents={random=1.0}}\tscheduler.judge=sudoku\tjudges.use.sudoku={}",
             "judges sudoku alone: data.environment is 'tictactoe'",
         ),
-        ("scheduler.judge=slate_rules\tjudges.use.slate_rules={}", "judge 'slate_rules' must give it for 'tictactoe'"),
+        (
+            "scheduler.judge=slate_rules\tjudges.use.slate_rules={}",
+            "judge 'slate_rules' must give it for 'tictactoe'",
+        ),
         ("data.train=tasks.jsonl", "makes its own tasks"),
         ("data.options.opponents={deep_blue=1.0}", "'deep_blue'"),
         ("scheduler.evaluation.options={opponents={stockfish=1.0}}", "'stockfish'"),
@@ -499,7 +642,10 @@ VPR = ROOT / "configs" / "vpr-tictactoe-cpu.toml"
         ("data.options.history=-1", "history = -1"),
         ("data.options.history=2", "no {past} placeholder"),
         ("scheduler.strategy_options.k=8", "['k'] unknown to strategy 'chain'"),
-        ("scheduler.strategy_options.bonus=0.5", "['bonus'] have no effect without SLATE's rewards"),
+        (
+            "scheduler.strategy_options.bonus=0.5",
+            "['bonus'] have no effect without SLATE's rewards",
+        ),
         ("learner.scheme=rloo", "expected scheduler.strategy of ['arpo', 'full', "),
         ("scheduler.strategy=mc_value", "expected learner.scheme of ['mc_pr', 'vineppo']"),
     ],
@@ -516,7 +662,10 @@ def test_the_baselines_are_two_keys_away(game: str, size: str) -> None:
     path = ROOT / "configs" / f"vpr-{game}{size}.toml"
     assert load(path, []).learner.scheme == "turn_grpo"
     assert load(path, ["learner.scheme=outcome"]).scheduler.strategy == "chain"
-    assert load(path, ["learner.scheme=mc_pr", "scheduler.strategy=mc_value"]).learner.scheme == "mc_pr"
+    assert (
+        load(path, ["learner.scheme=mc_pr", "scheduler.strategy=mc_value"]).learner.scheme
+        == "mc_pr"
+    )
 
 
 @pytest.mark.parametrize("game", ["tictactoe", "sudoku", "minesweeper"])
@@ -543,7 +692,11 @@ def test_the_game_configs_hold_the_papers_settings(game: str) -> None:
     assert environment.stop == []
 
 
-_TWICE = ["actors.engine=sglang", "actors.sglang.way=url", 'actors.sglang.urls=["http://h", "http://h"]']
+_TWICE = [
+    "actors.engine=sglang",
+    "actors.sglang.way=url",
+    'actors.sglang.urls=["http://h", "http://h"]',
+]
 
 
 @pytest.mark.parametrize(
@@ -555,13 +708,27 @@ _TWICE = ["actors.engine=sglang", "actors.sglang.way=url", 'actors.sglang.urls=[
         (["actors.engine=sglang", "actors.sglang.way=url"], "expected URLs with 'url'"),
         (["actors.engine=sglang", 'actors.sglang.urls=["http://h"]'], "expected URLs with 'url'"),
         (
-            ["actors.engine=sglang", "actors.sglang.way=url", 'actors.sglang.urls=["http://h"]', "actors.count=2"],
+            [
+                "actors.engine=sglang",
+                "actors.sglang.way=url",
+                'actors.sglang.urls=["http://h"]',
+                "actors.count=2",
+            ],
             "expected one URL per actor",
         ),
         (["actors.engine=sglang", "actors.sglang.weights=tensor"], "learner.publish = 'memory'"),
         ([*_TWICE, "actors.count=2"], "expected each URL once"),
-        (["actors.engine=sglang", 'actors.sglang.environment.SGLANG_RETURN_ORIGINAL_LOGPROB="1"'], "after temperature"),
-        (["actors.engine=sglang", "actors.sglang.arguments.max_lora_rank=8"], "max_lora_rank = 8: expected 16 or more"),
+        (
+            [
+                "actors.engine=sglang",
+                'actors.sglang.environment.SGLANG_RETURN_ORIGINAL_LOGPROB="1"',
+            ],
+            "after temperature",
+        ),
+        (
+            ["actors.engine=sglang", "actors.sglang.arguments.max_lora_rank=8"],
+            "max_lora_rank = 8: expected 16 or more",
+        ),
         (
             ["actors.engine=sglang", "actors.sglang.arguments.max_loras_per_batch=1"],
             "max_loras_per_batch = 1: expected 2 or more",
@@ -582,7 +749,10 @@ def test_a_setting_of_another_engine_or_way_is_refused(overrides: list[str], sai
     ("overrides", "arguments"),
     [
         ([], {"enable_lora": True, "max_lora_rank": 16}),
-        (["learner.lora.rank=4", "actors.sglang.way=inside"], {"enable_lora": True, "max_lora_rank": 4}),
+        (
+            ["learner.lora.rank=4", "actors.sglang.way=inside"],
+            {"enable_lora": True, "max_lora_rank": 4},
+        ),
         (["actors.sglang.arguments.max_lora_rank=64"], {"enable_lora": True, "max_lora_rank": 64}),
         (["learner.lora.rank=0"], {}),
         (["actors.sglang.lora=merged"], {}),
@@ -592,12 +762,17 @@ def test_a_setting_of_another_engine_or_way_is_refused(overrides: list[str], sai
 def test_a_server_that_an_actor_starts_takes_the_learners_adapters(
     overrides: list[str], arguments: dict[str, Any]
 ) -> None:
-    made = load(DEFAULT, ["actors.engine=sglang", "actors.dtype=auto", "actors.kv_cache_gib=1.0", *overrides])
+    made = load(
+        DEFAULT,
+        ["actors.engine=sglang", "actors.dtype=auto", "actors.kv_cache_gib=1.0", *overrides],
+    )
     assert made.actors.sglang.arguments == arguments
 
 
 def test_the_documented_policy_and_judge_on_two_servers_load() -> None:
-    block = (ROOT / "docs" / "judges.md").read_text().partition("### Two servers")[2].split("```")[1]
+    block = (
+        (ROOT / "docs" / "judges.md").read_text().partition("### Two servers")[2].split("```")[1]
+    )
     export, *servers, launch = block.replace("\\\n", " ").strip().splitlines()
     words = shlex.split(launch.partition("tools/launch ")[2])
     assert words[0] == "--config"
@@ -612,7 +787,8 @@ def test_the_documented_policy_and_judge_on_two_servers_load() -> None:
 def test_actors_take_the_gpus_behind_the_learners_and_take_turns_when_there_are_none() -> None:
     assert [gpus_of(i, 1, 2, list("0123")) for i in range(3)] == [["2"], ["3"], ["2"]]
     assert [gpus_of(i, 2, 2, list("012345")) for i in range(2)] == [["2", "3"], ["4", "5"]]
-    assert [gpus_of(i, 1, 4, list("01")) for i in range(3)] == [["0"], ["1"], ["0"]]  # shared with the learner
+    # shared with the learner
+    assert [gpus_of(i, 1, 4, list("01")) for i in range(3)] == [["0"], ["1"], ["0"]]
     with pytest.raises(ValueError, match=r"actors\.sglang\.gpus = 4"):
         gpus_of(0, 4, 1, list("01"))
     assert gpus_of(0, 0, 1, list("01")) == gpus_of(0, 1, 1, []) == []
@@ -626,15 +802,43 @@ def test_the_ppr_configs_hold_the_papers_settings(size: str) -> None:
     """methods.md 2.4."""
     config = load(ROOT / "configs" / f"ppr-{size}.toml", [])
     s, w = config.scheduler, config.learner
-    assert (s.strategy, s.judge, s.questions_per_update, s.updates, s.budget) == ("ppr", "pprm", 512, 500, 4)
-    assert (s.temperature, s.top_p, s.max_action_tokens, s.evaluation.temperature) == (1.0, 1.0, 500, 0.0)
+    assert (s.strategy, s.judge, s.questions_per_update, s.updates, s.budget) == (
+        "ppr",
+        "pprm",
+        512,
+        500,
+        4,
+    )
+    assert (s.temperature, s.top_p, s.max_action_tokens, s.evaluation.temperature) == (
+        1.0,
+        1.0,
+        500,
+        0.0,
+    )
     kl = {"3b": {"kl_coef": 0.001}, "7b": {}}[size]
     assert w.scheme_options == {"normalisation": "constant"} | kl
-    assert (w.lr, w.warmup_updates, w.epochs, w.minibatches, w.aggregation) == (1e-6, 142, 1, 2, "token")
+    assert (w.lr, w.warmup_updates, w.epochs, w.minibatches, w.aggregation) == (
+        1e-6,
+        142,
+        1,
+        2,
+        "token",
+    )
     assert (w.correction, w.correction_options) == ("ppo_clip", {"clip_low": 0.2, "clip_high": 0.2})
-    assert (w.kl_coef, w.entropy_coef, w.grad_clip, w.checkpoint_every, w.lora.rank) == (0, 0.001, 1.0, 50, 0)
+    assert (w.kl_coef, w.entropy_coef, w.grad_clip, w.checkpoint_every, w.lora.rank) == (
+        0,
+        0.001,
+        1.0,
+        50,
+        0,
+    )
     assert w.critic is not None
-    assert (w.critic.lr, w.critic.warmup_updates, w.critic.value_clip, w.critic.loss_factor) == (1e-5, 8, 0.5, 0.5)
+    assert (w.critic.lr, w.critic.warmup_updates, w.critic.value_clip, w.critic.loss_factor) == (
+        1e-5,
+        8,
+        0.5,
+        0.5,
+    )
 
 
 @pytest.mark.parametrize(
@@ -664,14 +868,19 @@ def test_what_ppr_cannot_use_is_refused(overrides: list[str], said: str) -> None
         (VPR, ["learner.scheme=outcome"], "needs an environment whose outcomes a judge gives"),
     ],
 )
-def test_pprs_rounds_are_refused_where_they_give_nothing_to_learn(path: Path, overrides: list[str], said: str) -> None:
+def test_pprs_rounds_are_refused_where_they_give_nothing_to_learn(
+    path: Path, overrides: list[str], said: str
+) -> None:
     with pytest.raises(ConfigError, match=re.escape(said)):
         load(path, ["scheduler.strategy=ppr", "scheduler.strategy_options={}", *overrides])
 
 
 def test_slate_full_needs_the_components_of_its_judge() -> None:
     with pytest.raises(ConfigError, match=r"learner\.scheme = 'slate_full' reads"):
-        load(DEFAULT, ["scheduler.strategy=full", "learner.scheme=slate_full", "scheduler.judge=exact_match"])
+        load(
+            DEFAULT,
+            ["scheduler.strategy=full", "learner.scheme=slate_full", "scheduler.judge=exact_match"],
+        )
 
 
 @pytest.mark.parametrize(("gpus", "shown"), [("01234567", "6,7"), ("0123", None), ("", None)])
@@ -679,6 +888,8 @@ def test_judges_models_take_the_gpus_that_nobody_was_given(
     gpus: str, shown: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("wire.hardware.visible_gpus", lambda: list(gpus))
-    made = processes.make(load(ROOT / "configs" / "ppr-3b.toml", []), Assets("M", "T", "H", "I"), tmp_path)
+    made = processes.make(
+        load(ROOT / "configs" / "ppr-3b.toml", []), Assets("M", "T", "H", "I"), tmp_path
+    )
     (judges,) = (process for process in made if process.name == "judges")
     assert judges.environment.get("CUDA_VISIBLE_DEVICES") == shown

@@ -27,7 +27,10 @@ class Floor:
 
     def __init__(self, run: Path):
         self.run = run
-        self.launcher, self.worker = self.process("launcher"), self.process(f"{run}/processes/actor-0.json")
+        self.launcher, self.worker = (
+            self.process("launcher"),
+            self.process(f"{run}/processes/actor-0.json"),
+        )
         self.record(stopping=False)
 
     def process(self, argument: str) -> subprocess.Popen[bytes]:
@@ -42,7 +45,10 @@ class Floor:
             "judges": Member(self.launcher.pid, 0.0)
         }
         born = psutil.Process(self.launcher.pid).create_time()
-        write_whole(self.run / record.NAME, Record(self.launcher.pid, born, members=members, stopping=stopping))
+        write_whole(
+            self.run / record.NAME,
+            Record(self.launcher.pid, born, members=members, stopping=stopping),
+        )
 
 
 @pytest.fixture
@@ -95,7 +101,9 @@ def test_the_launcher_drains_the_worker_that_is_named_and_forgets_the_orders_to_
         ("mine", "mine was not started by tools/launch: end it where it was started"),
     ],
 )
-def test_what_the_run_needs_or_did_not_start_is_not_drained(floor: Floor, name: str, says: str) -> None:
+def test_what_the_run_needs_or_did_not_start_is_not_drained(
+    floor: Floor, name: str, says: str
+) -> None:
     for order in (control.draining, control.drain):
         with pytest.raises(ValueError, match=says):
             order(floor.run, name)
@@ -106,7 +114,9 @@ def test_a_worker_that_has_no_place_on_the_cluster_yet_is_not_drained(floor: Flo
     write_whole(
         floor.run / record.NAME,
         Record(
-            floor.launcher.pid, psutil.Process(floor.launcher.pid).create_time(), members={"actor-0": Member(0, 0.0)}
+            floor.launcher.pid,
+            psutil.Process(floor.launcher.pid).create_time(),
+            members={"actor-0": Member(0, 0.0)},
         ),
     )
     with pytest.raises(ValueError, match="actor-0 waits for a node with room"):

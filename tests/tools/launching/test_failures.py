@@ -4,7 +4,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tools.launching.failures import MOST, RESTARTS, WITHIN_S, Cause, Rate, Resumes, cause_of, remedy
+from tools.launching.failures import (
+    MOST,
+    RESTARTS,
+    WITHIN_S,
+    Cause,
+    Rate,
+    Resumes,
+    cause_of,
+    remedy,
+)
 
 RAISED = """2026-11-22 09:00:00,123 learner.main rank 1 of 2: version 0, torch.float32
 Traceback (most recent call last):
@@ -13,7 +22,10 @@ Traceback (most recent call last):
     raise PackingError(
     ^^^^^^^^^^^^^^^^^^^
 """
-HANDLED = RAISED + "ValueError: of one request\n2026-11-22 09:00:01,000 wire.service learner: train failed\n"
+HANDLED = (
+    RAISED
+    + "ValueError: of one request\n2026-11-22 09:00:01,000 wire.service learner: train failed\n"
+)
 
 
 @pytest.mark.parametrize(
@@ -28,7 +40,10 @@ HANDLED = RAISED + "ValueError: of one request\n2026-11-22 09:00:01,000 wire.ser
             "RuntimeError: Error(s) in loading: size mismatch",
         ),
         (RAISED + "KeyError: 'a.b'\n\n", "KeyError: 'a.b'"),
-        (RAISED + "AssertionError\n[W1122] process group has not been destroyed\n", "AssertionError"),
+        (
+            RAISED + "AssertionError\n[W1122] process group has not been destroyed\n",
+            "AssertionError",
+        ),
         (HANDLED + RAISED + "wire.faults.DataFault: later\n", "DataFault: later"),
         (HANDLED + "judge-model: the engine is gone\n", "judge-model: the engine is gone"),
         (HANDLED, "learner: train failed"),
@@ -63,13 +78,24 @@ def test_a_signal_and_a_lost_peer_come_from_outside() -> None:
     ("cause", "said"),
     [
         (cause_of(-9, ""), "if memory was short: fewer --actors or --learner"),
-        (Cause("OutOfMemoryError: CUDA out of memory", False), "if memory was short: fewer --actors or --learner"),
+        (
+            Cause("OutOfMemoryError: CUDA out of memory", False),
+            "if memory was short: fewer --actors or --learner",
+        ),
         (cause_of(-15, ""), "go on with: AGAIN"),
-        (Cause("ModuleNotFoundError: No module named 'x'", False), "make that module importable from here"),
-        (Cause("ValueError: lr = -1", False), "mend what the cause names, or it will happen again; then AGAIN (--set"),
+        (
+            Cause("ModuleNotFoundError: No module named 'x'", False),
+            "make that module importable from here",
+        ),
+        (
+            Cause("ValueError: lr = -1", False),
+            "mend what the cause names, or it will happen again; then AGAIN (--set",
+        ),
     ],
 )
-def test_going_on_is_advised_plainly_only_where_nothing_has_to_change(cause: Cause, said: str) -> None:
+def test_going_on_is_advised_plainly_only_where_nothing_has_to_change(
+    cause: Cause, said: str
+) -> None:
     assert remedy(cause, "AGAIN").startswith(said)
 
 
@@ -100,15 +126,24 @@ def test_an_error_is_resumed_only_after_a_new_checkpoint() -> None:
     assert Resumes("v000004").pause(0.0, FAULT, "v000004") is None
 
 
-def test_kills_are_resumed_a_few_times_without_progress_however_rare_and_for_a_week_with_it() -> None:
+def test_kills_are_resumed_a_few_times_without_progress_however_rare_and_for_a_week_with_it() -> (
+    None
+):
     resumes = Resumes("")
-    assert [resumes.pause(5000.0 * i, KILL, "") is None for i in range(RESTARTS + 1)] == [False] * RESTARTS + [True]
+    assert [resumes.pause(5000.0 * i, KILL, "") is None for i in range(RESTARTS + 1)] == [
+        False
+    ] * RESTARTS + [True]
     resumes = Resumes("")
     assert all(resumes.pause(3600.0 * i, KILL, f"v{i + 1:06d}") == 1.0 for i in range(7 * 24))
 
 
 def test_a_full_disk_is_not_resumed_though_there_was_progress() -> None:
-    assert Resumes("").pause(0.0, Cause("OSError: [Errno 28] No space left on device", False), "v000001") is None
+    assert (
+        Resumes("").pause(
+            0.0, Cause("OSError: [Errno 28] No space left on device", False), "v000001"
+        )
+        is None
+    )
 
 
 def test_trees_in_the_journal_are_progress_after_a_kill_and_not_after_an_error() -> None:

@@ -23,11 +23,15 @@ def test_a_config_is_accepted_and_its_engine_fits_its_hardware(path: Path) -> No
 
 @pytest.mark.parametrize("game", ["tictactoe", "sudoku", "minesweeper"])
 @pytest.mark.parametrize(
-    "baseline", [["learner.scheme=outcome"], ["learner.scheme=mc_pr", "scheduler.strategy=mc_value"]]
+    "baseline",
+    [["learner.scheme=outcome"], ["learner.scheme=mc_pr", "scheduler.strategy=mc_value"]],
 )
 def test_the_baselines_of_the_games_on_gpus_are_accepted(game: str, baseline: list[str]) -> None:
     found = config.load(ROOT / "configs" / f"vpr-{game}.toml", baseline)
-    assert found.actors.max_batch >= inspect.signature(mc_value.grow).parameters["continuations"].default
+    assert (
+        found.actors.max_batch
+        >= inspect.signature(mc_value.grow).parameters["continuations"].default
+    )
 
 
 def test_visual_sokoban_holds_the_papers_settings_and_refuses_a_warm_start() -> None:
@@ -35,7 +39,12 @@ def test_visual_sokoban_holds_the_papers_settings_and_refuses_a_warm_start() -> 
     found = config.load(path, [])
     s, w = found.scheduler, found.learner
     assert found.model.name == "Qwen/Qwen2.5-VL-7B-Instruct"
-    assert (s.questions_per_update, s.strategy_options, s.updates, s.evaluation.every) == (32, {"k": 8}, 200, 5)
+    assert (s.questions_per_update, s.strategy_options, s.updates, s.evaluation.every) == (
+        32,
+        {"k": 8},
+        200,
+        5,
+    )
     assert (s.max_action_tokens, found.actors.max_context) == (512, 1024 + 512)
     assert (w.scheme, w.scheme_options["base"], w.lr, w.kl_coef) == ("oprl", "rloo", 5e-7, 0.0)
     assert w.correction_options == {"clip_low": 0.2, "clip_high": 0.2}

@@ -1,4 +1,5 @@
-"""tools/launching/holder.py: what a process finds on its node, and that it is reported whole. The holder itself needs no cluster."""
+"""tools/launching/holder.py: what a process finds on its node, and that it is reported whole. The
+holder itself needs no cluster."""
 
 import asyncio
 import signal
@@ -17,7 +18,17 @@ def delivery(run: Path, apart: bool = True, command: list[str] | None = None) ->
     code = "import pathlib, sys; f = pathlib.Path(sys.argv[1]); print(f.read_text(), (f.parents[1] / 'endpoint').read_text())"
     keys = {"server_public": "public", "peers/judge.json": "secret"}
     body = msgspec.json.encode({"name": "judges", "run": str(run)})
-    return Delivery(command or ["-c", code], str(run), "judges.json", body, "tcp://10.0.0.1:7", keys, {}, "", apart)
+    return Delivery(
+        command or ["-c", code],
+        str(run),
+        "judges.json",
+        body,
+        "tcp://10.0.0.1:7",
+        keys,
+        {},
+        "",
+        apart,
+    )
 
 
 async def to_end(held: Holder, log: bytes = b"") -> tuple[bytes, int]:
@@ -38,11 +49,17 @@ async def test_a_node_that_does_not_see_the_run_folder_gets_what_its_role_needs_
     assert folder.parent == tmp_path
     assert stat.S_IMODE((folder / "keys" / "peers" / "judge.json").stat().st_mode) == 0o600
     log, status = await to_end(held)
-    assert (status, f'"run":"{folder}"' in log.decode(), "tcp://10.0.0.1:7" in log.decode()) == (0, True, True)
+    assert (status, f'"run":"{folder}"' in log.decode(), "tcp://10.0.0.1:7" in log.decode()) == (
+        0,
+        True,
+        True,
+    )
     assert list(tmp_path.iterdir()) == []
 
 
-async def test_a_node_that_sees_the_run_folder_uses_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_node_that_sees_the_run_folder_uses_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv(holder.PLACE, raising=False)
     (tmp_path / "endpoint").write_text("tcp://10.0.0.1:7")
     assert holder.place(delivery(tmp_path, apart=False)) == (Path("judges.json"), None)
@@ -52,10 +69,13 @@ async def test_a_rank_whose_node_does_not_see_the_run_folder_is_refused_with_the
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(holder.PLACE, raising=False)
-    with pytest.raises(FileNotFoundError, match=r"does not see the run folder.*learner\.publish_url"):
+    with pytest.raises(
+        FileNotFoundError, match=r"does not see the run folder.*learner\.publish_url"
+    ):
         holder.place(delivery(tmp_path / "nowhere", apart=False))
     monkeypatch.setattr(holder, "_SEEN_S", 0.2)
-    (tmp_path / "endpoint").write_text("tcp://10.0.0.1:6")  # of an earlier start: the disk may only be late
+    # of an earlier start: the disk may only be late
+    (tmp_path / "endpoint").write_text("tcp://10.0.0.1:6")
     with pytest.raises(FileNotFoundError, match="does not see the run folder"):
         await asyncio.to_thread(holder.place, delivery(tmp_path, apart=False))
 
@@ -81,7 +101,10 @@ async def test_a_process_of_another_node_is_asked_for_its_stacks_and_survives_th
 ) -> None:
     monkeypatch.setenv(holder.PLACE, str(tmp_path))
     begin = "import wire.process; wire.process.begin()\n" if begun else ""
-    held, code = Holder(), f"{begin}import signal; print('ready', flush=True)\nwhile True: signal.pause()"
+    held, code = (
+        Holder(),
+        f"{begin}import signal; print('ready', flush=True)\nwhile True: signal.pause()",
+    )
     await held.start(delivery(tmp_path / "run", command=["-c", code]), None)
     ready = await held.report(0)
     doing, stacks = await held.asked()
@@ -91,7 +114,9 @@ async def test_a_process_of_another_node_is_asked_for_its_stacks_and_survives_th
     assert await to_end(held, ready.log) == (b"ready\n" + stacks.encode(), -signal.SIGTERM)
 
 
-async def test_the_ranks_are_told_where_they_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_ranks_are_told_where_they_meet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(holder.PLACE, str(tmp_path))
     held = Holder()
     code = "import os; print(os.environ['MASTER_ADDR'], os.environ['MASTER_PORT'])"

@@ -41,10 +41,14 @@ def test_as_many_nodes_as_the_plan_needs(changes: list[str], count: int) -> None
 
 @pytest.mark.parametrize("gpus", [0, 1, 8])
 def test_the_manifest_is_a_rayjob_by_kuberays_own_schema(gpus: int) -> None:
-    job: Any = yaml.safe_load(jobs.kuberay(config(*IMAGE, "cluster.secret=api-keys", f"cluster.gpus={gpus}"), []))
+    job: Any = yaml.safe_load(
+        jobs.kuberay(config(*IMAGE, "cluster.secret=api-keys", f"cluster.gpus={gpus}"), [])
+    )
     jsonschema.validate(job, SCHEMA)
     groups = job["spec"]["rayClusterSpec"]["workerGroupSpecs"]
-    assert sum(group["replicas"] for group in groups) == jobs.nodes(config(f"cluster.gpus={gpus}")) - 1
+    assert (
+        sum(group["replicas"] for group in groups) == jobs.nodes(config(f"cluster.gpus={gpus}")) - 1
+    )
     pod = job["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["containers"][0]
     assert pod["envFrom"] == [{"secretRef": {"name": "api-keys"}}]
     assert ("nvidia.com/gpu" in pod["resources"]["limits"]) == bool(gpus)
@@ -76,16 +80,26 @@ def test_the_script_starts_the_same_command_on_rays_first_node_and_goes_on_when_
     again: bool, tmp_path: Path
 ) -> None:
     given = ["--actors", "4", "--cluster", "slurm", "--set", 'judges.outside=["a b"]']
-    script = jobs.slurm(config(f"runs={tmp_path}", "cluster.gpus=8", 'cluster.options=["--partition=h100"]'), given)
+    script = jobs.slurm(
+        config(f"runs={tmp_path}", "cluster.gpus=8", 'cluster.options=["--partition=h100"]'), given
+    )
     (tmp_path / "job").write_text(script)
     run = tmp_path / f"{config().name}-17"
     if again:
         run.mkdir()
         (run / "config.json").touch()
-    environment = os.environ | {"SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_NUM_NODES": "2"}
+    environment = os.environ | {
+        "SLURM_JOB_ID": "17",
+        "SLURM_JOB_NODELIST": "n[1-2]",
+        "SLURM_JOB_NUM_NODES": "2",
+    }
     environment.pop("COPPICE_VENV", None)
     done = subprocess.run(
-        ["bash", "-c", f"{STAND_INS}bash {tmp_path}/job"], env=environment, capture_output=True, text=True, check=True
+        ["bash", "-c", f"{STAND_INS}bash {tmp_path}/job"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     words = done.stdout.splitlines()
     assert words[1:5] == ["ray", "symmetric-run", "--address", "first:6379"]
@@ -95,7 +109,9 @@ def test_the_script_starts_the_same_command_on_rays_first_node_and_goes_on_when_
     ]  # fmt: skip
     assert launch == ["tools/launch", *asked]
     lines = [line for line in script.splitlines() if line.startswith("#SBATCH")]
-    assert {"#SBATCH --nodes=1", "#SBATCH --gpus-per-node=8", "#SBATCH --partition=h100"} <= set(lines)
+    assert {"#SBATCH --nodes=1", "#SBATCH --gpus-per-node=8", "#SBATCH --partition=h100"} <= set(
+        lines
+    )
 
 
 LAUNCHER = """
@@ -110,12 +126,19 @@ while True:
 """
 
 
-def test_slurms_signal_stops_the_launcher_and_the_job_ends_with_the_launchers_status(tmp_path: Path) -> None:
-    """The step runs what stands for the launcher: it is recorded as one, and ends with 130 as one. The run is that of an earlier job."""
+def test_slurms_signal_stops_the_launcher_and_the_job_ends_with_the_launchers_status(
+    tmp_path: Path,
+) -> None:
+    """The step runs what stands for the launcher: it is recorded as one, and ends with 130 as one.
+    The run is that of an earlier job."""
     (tmp_path / "launcher.py").write_text(LAUNCHER)
     (tmp_path / "job").write_text(jobs.slurm(config(), []))
     stand_ins = f"scontrol() {{ echo first; }}; srun() {{ exec python {tmp_path}/launcher.py {tmp_path}; }}; export -f scontrol srun"
-    environment = os.environ | {"SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "n1", "SLURM_JOB_NUM_NODES": "1"}
+    environment = os.environ | {
+        "SLURM_JOB_ID": "17",
+        "SLURM_JOB_NODELIST": "n1",
+        "SLURM_JOB_NUM_NODES": "1",
+    }
     environment |= {"COPPICE_VENV": sys.prefix, "PYTHONPATH": str(ROOT)}
     command = ["bash", "-c", f"{stand_ins}; exec bash {tmp_path}/job {tmp_path}"]
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as job:
@@ -136,7 +159,9 @@ def test_the_command_prints_the_job_and_starts_nothing(capsys: pytest.CaptureFix
     assert capsys.readouterr().out.startswith("#!/bin/bash\n#SBATCH --job-name=")
 
 
-def test_an_unknown_cluster_is_refused_with_the_nearest_name(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_cluster_is_refused_with_the_nearest_name(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert command.main(["--cluster", "rya", "--dry-run"]) == 2
     assert "'ray'" in capsys.readouterr().err
 

@@ -1,4 +1,5 @@
-"""[judges.model]: a run serves a model to its own judges, who wait for it; it stands exactly where a judge asks for it."""
+"""[judges.model]: a run serves a model to its own judges, who wait for it; it stands exactly where
+a judge asks for it."""
 
 import asyncio
 import sys
@@ -24,17 +25,28 @@ from wire.messages import JudgedTurn, JudgeRequest, JudgeResult
 pytestmark = pytest.mark.slow
 
 ASKS = "judges.use.pprm.endpoint.url=served"
-MODEL = [f"judges.model.name={TINY}", "judges.model.max_context=512", "judges.model.kv_cache_gib=0.05"]
+MODEL = [
+    f"judges.model.name={TINY}",
+    "judges.model.max_context=512",
+    "judges.model.kv_cache_gib=0.05",
+]
 
 
 def made(run: Path, overrides: list[str], judge_model: str = "JUDGE") -> dict[str, Any]:
     """Process files by name, of the processes in the plan."""
-    planned = processes.make(load(DEFAULT_CONFIG, overrides), Assets("MODEL", "T", "H", "I", judge_model), run)
-    files = {process.file: (run / "processes" / f"{process.file}.json").read_bytes() for process in planned}
+    planned = processes.make(
+        load(DEFAULT_CONFIG, overrides), Assets("MODEL", "T", "H", "I", judge_model), run
+    )
+    files = {
+        process.file: (run / "processes" / f"{process.file}.json").read_bytes()
+        for process in planned
+    }
     return {name: msgspec.json.decode(content) for name, content in files.items()}
 
 
-def test_a_judge_that_asks_for_the_served_model_gets_its_address_and_what_it_can_do(tmp_path: Path) -> None:
+def test_a_judge_that_asks_for_the_served_model_gets_its_address_and_what_it_can_do(
+    tmp_path: Path,
+) -> None:
     files = made(tmp_path, [ASKS, *MODEL, "judges.model.max_batch=3"])
     process = msgspec.convert(files["judge-model"], JudgeModelProcess)
     assert (process.folder, process.model.name, process.model.max_context) == ("JUDGE", TINY, 512)
@@ -50,7 +62,9 @@ def test_a_judge_that_asks_for_the_served_model_gets_its_address_and_what_it_can
 
 def test_what_a_served_endpoint_says_itself_is_kept() -> None:
     own = {"url": SERVED, "constrain": "", "max_tokens": 64, "timeout_s": 9.0}
-    (endpoint,) = with_served_model({"endpoint": own}, "http://h/v1", JudgeModelConfig(max_batch=2)).values()
+    (endpoint,) = with_served_model(
+        {"endpoint": own}, "http://h/v1", JudgeModelConfig(max_batch=2)
+    ).values()
     assert endpoint == own | {
         "url": "http://h/v1", "model": "smollm2-135m", "concurrency": 2, "wait_s": 300.0,
     }  # fmt: skip
@@ -76,12 +90,16 @@ def test_a_run_without_a_judge_model_has_no_process_for_it(tmp_path: Path) -> No
         ([ASKS, "judges.model.nane=x"], r"judges\.model\.nane = 'x'; did you mean judges\.model\.name"),
     ],
 )  # fmt: skip
-def test_a_served_model_that_cannot_work_is_refused_with_the_remedy(overrides: list[str], said: str) -> None:
+def test_a_served_model_that_cannot_work_is_refused_with_the_remedy(
+    overrides: list[str], said: str
+) -> None:
     with pytest.raises(ConfigError, match=said):
         load(DEFAULT_CONFIG, overrides)
 
 
-def test_the_model_is_found_before_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_model_is_found_before_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COPPICE_CACHE", str(tmp_path))
     game = Path("configs/vpr-tictactoe-cpu.toml")
     config = load(game, [*MODEL, ASKS, "warm_start.steps=0"])
@@ -114,7 +132,10 @@ async def test_a_judge_started_before_its_model_waits_for_it_and_every_turn_has_
     files = made(tmp_path, [ASKS, f"judges.model.name={llama}", *settings], str(llama))
     only = JudgeProcess("judges", str(tmp_path), {"pprm": files["judges"]["judges"]["pprm"]})
     (tmp_path / "judges.json").write_bytes(msgspec.json.encode(only))
-    turns = [JudgedTurn("Who?", [], "", f"<think> {i} </think> <search> q </search>", 1, 4) for i in range(4)]
+    turns = [
+        JudgedTurn("Who?", [], "", f"<think> {i} </think> <search> q </search>", 1, 4)
+        for i in range(4)
+    ]
     async with bench(tmp_path) as b:
         (tmp_path / "endpoint").write_text(b.dispatcher.endpoint)
         async with (
@@ -122,7 +143,11 @@ async def test_a_judge_started_before_its_model_waits_for_it_and_every_turn_has_
             process("tools.launching.judge_model", tmp_path / "processes" / "judge-model.json"),
         ):
             await b.dispatcher.wait_for("judge.pprm", 1, 100)
-            result: JudgeResult = await b.dispatcher.call("judge.pprm", JudgeRequest(turns), deadline=100)
-    assert [judgement.explanation.split(": ")[0] for judgement in result.judgements] == ["Analysis"] * 4
+            result: JudgeResult = await b.dispatcher.call(
+                "judge.pprm", JudgeRequest(turns), deadline=100
+            )
+    assert [judgement.explanation.split(": ")[0] for judgement in result.judgements] == [
+        "Analysis"
+    ] * 4
     assert [judgement.invalid for judgement in result.judgements] == [[]] * 4
     assert all(0.0 <= judgement.scores["process"] <= 1.0 for judgement in result.judgements)

@@ -1,4 +1,5 @@
-"""tools/launch: what it says of folders it cannot use, of torn configs and of a full disk; what its supervisor leaves behind."""
+"""tools/launch: what it says of folders it cannot use, of torn configs and of a full disk; what its
+supervisor leaves behind."""
 
 import errno
 import io
@@ -36,12 +37,17 @@ def assets(monkeypatch: pytest.MonkeyPatch) -> None:
     """A set-up that is done."""
     made = Assets("MODEL", "TRAIN", "HELDOUT", "INDEX")
     monkeypatch.setattr("tools.launching.command.prepare", lambda config: made)
-    monkeypatch.setattr("tools.launching.command.processes.make", lambda config, found, run: [ENDS_AT_ONCE])
+    monkeypatch.setattr(
+        "tools.launching.command.processes.make", lambda config, found, run: [ENDS_AT_ONCE]
+    )
 
 
 @pytest.mark.parametrize("dry", [[], ["--dry-run"]])
 def test_a_run_folder_below_a_file_is_refused_before_the_set_up(
-    dry: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    dry: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("tools.launching.command.prepare", lambda config: pytest.fail("set up"))
     file = tmp_path / "file"
@@ -55,7 +61,11 @@ def test_a_run_folder_below_a_file_is_refused_before_the_set_up(
 @pytest.mark.usefixtures("assets")
 @pytest.mark.parametrize(("dry", "status"), [([], 1), (["--dry-run"], 0)])
 def test_a_dry_run_prints_the_doubts_that_a_start_prints(
-    dry: list[str], status: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    dry: list[str],
+    status: int,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("tools.launching.memory.free_gib", lambda: 0.0)
     monkeypatch.setattr("tools.launching.memory.hardware.visible_gpus", lambda: [])
@@ -66,7 +76,9 @@ def test_a_dry_run_prints_the_doubts_that_a_start_prints(
     assert "warning: this plan needs about" in told
 
 
-@pytest.mark.parametrize(("content", "said"), [(b'{"name": "x"', "is torn"), (b"[]", "config.json")])
+@pytest.mark.parametrize(
+    ("content", "said"), [(b'{"name": "x"', "is torn"), (b"[]", "config.json")]
+)
 def test_a_torn_config_of_a_run_is_named(
     content: bytes, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -112,7 +124,10 @@ def test_a_read_only_disk_at_the_start_is_one_line_with_the_remedy(
     monkeypatch.setattr(Path, "open", read_only)
     assert main(["--run-folder", str(run)]) == 2
     error = capsys.readouterr().err
-    assert f"Read-only file system: '{run}/lock': make it writable and launch again, or choose another" in error
+    assert (
+        f"Read-only file system: '{run}/lock': make it writable and launch again, or choose another"
+        in error
+    )
     assert error.count("\n") == 1
 
 
@@ -157,7 +172,11 @@ def test_a_resumed_run_keeps_its_config_when_the_disk_is_full(
     ],
 )
 def test_a_process_that_died_of_a_full_disk_says_so_though_its_log_cannot(
-    free: int, remedy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    free: int,
+    remedy: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     usage = shutil.disk_usage(tmp_path)._replace(free=free)
     monkeypatch.setattr(shutil, "disk_usage", lambda place: usage)

@@ -1,4 +1,5 @@
-"""The estimate of a run's memory: what it adds up, and the warning that names the largest plan that fits."""
+"""The estimate of a run's memory: what it adds up, and the warning that names the largest plan that
+fits."""
 
 from pathlib import Path
 
@@ -15,7 +16,12 @@ ROOT = Path(__file__).parents[3]
 
 def smol(folder: Path) -> Path:
     """SmolLM2-135M's shape and size on disk, without its numbers."""
-    shape = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "dtype": "bfloat16"}
+    shape = {
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "dtype": "bfloat16",
+    }
     (folder / "config.json").write_bytes(msgspec.json.encode(shape))
     with (folder / "model.safetensors").open("wb") as file:
         file.truncate(269_060_552)
@@ -55,4 +61,5 @@ def test_the_number_type_the_counts_and_the_forests_make_the_estimate(tmp_path: 
         < gib("learner.micro_tokens=1280")
         < gib("learner.lora={rank=0}", "learner.micro_tokens=1280")
     )
-    assert gib() - gib("actors.count=3") == pytest.approx(0.5 + 0.4 + 0.4, abs=0.02)  # weights, cache, libraries
+    # weights, cache, libraries
+    assert gib() - gib("actors.count=3") == pytest.approx(0.5 + 0.4 + 0.4, abs=0.02)

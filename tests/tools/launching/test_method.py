@@ -12,7 +12,9 @@ from tools.launching import rules
 from tools.launching.config import ConfigError, load
 from tools.launching.method import mismatch
 
-SLATE, PPR, GAME = (ROOT / "configs" / f"{name}.toml" for name in ("slate-tiny", "ppr-cpu", "vpr-tictactoe-cpu"))
+SLATE, PPR, GAME = (
+    ROOT / "configs" / f"{name}.toml" for name in ("slate-tiny", "ppr-cpu", "vpr-tictactoe-cpu")
+)
 ARPO, SPO = (ROOT / "configs" / f"{name}.toml" for name in ("arpo-tiny", "spo-tiny"))
 FULL = ["scheduler.strategy=full"]
 SGLANG = ["actors.engine=sglang", "actors.kv_cache_gib=null", "actors.dtype=null"]
@@ -42,13 +44,21 @@ EACH_0 = "so every advantage would be 0"
             [*FULL, "learner.scheme=grpo", "scheduler.judge=none"],
             "'reward', which nobody gives (scheduler.judge is 'none')",
         ),
-        (SLATE, [*FULL, "learner.scheme=grpo", "learner.scheme_options.column=outcme"], "did you mean 'outcome'?"),
+        (
+            SLATE,
+            [*FULL, "learner.scheme=grpo", "learner.scheme_options.column=outcme"],
+            "did you mean 'outcome'?",
+        ),
         (
             SLATE,
             ["scheduler.judge=pprm_rules", "judges.use={exact_match={}, pprm_rules={}}"],
             "judge 'pprm_rules' lacks",
         ),
-        (SLATE, ["scheduler.judge=none"], "leaves scheduler.strategy = 'slate' without scores: name a judge"),
+        (
+            SLATE,
+            ["scheduler.judge=none"],
+            "leaves scheduler.strategy = 'slate' without scores: name a judge",
+        ),
         (GAME, ["learner.scheme=mc_pr"], "scheduler.strategy of ['mc_value'] gives it"),
         (ARPO, SGLANG, "strategy_options.top = 0"),
         (SPO, ["scheduler.strategy_options.branching=[1]", "actors.max_batch=2"], EACH_0),
@@ -58,29 +68,58 @@ EACH_0 = "so every advantage would be 0"
         (SLATE, ["learner.correction=tiss"], "did you mean 'tis'?"),
         (SLATE, ["data.environment=sudokuu"], "did you mean 'sudoku'?"),
         (SLATE, ["actors.engine=locl"], "did you mean 'local'?"),
-        (SLATE, ["actors.engine=no_such_module:Engine"], "ModuleNotFoundError: No module named 'no_such_module'"),
+        (
+            SLATE,
+            ["actors.engine=no_such_module:Engine"],
+            "ModuleNotFoundError: No module named 'no_such_module'",
+        ),
         (SLATE, ["actors.engine_options={a=1}"], "actors.engine_options ['a'] have no effect"),
-        (SLATE, ["learner.correction_options.dual_clip=0.5"], "dual_clip = 0.5: expected a number, more than 1"),
-        (SLATE, ["learner.correction_options.clip_low=-1"], "clip_low = -1: expected a number, at least 0"),
+        (
+            SLATE,
+            ["learner.correction_options.dual_clip=0.5"],
+            "dual_clip = 0.5: expected a number, more than 1",
+        ),
+        (
+            SLATE,
+            ["learner.correction_options.clip_low=-1"],
+            "clip_low = -1: expected a number, at least 0",
+        ),
         (
             SLATE,
             ["learner.correction=tis", "learner.correction_options={lower=3, upper=2}"],
             "lower = 3.0: expected at most upper = 2.0",
         ),
-        (SLATE, ["learner.scheme_options.ddof=5"], "ddof = 5: expected a whole number, at least 0 and at most 1"),
-        (SLATE, [*FULL, "learner.scheme=gigpo", "learner.scheme_options.gamma=7"], "gamma = 7: expected a number"),
+        (
+            SLATE,
+            ["learner.scheme_options.ddof=5"],
+            "ddof = 5: expected a whole number, at least 0 and at most 1",
+        ),
+        (
+            SLATE,
+            [*FULL, "learner.scheme=gigpo", "learner.scheme_options.gamma=7"],
+            "gamma = 7: expected a number",
+        ),
     ],
 )
-def test_what_cannot_learn_is_refused_with_the_reason(path: Path, overrides: list[str], said: str) -> None:
+def test_what_cannot_learn_is_refused_with_the_reason(
+    path: Path, overrides: list[str], said: str
+) -> None:
     with pytest.raises(ConfigError) as caught:
         load(path, overrides)
     assert said in str(caught.value)
 
 
 def test_an_outcome_alone_is_enough_for_a_scheme_that_reads_it() -> None:
-    options = [*FULL, "learner.scheme=grpo", "learner.scheme_options.column=outcome", "scheduler.judge=none"]
+    options = [
+        *FULL,
+        "learner.scheme=grpo",
+        "learner.scheme_options.column=outcome",
+        "scheduler.judge=none",
+    ]
     assert load(SLATE, options).scheduler.judge == "none"
-    assert load(GAME, ["learner.scheme=reinforce_pp", "learner.scheme_options.baseline=none"]).learner.scheme_options
+    assert load(
+        GAME, ["learner.scheme=reinforce_pp", "learner.scheme_options.baseline=none"]
+    ).learner.scheme_options
 
 
 def test_every_scheme_has_a_strategy_that_serves_it_and_every_strategy_a_scheme() -> None:
@@ -96,7 +135,9 @@ def test_every_scheme_has_a_strategy_that_serves_it_and_every_strategy_a_scheme(
 
 @pytest.mark.usefixtures("plug_ins")
 def test_a_scheme_of_ones_own_must_declare_itself() -> None:
-    with pytest.raises(ConfigError, match="mute_scheme does not declare itself: expected a function needs"):
+    with pytest.raises(
+        ConfigError, match="mute_scheme does not declare itself: expected a function needs"
+    ):
         load(SLATE, ["learner.scheme=mute_scheme:advantages"])
     with pytest.raises(ConfigError, match="reads column 'made_up', which nobody gives"):
         load(SLATE, ["learner.scheme=own_scheme:advantages"])
@@ -117,7 +158,9 @@ def test_a_scheme_of_ones_own_must_declare_itself() -> None:
         ),
     ],
 )
-def test_a_declaration_that_does_not_take_the_options_is_refused_with_its_name(overrides: list[str], said: str) -> None:
+def test_a_declaration_that_does_not_take_the_options_is_refused_with_its_name(
+    overrides: list[str], said: str
+) -> None:
     with pytest.raises(ConfigError, match=re.escape(said)):
         load(SLATE, [*overrides, "scheduler.strategy_options={}", "learner.scheme_options={}"])
 
@@ -132,15 +175,25 @@ def plug_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     )
     (tmp_path / "mute_scheme.py").write_text(body)
     (tmp_path / "own_scheme.py").write_text(declared + body)
-    (tmp_path / "narrow_scheme.py").write_text("def needs(): ...\ndef advantages(table, gamma=1.0): ...\n")
-    (tmp_path / "greedy_strategy.py").write_text("def gives(k, size): ...\nasync def grow(tree, ctx, k=3): ...\n")
+    (tmp_path / "narrow_scheme.py").write_text(
+        "def needs(): ...\ndef advantages(table, gamma=1.0): ...\n"
+    )
+    (tmp_path / "greedy_strategy.py").write_text(
+        "def gives(k, size): ...\nasync def grow(tree, ctx, k=3): ...\n"
+    )
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
 
 
-def test_a_scheme_that_pushes_questions_without_a_spread_is_told_with_the_setting_that_ends_it() -> None:
+def test_a_scheme_that_pushes_questions_without_a_spread_is_told_with_the_setting_that_ends_it() -> (
+    None
+):
     def told(path: Path, *overrides: str) -> list[str]:
-        return [doubt for doubt in rules.doubts(load(path, list(overrides))) if "though it compares nothing" in doubt]
+        return [
+            doubt
+            for doubt in rules.doubts(load(path, list(overrides)))
+            if "though it compares nothing" in doubt
+        ]
 
     (doubt,) = told(SPO, "learner.scheme_options.form=paper")
     assert "set learner.scheme_options.form = 'released' to end that" in doubt
@@ -159,7 +212,11 @@ def test_what_is_legal_and_not_what_its_name_promises_is_told() -> None:
     (doubt,) = rules.doubts(load(SLATE, [*gspo, "learner.aggregation=token"]))
     assert "the method is defined with 'trajectory', which 'auto' takes" in doubt
     for name, count in (("tis", 0), ("icepop", 0), ("decoupled", 0), ("aipo", 1), ("cispo", 1)):
-        several = [f"learner.correction={name}", "learner.correction_options={}", "learner.epochs=2"]
+        several = [
+            f"learner.correction={name}",
+            "learner.correction_options={}",
+            "learner.epochs=2",
+        ]
         doubts = rules.doubts(load(SLATE, several))
         assert len(doubts) == count
         assert all("nothing limits how far the policy moves" in doubt for doubt in doubts)
@@ -176,10 +233,21 @@ def test_dual_clip_is_on_unless_it_is_null() -> None:
     assert dual(["learner.correction_options={}", null]) is None
     assert dual(["learner.correction_options={ dual_clip = 2 }", null]) is None
     assert dual(["learner.correction_options={ dual_clip = 2 }"]) == 2
-    cleared = load(SLATE, ["learner.correction_options={ clip_low = 0.1 }", "learner.correction_options.clip_low=null"])
+    cleared = load(
+        SLATE,
+        [
+            "learner.correction_options={ clip_low = 0.1 }",
+            "learner.correction_options.clip_low=null",
+        ],
+    )
     assert corrections.load("ppo_clip", cleared.learner.correction_options).options == {}
     load(
-        SLATE, ["learner.correction=none", "learner.correction_options={}", "learner.correction_options.clip_low=null"]
+        SLATE,
+        [
+            "learner.correction=none",
+            "learner.correction_options={}",
+            "learner.correction_options.clip_low=null",
+        ],
     )
 
 

@@ -1,4 +1,5 @@
-"""What a mistake gets at a launch: one line with the cause and the remedy, before anything is set up, and a status that is not 0."""
+"""What a mistake gets at a launch: one line with the cause and the remedy, before anything is set
+up, and a status that is not 0."""
 
 import sys
 from pathlib import Path
@@ -36,14 +37,18 @@ def test_a_wrong_data_path_is_refused_also_by_a_dry_run(
     override: str, options: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     key, _, value = override.partition("=")
-    assert f"tools/launch: {key} = '{value}' does not exist: give a" in line(capsys, *options, overrides=[override])
+    assert f"tools/launch: {key} = '{value}' does not exist: give a" in line(
+        capsys, *options, overrides=[override]
+    )
 
 
 @pytest.mark.parametrize("name", ["smollm2-136m", "a/b/c", "./nope", "/nope/model"])
 def test_a_wrong_model_is_refused_also_by_a_dry_run(
     name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("tools.launching.command.prepare", lambda config: ensure_model(config.model.name, tmp_path))
+    monkeypatch.setattr(
+        "tools.launching.command.prepare", lambda config: ensure_model(config.model.name, tmp_path)
+    )
     for options in ([], ["--dry-run"]):
         said = line(capsys, *options, overrides=[f"model.name={name}"])
         assert f"model.name = '{name}': expected 'smollm2-135m', " in said
@@ -57,9 +62,14 @@ def test_a_model_that_the_hub_does_not_give_is_one_line(
         raise OSError("404\nsee the hub")
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", absent)
-    monkeypatch.setattr("tools.launching.command.prepare", lambda config: ensure_model(config.model.name, tmp_path))
+    monkeypatch.setattr(
+        "tools.launching.command.prepare", lambda config: ensure_model(config.model.name, tmp_path)
+    )
     said = line(capsys, overrides=["model.name=nobody/nothing"])
-    assert "model.name = 'nobody/nothing' is no folder and the hub did not give it: 404 see the hub" in said
+    assert (
+        "model.name = 'nobody/nothing' is no folder and the hub did not give it: 404 see the hub"
+        in said
+    )
 
 
 def test_weights_that_are_cut_short_are_named_with_the_remedy(
@@ -72,7 +82,9 @@ def test_weights_that_are_cut_short_are_named_with_the_remedy(
     save_file({"a": np.zeros(1000, np.float32)}, weights)
     assert ensure_model(str(tmp_path), tmp_path) == tmp_path
     weights.write_bytes(weights.read_bytes()[:-100])
-    monkeypatch.setattr("tools.launching.command.prepare", lambda config: ensure_model(config.model.name, tmp_path))
+    monkeypatch.setattr(
+        "tools.launching.command.prepare", lambda config: ensure_model(config.model.name, tmp_path)
+    )
     said = line(capsys, overrides=[f"model.name={tmp_path}"])
     assert said.startswith(f"tools/launch: {weights} is cut short or damaged (")
     assert f"remove {tmp_path} if it is in the cache, and start again" in said
@@ -85,7 +97,8 @@ def test_a_config_for_a_gpu_is_refused_without_one(
     monkeypatch.setattr("tools.launching.needs.hardware.visible_gpus", lambda: [])
     said = line(capsys, overrides=SGLANG)
     assert (
-        "tools/launch: actors.engine = 'sglang' needs a GPU, and nvidia-smi and CUDA_VISIBLE_DEVICES show none" in said
+        "tools/launch: actors.engine = 'sglang' needs a GPU, and nvidia-smi and CUDA_VISIBLE_DEVICES show none"
+        in said
     )
     assert "take a config for a CPU" in said
 
@@ -101,14 +114,19 @@ def test_a_config_for_a_gpu_is_refused_without_one(
 def test_a_launch_without_sglang_is_refused_before_any_process_starts(
     python: str, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tools.launching.needs._HAS_SGLANG", "import sys; sys.exit(1)")  # also where SGLang is
+    # also where SGLang is
+    monkeypatch.setattr("tools.launching.needs._HAS_SGLANG", "import sys; sys.exit(1)")
     cpu = 'actors.sglang.arguments={device = "cpu"}'
     assert said in line(capsys, overrides=[*SGLANG, cpu, f"actors.sglang.python={python}"])
 
 
-def test_an_interpreter_with_sglang_is_enough(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_interpreter_with_sglang_is_enough(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     (tmp_path / "sglang.py").touch()
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     sglang = SimpleNamespace(way="server", arguments={"device": "cpu"}, python="")
-    config = SimpleNamespace(cluster=SimpleNamespace(on=""), actors=SimpleNamespace(engine="sglang", sglang=sglang))
+    config = SimpleNamespace(
+        cluster=SimpleNamespace(on=""), actors=SimpleNamespace(engine="sglang", sglang=sglang)
+    )
     assert list(needs.lacking_machine(config)) == []  # pyright: ignore[reportArgumentType]

@@ -1,4 +1,5 @@
-"""The number type of a run: one key sets it, each room may override it, and a run says which it is and why."""
+"""The number type of a run: one key sets it, each room may override it, and a run says which it is
+and why."""
 
 import json
 from pathlib import Path
@@ -14,7 +15,9 @@ from wire import hardware
 DEFAULT = Path(__file__).parents[3] / "configs" / "slate-cpu.toml"
 
 
-def test_the_number_type_its_reason_and_two_that_differ_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_type_its_reason_and_two_that_differ_are_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(hardware, "visible_gpus", lambda: ["0"])
     auto = ["model.dtype=auto", "learner.dtype=auto", "actors.dtype=auto"]
     assert number_type(load(DEFAULT, auto)) == (
@@ -28,11 +31,16 @@ def test_the_number_type_its_reason_and_two_that_differ_are_told(monkeypatch: py
     assert "set model.dtype, and neither learner.dtype, actors.dtype nor" in said
 
 
-def test_one_key_sets_the_number_type_of_actors_and_learner_and_each_room_may_override_it(tmp_path: Path) -> None:
+def test_one_key_sets_the_number_type_of_actors_and_learner_and_each_room_may_override_it(
+    tmp_path: Path,
+) -> None:
     def written(*overrides: str) -> list[str]:
         config = load(DEFAULT, ["learner.dtype=auto", "actors.dtype=auto", *overrides])
         processes.make(config, Assets("M", "T", "H", "I"), tmp_path)
-        files = [json.loads((tmp_path / "processes" / f"{name}.json").read_text()) for name in ("actor-0", "learner")]
+        files = [
+            json.loads((tmp_path / "processes" / f"{name}.json").read_text())
+            for name in ("actor-0", "learner")
+        ]
         return [files[0]["actors"]["dtype"], files[1]["learner"]["dtype"]]
 
     assert written("model.dtype=bfloat16") == ["bfloat16", "bfloat16"]
@@ -56,9 +64,13 @@ def test_sglang_gets_the_number_type_and_one_that_differs_from_the_learners_is_t
 
     assert "of the SGLang servers is their own" in told()
     assert told("model.dtype=float32") == "number type float32 (as the config says)"
-    assert "and the actors in float16 (actors.sglang.arguments.dtype)" in told("actors.sglang.arguments.dtype=half")
+    assert "and the actors in float16 (actors.sglang.arguments.dtype)" in told(
+        "actors.sglang.arguments.dtype=half"
+    )
     assert told(stored="bfloat16").startswith("number type bfloat16 (there is an NVIDIA GPU")
-    assert "the actors in float16 (SGLang's choice for weights stored in float32)" in told(stored="float32")
+    assert "the actors in float16 (SGLang's choice for weights stored in float32)" in told(
+        stored="float32"
+    )
     arguments = typed(load(DEFAULT, [*sglang, "model.dtype=bfloat16"])).actors.sglang.arguments
     assert arguments["dtype"] == "bfloat16"
     url = ["actors.sglang.way=url", 'actors.sglang.urls=["http://h"]', "actors.count=1"]

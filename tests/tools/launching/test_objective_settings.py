@@ -1,4 +1,5 @@
-"""Settings of the objective and of dynamic sampling: those without effect or counted twice are refused, and the processes get them resolved."""
+"""Settings of the objective and of dynamic sampling: those without effect or counted twice are
+refused, and the processes get them resolved."""
 
 from inspect import signature
 from pathlib import Path
@@ -41,7 +42,9 @@ GAE = [*FULL, "learner.scheme=gae"]
         (["learner.kl_estimator=k4"], "expected one of"),
     ],
 )  # fmt: skip
-def test_a_setting_without_effect_or_counted_twice_is_refused(settings: list[str], reason: str) -> None:
+def test_a_setting_without_effect_or_counted_twice_is_refused(
+    settings: list[str], reason: str
+) -> None:
     with pytest.raises(ConfigError, match=reason):
         load(SLATE, settings)
 
@@ -50,12 +53,35 @@ def test_a_setting_without_effect_or_counted_twice_is_refused(settings: list[str
     "settings",
     [
         ["learner.target_kl=0.1", "learner.epochs=2"],
-        ["learner.kl_coef=0", "learner.kl_reward_coef=0.1", "learner.adaptive_kl={target=0.1, horizon=1000}"],
+        [
+            "learner.kl_coef=0",
+            "learner.kl_reward_coef=0.1",
+            "learner.adaptive_kl={target=0.1, horizon=1000}",
+        ],
         ["learner.soft_overlong={max_tokens=30, cache_tokens=30}", "learner.overlong_filter=true"],
-        [*GAE, "learner.kl_coef=0", "learner.adaptive_kl.target=0.1", "learner.scheme_options.kl_coef=0.1"],
-        [*GAE, "learner.scheme_options={targets='vtrace', rho_max=2.0}", "learner.critic.policy_frozen_updates=3"],
-        [*FULL, "learner.scheme=grpo", "scheduler.dynamic_sampling_budget=4", "learner.reward_clip=1.0"],
-        [*FULL, "learner.scheme=oprl", "learner.scheme_options.variant=step", "learner.reward_scale=0.5"],
+        [
+            *GAE,
+            "learner.kl_coef=0",
+            "learner.adaptive_kl.target=0.1",
+            "learner.scheme_options.kl_coef=0.1",
+        ],
+        [
+            *GAE,
+            "learner.scheme_options={targets='vtrace', rho_max=2.0}",
+            "learner.critic.policy_frozen_updates=3",
+        ],
+        [
+            *FULL,
+            "learner.scheme=grpo",
+            "scheduler.dynamic_sampling_budget=4",
+            "learner.reward_clip=1.0",
+        ],
+        [
+            *FULL,
+            "learner.scheme=oprl",
+            "learner.scheme_options.variant=step",
+            "learner.reward_scale=0.5",
+        ],
     ],
 )
 def test_settings_that_fit_are_accepted(settings: list[str]) -> None:
@@ -63,7 +89,8 @@ def test_settings_that_fit_are_accepted(settings: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "changes", ["reward_scale=2.0", "reward_clip=0.5", "soft_overlong={max_tokens=30, cache_tokens=30}"]
+    "changes",
+    ["reward_scale=2.0", "reward_clip=0.5", "soft_overlong={max_tokens=30, cache_tokens=30}"],
 )
 @pytest.mark.parametrize(
     "method",
@@ -85,19 +112,31 @@ def test_a_kl_in_the_reward_of_ppr_or_mc_pr_is_refused_with_the_remedy() -> None
     with pytest.raises(ConfigError, match=r"learner\.scheme_options\.kl_coef instead"):
         load(PPR, ["learner.kl_reward_coef=0.1"])
     with pytest.raises(ConfigError, match=r"learner\.kl_coef is a KL in the loss"):
-        load(SUDOKU, ["learner.scheme=mc_pr", "scheduler.strategy=mc_value", "learner.kl_reward_coef=0.1"])
+        load(
+            SUDOKU,
+            ["learner.scheme=mc_pr", "scheduler.strategy=mc_value", "learner.kl_reward_coef=0.1"],
+        )
 
 
 def test_k1_in_the_loss_is_a_doubt() -> None:
     assert not rules.doubts(load(SLATE, ["learner.kl_coef=0.1", "learner.kl_estimator=k2"]))
-    assert "0 in expectation" in rules.doubts(load(SLATE, ["learner.kl_coef=0.1", "learner.kl_estimator=k1"]))[-1]
+    assert (
+        "0 in expectation"
+        in rules.doubts(load(SLATE, ["learner.kl_coef=0.1", "learner.kl_estimator=k1"]))[-1]
+    )
 
 
 def test_the_schedule_ends_with_the_run_and_the_scheduler_knows_the_reward(tmp_path: Path) -> None:
-    config = load(SLATE, [*FULL, "learner.scheme=gigpo", "learner.lr_schedule=linear", "scheduler.updates=7"])
+    config = load(
+        SLATE, [*FULL, "learner.scheme=gigpo", "learner.lr_schedule=linear", "scheduler.updates=7"]
+    )
     processes.make(config, Assets(str(tmp_path), "", "", "", ""), tmp_path)
-    learner = msgspec.json.decode((tmp_path / "processes" / "learner.json").read_bytes(), type=LearnerProcess)
-    scheduler = msgspec.json.decode((tmp_path / "processes" / "scheduler.json").read_bytes(), type=SchedulerProcess)
+    learner = msgspec.json.decode(
+        (tmp_path / "processes" / "learner.json").read_bytes(), type=LearnerProcess
+    )
+    scheduler = msgspec.json.decode(
+        (tmp_path / "processes" / "scheduler.json").read_bytes(), type=SchedulerProcess
+    )
     assert (learner.learner.decay_updates, learner.learner.optimizer.schedule) == (7, "linear")
     assert (scheduler.reward, scheduler.equal) == ("reward", "turns")
 
@@ -108,9 +147,20 @@ def test_slate_selects_with_the_options_on_which_its_scheme_trains(tmp_path: Pat
         read = (tmp_path / "processes" / "scheduler.json").read_bytes()
         return msgspec.json.decode(read, type=SchedulerProcess).scheduler.strategy_options
 
-    grown, trained = signature(slate.grow).parameters, signature(schemes.load("slate", {}).function).parameters
-    assert [grown[name].default for name in ("ddof", "eps")] == [trained[name].default for name in ("ddof", "eps")]
-    assert selects("learner.scheme_options={ddof=0, eps=0.5}") == selects() | {"ddof": 0, "eps": 0.5}
-    assert selects("learner.scheme=vpr_v2", "learner.scheme_options={ddof=1}") == selects()  # an advantage of its own
-    with pytest.raises(ConfigError, match=r"\['ddof'\].* set them in learner\.scheme_options alone"):
+    grown, trained = (
+        signature(slate.grow).parameters,
+        signature(schemes.load("slate", {}).function).parameters,
+    )
+    assert [grown[name].default for name in ("ddof", "eps")] == [
+        trained[name].default for name in ("ddof", "eps")
+    ]
+    assert selects("learner.scheme_options={ddof=0, eps=0.5}") == selects() | {
+        "ddof": 0,
+        "eps": 0.5,
+    }
+    # an advantage of its own
+    assert selects("learner.scheme=vpr_v2", "learner.scheme_options={ddof=1}") == selects()
+    with pytest.raises(
+        ConfigError, match=r"\['ddof'\].* set them in learner\.scheme_options alone"
+    ):
         load(SLATE, ["scheduler.strategy_options.ddof=0"])

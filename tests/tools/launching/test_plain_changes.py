@@ -16,7 +16,16 @@ class Brevity(Judge):
 
 
 def test_a_key_is_changed_by_key_value_alone_between_other_options() -> None:
-    given = ["scheduler.updates=7", "--actors", "2", "learner.lr=1e-5", "--set", "seed=3", "--learner", "1"]
+    given = [
+        "scheduler.updates=7",
+        "--actors",
+        "2",
+        "learner.lr=1e-5",
+        "--set",
+        "seed=3",
+        "--learner",
+        "1",
+    ]
     config, _ = resolve(arguments(given))
     assert (config.scheduler.updates, config.learner.lr, config.seed) == (7, 1e-5, 3)
     assert (config.actors.count, config.learner.count) == (2, 1)
@@ -27,7 +36,9 @@ def test_a_word_that_is_no_change_is_refused_with_an_example() -> None:
         resolve(arguments(["slate"]))
 
 
-def test_a_plug_in_is_named_by_the_path_of_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plug_in_is_named_by_the_path_of_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "judges").mkdir()  # a folder that has the name of one of ours
     (tmp_path / "judges" / "mine.py").write_text(JUDGE)
     monkeypatch.chdir(tmp_path)
@@ -46,7 +57,11 @@ def test_a_strategy_and_a_scheme_of_one_file_declare_themselves(tmp_path: Path) 
 
 @pytest.mark.parametrize(
     ("place", "said"),
-    [("./nowhere.py:Judge", "No such file"), ("./broken.py:Judge", "division by zero"), ("./broken:Judge", "module")],
+    [
+        ("./nowhere.py:Judge", "No such file"),
+        ("./broken.py:Judge", "division by zero"),
+        ("./broken:Judge", "module"),
+    ],
 )
 def test_a_file_that_cannot_be_loaded_is_refused_with_its_cause(
     place: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

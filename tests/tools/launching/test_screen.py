@@ -28,14 +28,16 @@ def record(version: int, **values: float) -> bytes:
     names = {key: 0.5 for name, key, _ in COLUMNS if name not in ("process", "search")}
     return (
         json.dumps(
-            {"version": float(version), **names, "learner/groups": 3.0, **values} | {"version": version}
+            {"version": float(version), **names, "learner/groups": 3.0, **values}
+            | {"version": version}
         ).encode()
         + b"\n"
     )
 
 
 def lines(updates: int = UPDATES) -> bytes:
-    """The lines of a scheduler: a record per update, an evaluation, a warning that is wider than the terminal, and the end."""
+    """The lines of a scheduler: a record per update, an evaluation, a warning that is wider than
+    the terminal, and the end."""
     told = [b"waiting for workers: 4 x generate\n"]
     for version in range(1, updates + 1):
         told.append(record(version))
@@ -53,7 +55,8 @@ def shown(tmp_path: Path, size: tuple[int, int], **environment: str) -> tuple[st
     return written, seen(written, *size)
 
 
-# ------------------------------------------------------------------------------------------ on a terminal
+# ------------------------------------------------------------------------------------------ on a
+# terminal
 
 
 @pytest.mark.parametrize("size", [(24, 80), (50, 200), (10, 40)])
@@ -89,10 +92,14 @@ def test_a_terminal_without_colour_gets_no_code_at_all(tmp_path: Path) -> None:
 
 
 def test_a_pipe_gets_lines_of_at_most_a_hundred_columns_and_no_code(tmp_path: Path) -> None:
-    environment = {key: value for key, value in os.environ.items() if key != "COLUMNS"} | {"PYTHONPATH": str(ROOT)}
+    environment = {key: value for key, value in os.environ.items() if key != "COLUMNS"} | {
+        "PYTHONPATH": str(ROOT)
+    }
     (tmp_path / "lines").write_bytes(lines())
     command = [sys.executable, "-c", SHOW, str(UPDATES), str(tmp_path / "lines")]
-    written = subprocess.run(command, env=environment, capture_output=True, check=True).stdout.decode()
+    written = subprocess.run(
+        command, env=environment, capture_output=True, check=True
+    ).stdout.decode()
     assert "\x1b" not in written
     table = [line for line in written.splitlines() if line.startswith("  ")]
     assert max(map(len, table)) <= WIDEST
@@ -100,7 +107,9 @@ def test_a_pipe_gets_lines_of_at_most_a_hundred_columns_and_no_code(tmp_path: Pa
         len(written.splitlines()) == 3 * 2 + UPDATES + 1 + 4
     )  # bars and headings, rows, the last bar, and four lines of words
     copy = (tmp_path / "lines.out").read_text()
-    assert [line for line in written.splitlines() if "of 50 updates" not in line] == copy.splitlines()
+    assert [
+        line for line in written.splitlines() if "of 50 updates" not in line
+    ] == copy.splitlines()
 
 
 def test_an_exported_width_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,26 +119,35 @@ def test_an_exported_width_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert 100 < max(map(len, out.getvalue().splitlines())) <= 150
 
 
-# ------------------------------------------------------------------------------------------ less, and for machines
+# ------------------------------------------------------------------------------------------ less,
+# and for machines
 
 
 def test_quiet_shows_faults_and_the_end_and_the_file_has_everything(tmp_path: Path) -> None:
     out, copy = io.StringIO(), tmp_path / "copy"
     Screen(UPDATES, quiet=True, out=out).relay(io.BytesIO(lines()), copy.open("wb"))
-    assert [line[:21] for line in out.getvalue().splitlines()] == ["warning, update 30: t", "", "summary"]
+    assert [line[:21] for line in out.getvalue().splitlines()] == [
+        "warning, update 30: t",
+        "",
+        "summary",
+    ]
     assert copy.read_text().count("\n") == 1 + UPDATES + 3 + 1 + 2
 
 
 def test_records_go_out_as_json_evaluations_too_and_words_elsewhere(tmp_path: Path) -> None:
     out, records = io.StringIO(), io.StringIO()
-    Screen(UPDATES, records=records, out=out).relay(io.BytesIO(lines()), (tmp_path / "copy").open("wb"))
+    Screen(UPDATES, records=records, out=out).relay(
+        io.BytesIO(lines()), (tmp_path / "copy").open("wb")
+    )
     read = [json.loads(line) for line in records.getvalue().splitlines()]
     assert len(read) == UPDATES + 1
     assert {"version": 10.0, "heldout/em": 0.5} in read
     assert len(out.getvalue().splitlines()) == 4
 
 
-def test_two_schedulers_have_one_row_an_update_and_the_second_one_s_faults_its_name(tmp_path: Path) -> None:
+def test_two_schedulers_have_one_row_an_update_and_the_second_one_s_faults_its_name(
+    tmp_path: Path,
+) -> None:
     out, copy = io.StringIO(), tmp_path / "copy"
     screen = Screen(3, out=out, schedulers=2)
     for number, more in enumerate(
@@ -147,11 +165,14 @@ def test_two_schedulers_have_one_row_an_update_and_the_second_one_s_faults_its_n
     assert [json.loads(line)["count/calls"] for line in records.getvalue().splitlines()] == [8.0]
 
 
-def test_neither_a_cut_off_record_nor_a_letter_that_the_terminal_lacks_ends_the_relay(tmp_path: Path) -> None:
+def test_neither_a_cut_off_record_nor_a_letter_that_the_terminal_lacks_ends_the_relay(
+    tmp_path: Path,
+) -> None:
     written = io.BytesIO()
     out = io.TextIOWrapper(written, encoding="ascii", write_through=True)
     Screen(3, out=out).relay(
-        io.BytesIO('{"version":1.0,"sco\nem 0.5 ±0.1\nnext\n'.encode()), (tmp_path / "copy").open("wb")
+        io.BytesIO('{"version":1.0,"sco\nem 0.5 ±0.1\nnext\n'.encode()),
+        (tmp_path / "copy").open("wb"),
     )
     assert written.getvalue().decode() == '{"version":1.0,"sco\nem 0.5 ?0.1\nnext\n'
     assert (tmp_path / "copy").read_text() == '{"version":1.0,"sco\nem 0.5 ±0.1\nnext\n'
@@ -168,23 +189,46 @@ SET_UP = (
 @pytest.mark.parametrize(
     ("flag", "on_stdout", "on_stderr"),
     [
-        ("--json", ['{"version":1.0,"learner/groups":3.0}'], ["set up", "number type float32", "run folder"]),
+        (
+            "--json",
+            ['{"version":1.0,"learner/groups":3.0}'],
+            ["set up", "number type float32", "run folder"],
+        ),
         ("--quiet", ["run folder"], []),
     ],
 )
 def test_a_launch_keeps_its_outlets_apart(
     flag: str, on_stdout: list[str], on_stderr: list[str], tmp_path: Path
 ) -> None:
-    command = [sys.executable, "-c", CALL.format(SET_UP), "--run-folder", str(tmp_path / "run"), flag]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    command = [
+        sys.executable,
+        "-c",
+        CALL.format(SET_UP),
+        "--run-folder",
+        str(tmp_path / "run"),
+        flag,
+    ]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
     assert done.returncode == 0, done.stderr
     for written, expected in ((done.stdout, on_stdout), (done.stderr, on_stderr)):
-        told = [line for line in written.splitlines() if not line.startswith("warning: this plan needs")]
+        told = [
+            line for line in written.splitlines() if not line.startswith("warning: this plan needs")
+        ]
         assert [line[: len(start)] for line, start in zip(told, expected, strict=True)] == expected
 
 
-@pytest.mark.parametrize("flags", [["--quiet", "--dry-run"], ["--json", "--dry-run"], ["--quiet", "--status", "RUN"]])
-def test_a_flag_without_effect_is_refused(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "flags", [["--quiet", "--dry-run"], ["--json", "--dry-run"], ["--quiet", "--status", "RUN"]]
+)
+def test_a_flag_without_effect_is_refused(
+    flags: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
         arguments(flags)
     assert f"{flags[0]} has no effect with --" in capsys.readouterr().err
@@ -198,13 +242,16 @@ def test_the_help_fits_80_columns_and_its_examples_are_understood(
         arguments(["--help"])
     told = capsys.readouterr().out
     assert max(map(len, told.splitlines())) <= 80
-    examples = [line.split("  ")[1] for line in told.split("examples:")[1].splitlines() if line.strip()]
+    examples = [
+        line.split("  ")[1] for line in told.split("examples:")[1].splitlines() if line.strip()
+    ]
     assert len(examples) >= 5
     for example in examples:
         assert arguments(example.partition(" 2>")[0].split()[1:])
 
 
-# ------------------------------------------------------------------------------------------ the table and the progress
+# ------------------------------------------------------------------------------------------ the
+# table and the progress
 
 
 def test_the_table_tells_its_headings_again_when_a_column_comes() -> None:
@@ -247,7 +294,8 @@ def test_the_time_left_is_of_the_pace_of_the_last_updates() -> None:
     ]  # fmt: skip
 
 
-# ------------------------------------------------------------------------------------------ trackers
+# ------------------------------------------------------------------------------------------
+# trackers
 
 
 @pytest.mark.parametrize(
@@ -256,11 +304,18 @@ def test_the_time_left_is_of_the_pace_of_the_last_updates() -> None:
         (["--track", "wandbb"], "did you mean 'wandb'? expected one of ['trackio', 'wandb']"),
         (["--track", "wandb"], "'wandb', which is not installed: "),
         (["--set", "scheduler.prometheus=9100"], "scheduler.prometheus = 9100: expected `str`"),
-        (["--set", "scheduler.prometheus=here:99999"], "expected host:port, such as '127.0.0.1:9100'"),
+        (
+            ["--set", "scheduler.prometheus=here:99999"],
+            "expected host:port, such as '127.0.0.1:9100'",
+        ),
     ],
 )
 def test_a_tracker_that_cannot_work_is_refused_before_the_set_up(
-    flags: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    flags: list[str],
+    said: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("tools.launching.command.prepare", lambda config: pytest.fail("set up"))
     monkeypatch.setattr("scheduler.tracking.importlib.util.find_spec", lambda name: None)

@@ -1,4 +1,5 @@
-"""tools/serve-model: a process that serves the protocol until it is interrupted, and says in one line why it does not."""
+"""tools/serve-model: a process that serves the protocol until it is interrupted, and says in one
+line why it does not."""
 
 import re
 import signal
@@ -20,7 +21,9 @@ COMMAND = [sys.executable, "-m", "tools.launching.serve_model"]
 
 def test_it_serves_at_the_address_it_prints_until_it_is_interrupted(llama: Path) -> None:
     command = [*COMMAND, str(llama), "--port", "0", "--threads", "1", "--name", "tiny"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         try:
             assert process.stdout is not None
             said = process.stdout.readline()
@@ -63,7 +66,9 @@ def test_what_cannot_be_served_is_one_clear_line(
     assert said.count("\n") == 1
 
 
-def test_a_cache_without_room_is_refused_by_its_option(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_cache_without_room_is_refused_by_its_option(
+    llama: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
         main([str(llama), "--kv-cache-gib", "1000000"])
     assert "or a smaller cache (actors.kv_cache_gib, --kv-cache-gib)" in capsys.readouterr().err
@@ -87,5 +92,8 @@ def test_only_addresses_of_this_machine_need_no_key() -> None:
 
 def test_the_docs_name_every_option_and_no_other() -> None:
     text = (Path(__file__).parents[3] / "docs" / "serve-model.md").read_text()
-    options = {word for action in parser()._actions for word in action.option_strings} - {"-h", "--help"}
+    options = {word for action in parser()._actions for word in action.option_strings} - {
+        "-h",
+        "--help",
+    }
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", text)) == options

@@ -1,4 +1,5 @@
-"""A model server whose engine dies says why and ends with status 1, as tools/serve-model and inside a run."""
+"""A model server whose engine dies says why and ends with status 1, as tools/serve-model and inside
+a run."""
 
 import subprocess
 import sys
@@ -34,7 +35,9 @@ ENOUGH_S = 60
 def server(last: str, *arguments: str, error: str = "KeyError") -> Iterator[subprocess.Popen[str]]:
     """A server whose engine fails with ``error`` at each step."""
     command = [sys.executable, "-c", DYING.replace("ERROR", error) + last, *arguments]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as made:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as made:
         try:
             yield made
         finally:
@@ -56,7 +59,8 @@ def refusals(server: subprocess.Popen[str], requests: int) -> list[bytes]:
 
 
 def last_words(server: subprocess.Popen[str]) -> str:
-    """Ask for a completion, which must be refused with the reason; then the server must end by itself with status 1."""
+    """Ask for a completion, which must be refused with the reason; then the server must end by
+    itself with status 1."""
     (said,) = refusals(server, 1)
     assert b"boom" in said
     _, errors = server.communicate(timeout=ENOUGH_S)
@@ -68,19 +72,29 @@ def last_words(server: subprocess.Popen[str]) -> str:
 def test_serve_model_ends_with_status_1_and_the_reason_when_its_engine_dies(llama: Path) -> None:
     options = ["--port", "0", "--threads", "1", "--kv-cache-gib", "0.01"]
     with server("sys.exit(serve_model.main(sys.argv[1:]))", str(llama), *options) as made:
-        assert last_words(made) == f"tools/serve-model: {REASON}; its traceback is above. Start the server again"
+        assert (
+            last_words(made)
+            == f"tools/serve-model: {REASON}; its traceback is above. Start the server again"
+        )
 
 
-def test_serve_model_ends_with_the_third_step_in_a_row_that_fails_of_an_error_that_stays(llama: Path) -> None:
+def test_serve_model_ends_with_the_third_step_in_a_row_that_fails_of_an_error_that_stays(
+    llama: Path,
+) -> None:
     options = ["--port", "0", "--threads", "1", "--kv-cache-gib", "0.01"]
-    with server("sys.exit(serve_model.main(sys.argv[1:]))", str(llama), *options, error="RuntimeError") as made:
+    with server(
+        "sys.exit(serve_model.main(sys.argv[1:]))", str(llama), *options, error="RuntimeError"
+    ) as made:
         said = refusals(made, 3)
         assert [b"engine step failed: boom" in each for each in said] == [True, True, False]
         assert b"3 steps failed one after another" in said[2]
         _, errors = made.communicate(timeout=ENOUGH_S)
     assert made.returncode == 1
     reason = "the engine's thread has ended: RuntimeError('3 steps failed one after another, the last with: boom')"
-    assert errors.splitlines()[-1] == f"tools/serve-model: {reason}; its traceback is above. Start the server again"
+    assert (
+        errors.splitlines()[-1]
+        == f"tools/serve-model: {reason}; its traceback is above. Start the server again"
+    )
 
 
 def test_the_judge_model_of_a_run_ends_with_status_1_so_that_the_launcher_starts_it_again(
@@ -88,6 +102,8 @@ def test_the_judge_model_of_a_run_ends_with_status_1_so_that_the_launcher_starts
 ) -> None:
     model = JudgeModelConfig(max_context=256, kv_cache_gib=0.01)
     file = tmp_path / "judge-model.json"
-    file.write_bytes(msgspec.json.encode(JudgeModelProcess("judge-model", str(tmp_path), str(llama), 0, model)))
+    file.write_bytes(
+        msgspec.json.encode(JudgeModelProcess("judge-model", str(tmp_path), str(llama), 0, model))
+    )
     with server("judge_model.main()", str(file)) as made:
         assert last_words(made) == f"judge-model: {REASON}"

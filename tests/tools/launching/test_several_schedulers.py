@@ -38,18 +38,27 @@ def test_every_shard_has_its_own_workers_and_its_part_of_an_update(tmp_path: Pat
     }
     assert [p.name for p in plan[:2]] == ["scheduler", "scheduler-1"]
     assert {p.name for p in plan if p.vital} == {"scheduler", "learner-0"}
-    first, second = (read(tmp_path, name, SchedulerProcess) for name in ("scheduler", "scheduler-1"))
+    first, second = (
+        read(tmp_path, name, SchedulerProcess) for name in ("scheduler", "scheduler-1")
+    )
     assert (first.run, second.run) == (str(tmp_path), str(tmp_path))
     assert (first.shard, second.shard) == (Shard(0, 2), Shard(1, 2))
     assert (first.actors, second.actors) == (2, 1)
     assert (first.scheduler.questions_per_update, second.scheduler.questions_per_update) == (3, 3)
-    assert (first.scheduler.evaluation, second.scheduler.evaluation.questions) == (config.scheduler.evaluation, 0)
+    assert (first.scheduler.evaluation, second.scheduler.evaluation.questions) == (
+        config.scheduler.evaluation,
+        0,
+    )
     assert (first.scheduler.trackers, second.scheduler.trackers) == (["trackio"], [])
     learner = read(tmp_path, "learner", LearnerProcess)
     assert (learner.run, learner.questions_per_update, learner.shards) == (str(tmp_path), 6, 2)
     assert read(tmp_path, "actor-1", ActorProcess).run == str(folder(tmp_path, 1))
     assert read(tmp_path, "judges-1", JudgeProcess).run == str(folder(tmp_path, 1))
-    assert read(tmp_path, "actor-2", ActorProcess).run == read(tmp_path, "judges", JudgeProcess).run == str(tmp_path)
+    assert (
+        read(tmp_path, "actor-2", ActorProcess).run
+        == read(tmp_path, "judges", JudgeProcess).run
+        == str(tmp_path)
+    )
 
 
 @pytest.mark.parametrize(
@@ -74,4 +83,7 @@ def test_a_run_is_not_resumed_with_another_number_of_schedulers(
     (tmp_path / "config.json").write_bytes(saved(load(DEFAULT_CONFIG, TWO)))
     assert main(["--resume", str(tmp_path), "--set", "scheduler.shards=3"]) == 2
     said = capsys.readouterr().err
-    assert f"{tmp_path} cannot change scheduler.shards: 2 -> 3 (its tasks and ids were drawn by it): remove" in said
+    assert (
+        f"{tmp_path} cannot change scheduler.shards: 2 -> 3 (its tasks and ids were drawn by it): remove"
+        in said
+    )

@@ -34,7 +34,12 @@ def a_run(run: Path, journal: bool = True) -> Path:
         for number in range(2):
             book.start_tree(Tree(number, f"task {number}"), number, 0)
         book.close_tree(Tree(0, "task 0"))
-        result = {"version": 0, "questions": 4, "headline": "em", "measures": {"em": {"mean": 0.5, "half": 0.25}}}
+        result = {
+            "version": 0,
+            "questions": 4,
+            "headline": "em",
+            "measures": {"em": {"mean": 0.5, "half": 0.25}},
+        }
         book.save_evaluation(0, "start", result)
         book.close()
     return run
@@ -54,7 +59,9 @@ def launched(run: Path, state: str, pid: int = NOBODY, **members: Member) -> Non
     write_whole(run / record.NAME, body)
 
 
-def reported(run: Path, pid: int, idle_s: float = 1.0, paused: bool = False, version: int = 4) -> None:
+def reported(
+    run: Path, pid: int, idle_s: float = 1.0, paused: bool = False, version: int = 4
+) -> None:
     """Write the scheduler's report."""
     now = time.monotonic()
     judge = WorkerHealth("judges", NOBODY, "here", ["judge.x"], now, "here", 3, 4, 9, 0, [])
@@ -78,9 +85,14 @@ def test_a_live_run_shows_its_processes_its_queues_its_last_failure_and_that_not
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = a_run(tmp_path / "run")
-    process = subprocess.Popen([sys.executable, "-c", "input()", f"{run}/processes/scheduler.json"], stdin=-1)
+    process = subprocess.Popen(
+        [sys.executable, "-c", "input()", f"{run}/processes/scheduler.json"], stdin=-1
+    )
     try:
-        members = {"scheduler": Member(process.pid, time.time() - 200, 1), "judges": Member(os.getpid(), 0.0)}
+        members = {
+            "scheduler": Member(process.pid, time.time() - 200, 1),
+            "judges": Member(os.getpid(), 0.0),
+        }
         launched(run, "running", os.getpid(), **members)
         reported(run, process.pid)
         said = page(run, capsys)
@@ -88,9 +100,12 @@ def test_a_live_run_shows_its_processes_its_queues_its_last_failure_and_that_not
         assert "update 4 of 9 (updates); last progress " in said
         assert " ago tasks: 1 closed, 1 growing" in said
         assert "held out last: start (version 0): em 0.500 ±0.250" in said
-        row = next(line for line in said.split("scheduler ")[1:] if line.split()[0] == str(process.pid))
+        row = next(
+            line for line in said.split("scheduler ")[1:] if line.split()[0] == str(process.pid)
+        )
         assert "3 min 1" in row
-        assert f"judges {os.getpid()} ended - 0 - -" in said  # the number belongs to another process
+        # the number belongs to another process
+        assert f"judges {os.getpid()} ended - 0 - -" in said
         assert "judge.x: 3 at judges, 1 waiting; the oldest since 7 s, for tree 4" in said
         assert "actor-0: killed by signal 9 (SIGKILL); starting it again log: " in said
         assert f"what to do nothing, the run goes on. Look at a tree: tools/dump {run}" in said
@@ -131,8 +146,16 @@ def test_a_pause_is_told_with_the_way_out_of_it(
     [
         ("stopped", "stopped (its launcher has ended in order)", "tools/launch --resume RUN"),
         ("failed", "failed (its launcher has ended in order)", "free some memory"),
-        ("finished", "finished (its launcher has ended in order)", "look at the results: tools/report RUN"),
-        ("running", "killed (its launcher 4194305 is gone without a word", "tools/launch --resume RUN"),
+        (
+            "finished",
+            "finished (its launcher has ended in order)",
+            "look at the results: tools/report RUN",
+        ),
+        (
+            "running",
+            "killed (its launcher 4194305 is gone without a word",
+            "tools/launch --resume RUN",
+        ),
     ],
 )
 def test_a_run_that_is_over_says_how_it_ended_and_what_to_do(
@@ -152,8 +175,16 @@ def test_a_run_that_is_over_says_how_it_ended_and_what_to_do(
     ("name", "content", "says"),
     [
         ("config.json", "{", "damaged: config.json is torn or of another version"),
-        ("journal.sqlite", "no database" * 100, "damaged: journal.sqlite cannot be read (file is not a database)"),
-        ("journal.sqlite", None, "damaged: journal.sqlite is not there: no scheduler has begun in this folder"),
+        (
+            "journal.sqlite",
+            "no database" * 100,
+            "damaged: journal.sqlite cannot be read (file is not a database)",
+        ),
+        (
+            "journal.sqlite",
+            None,
+            "damaged: journal.sqlite is not there: no scheduler has begun in this folder",
+        ),
         ("launcher.json", "{", "damaged: launcher.json cannot be read"),
         ("health.json", "[]", "damaged: health.json cannot be read"),
         ("health.json", None, "damaged: health.json is not there"),
@@ -173,7 +204,9 @@ def test_what_is_damaged_is_said_and_the_rest_of_the_page_stays(
     assert f"tools/launch --resume {run}" in said
 
 
-def test_what_is_no_run_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_no_run_is_refused_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "file").touch()
     for place, reason in (
         (tmp_path, "no config.json is there"),
@@ -182,7 +215,10 @@ def test_what_is_no_run_is_refused_in_one_line(tmp_path: Path, capsys: pytest.Ca
     ):
         assert main(["--status", str(place)]) == 2
         said = capsys.readouterr()
-        assert said.err == f"tools/launch --status {place}: {reason}; expected the folder of a run, runs/NAME-TIME\n"
+        assert (
+            said.err
+            == f"tools/launch --status {place}: {reason}; expected the folder of a run, runs/NAME-TIME\n"
+        )
         assert not said.out
 
 
@@ -200,7 +236,9 @@ def test_machines_get_the_same_as_json_and_the_folder_stays_as_it_was(
         f"tools/launch --resume {run}",
     )
     after = {
-        path.name: path.read_bytes() for path in run.iterdir() if path.suffix not in (".sqlite-shm", ".sqlite-wal")
+        path.name: path.read_bytes()
+        for path in run.iterdir()
+        if path.suffix not in (".sqlite-shm", ".sqlite-wal")
     }
     assert after == before
     assert msgspec.convert(status["failure"], Failure).process == "actor-0"

@@ -1,4 +1,5 @@
-"""tools/launching/watchdog.py: which processes count as stuck, and what is known of where they hang."""
+"""tools/launching/watchdog.py: which processes count as stuck, and what is known of where they
+hang."""
 
 import subprocess
 import sys
@@ -18,9 +19,15 @@ PIDS = {SCHEDULER: 2**22 + 1, "judges": 2**22 + 2, "learner-0": 2**22 + 3}
 
 
 def report(
-    run: Path, at: float, progress_at: float = 0.0, stuck: str = "", phase: str = "updates", **judges: Any
+    run: Path,
+    at: float,
+    progress_at: float = 0.0,
+    stuck: str = "",
+    phase: str = "updates",
+    **judges: Any,
 ) -> None:
-    """Write the scheduler's report of the moment ``at``, with changes to what it knows of the judges."""
+    """Write the scheduler's report of the moment ``at``, with changes to what it knows of the
+    judges."""
     fields = {
         "pid": PIDS["judges"],
         "host": "here",
@@ -61,7 +68,10 @@ def dog(tmp_path: Path) -> Watchdog:
         ({}, None),
         ({"heard": 5000.0 - LIMIT}, None),
         ({"heard": 4990.0 - LIMIT, "state": "silent for 20 s"}, "has been silent for 110 s"),
-        ({"heard": 4990.0 - LIMIT, "state": "drained"}, "left 110 s ago (drained) and has not ended"),
+        (
+            {"heard": 4990.0 - LIMIT, "state": "drained"},
+            "left 110 s ago (drained) and has not ended",
+        ),
         ({"heard": 0.0, "host": "elsewhere"}, None),
         ({"heard": 0.0, "pid": 7}, None),
         ({"unanswered": 2}, None),
@@ -73,7 +83,9 @@ def test_a_worker_of_this_launch_that_does_not_answer_is_stuck(
 ) -> None:
     report(tmp_path, 5000.0, 5000.0, **judges)
     finding = dog.look(PIDS, 5000.0)
-    assert (finding and (finding.process, finding.why, finding.calls)) == (why and ("judges", why, ["judge.x: ok"]))
+    assert (finding and (finding.process, finding.why, finding.calls)) == (
+        why and ("judges", why, ["judge.x: ok"])
+    )
 
 
 def test_a_scheduler_whose_report_grows_old_is_stuck_unless_the_machine_was_held_up(
@@ -156,11 +168,15 @@ endless_judgement()
 """
 
 
-def test_the_stacks_of_an_endless_loop_and_of_a_deadlock_are_read_from_the_log(tmp_path: Path) -> None:
+def test_the_stacks_of_an_endless_loop_and_of_a_deadlock_are_read_from_the_log(
+    tmp_path: Path,
+) -> None:
     log, script = tmp_path / "log", tmp_path / "judge.py"
     script.write_text(HANGS)
     with log.open("wb") as file:
-        process = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, stderr=file)
+        process = subprocess.Popen(
+            [sys.executable, str(script)], stdout=subprocess.PIPE, stderr=file
+        )
     assert process.stdout is not None
     try:
         assert process.stdout.readline() == b"ready\n"
@@ -172,17 +188,23 @@ def test_the_stacks_of_an_endless_loop_and_of_a_deadlock_are_read_from_the_log(t
         assert other == f"{tmp_path.name}/judge.py:11 never_unlocked"
         finding = watchdog.Finding("judges", "has been silent for 9 s", ["judge.x: ok after 1.0 s"])
         text = watchdog.diagnosis(finding, doing, text)
-        assert text.startswith("has been silent for 9 s; it computes (state R); its threads are in ")
+        assert text.startswith(
+            "has been silent for 9 s; it computes (state R); its threads are in "
+        )
         assert text.endswith("(stacks in its log); its last calls: judge.x: ok after 1.0 s")
     finally:
         process.kill()
         process.communicate()
 
 
-def test_a_process_that_has_not_begun_is_not_killed_by_the_question_for_its_stacks(tmp_path: Path) -> None:
+def test_a_process_that_has_not_begun_is_not_killed_by_the_question_for_its_stacks(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "log").touch()
     lives = "print(flush=True); input(); print('alive')"
-    process = subprocess.Popen([sys.executable, "-c", lives], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    process = subprocess.Popen(
+        [sys.executable, "-c", lives], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
     assert process.stdout is not None
     try:
         process.stdout.readline()

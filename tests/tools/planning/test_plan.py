@@ -1,4 +1,5 @@
-"""tools/plan: counts of trees by hand, of a real run, the arithmetic of times, what the terminal shows, and what is refused."""
+"""tools/plan: counts of trees by hand, of a real run, the arithmetic of times, what the terminal
+shows, and what is refused."""
 
 import json
 import math
@@ -20,8 +21,17 @@ from tools.planning.samples import going_on
 TINY = ROOT / "configs" / "slate-tiny.toml"
 SIZES = Assumed(instruction=4, prompt=10, action=5, observation=3, turns=2)
 TWO = ["scheduler.budget=2", "actors.count=1", "learner.count=1"]
-OUTCOMES = ["scheduler.judge=none", "learner.correction_options=null", "learner.scheme_options.column=outcome"]
-GRPO = [*OUTCOMES, "learner.scheme=grpo", "scheduler.strategy=full", "scheduler.strategy_options={k=2}"]
+OUTCOMES = [
+    "scheduler.judge=none",
+    "learner.correction_options=null",
+    "learner.scheme_options.column=outcome",
+]
+GRPO = [
+    *OUTCOMES,
+    "learner.scheme=grpo",
+    "scheduler.strategy=full",
+    "scheduler.strategy_options={k=2}",
+]
 SMALL = ["scheduler.questions_per_update=2", "scheduler.max_action_tokens=8"]
 VINE = ["scheduler.strategy_options={continuations=3}"]
 
@@ -37,9 +47,11 @@ def made(config: Config, trees: int = 1) -> Work:
 
 def test_a_slate_tree_by_hand() -> None:
     work = one_tree("slate-tiny", "scheduler.strategy_options={k=2}")
-    # prompt 10; two candidates of 5; one is continued by 3 of observation, and two candidates of 5 follow
+    # prompt 10; two candidates of 5; one is continued by 3 of observation, and two candidates of 5
+    # follow
     assert (work.nodes, work.calls, work.turns, work.sampled) == (6, 2, 4, 20)
-    assert (work.prompt, work.prefilled) == (2 * 10 + 2 * 18, 10 + 4)  # the engine has not read an action's last token
+    # the engine has not read an action's last token
+    assert (work.prompt, work.prefilled) == (2 * 10 + 2 * 18, 10 + 4)
     assert (work.path, work.packed, work.forwarded) == (2 * 15 + 2 * 23, 10 + 2 * 5 + 3 + 2 * 5, 33)
     assert (work.longest, work.steps, work.targets) == (10, 2, 20)
     depths = [
@@ -55,13 +67,15 @@ def test_a_slate_tree_by_hand() -> None:
 def test_whole_trajectories_by_hand() -> None:
     work = one_tree("slate-tiny", *GRPO)
     assert (work.nodes, work.calls, work.turns, work.sampled) == (7, 4, 4, 20)
-    assert work.prefilled == 10 + 2 * 4  # the second has its prompt from the cache, with what follows its end
+    # the second has its prompt from the cache, with what follows its end
+    assert work.prefilled == 10 + 2 * 4
     assert (work.path, work.packed) == (76, 10 + 2 * 13)
 
 
 def test_a_chain_and_its_continuations_by_hand() -> None:
     work = one_tree("vineppo-tiny", *VINE)
-    assert (work.nodes, work.turns, work.path, work.packed) == (4, 2, 15 + 23, 23)  # continuations are not trained
+    # continuations are not trained
+    assert (work.nodes, work.turns, work.path, work.packed) == (4, 2, 15 + 23, 23)
     assert work.sampled == 10 + 3 * 10 + 3 * 5
     assert work.calls == 2 + (1 + 3) + 1
 
@@ -77,7 +91,9 @@ def test_an_update_shares_the_instruction_over_its_trees() -> None:
     assert two.packed == two.forwarded == 2 * 33 - 4
     actors = made(load(TINY, [*TWO, "scheduler.strategy_options={k=2}", "actors.count=2"]), 2)
     assert actors.prefilled - two.prefilled == 4  # each actor reads it
-    parts = made(load(TINY, [*TWO, "scheduler.strategy_options={k=2}", "learner.minibatches=16"]), 16)
+    parts = made(
+        load(TINY, [*TWO, "scheduler.strategy_options={k=2}", "learner.minibatches=16"]), 16
+    )
     assert parts.forwarded == 16 * 33  # each minibatch reads it
 
 
@@ -88,8 +104,13 @@ def test_a_server_reads_the_last_token_of_a_prompt_again() -> None:
 
 
 def test_the_value_of_a_state_is_no_judge_s_column() -> None:
-    mc_pr = ["learner.scheme=mc_pr", "scheduler.strategy=mc_value", "scheduler.strategy_options={continuations=3}"]
-    assert one_tree("vpr-sudoku-cpu", *mc_pr).sampled == 2 * 5 + 3 * 10 + 3 * 5  # as in VinePPO, below
+    mc_pr = [
+        "learner.scheme=mc_pr",
+        "scheduler.strategy=mc_value",
+        "scheduler.strategy_options={continuations=3}",
+    ]
+    # as in VinePPO, below
+    assert one_tree("vpr-sudoku-cpu", *mc_pr).sampled == 2 * 5 + 3 * 10 + 3 * 5
 
 
 def test_the_mean_number_of_turns_is_met() -> None:
@@ -107,10 +128,21 @@ def test_every_shipped_config_has_a_plan(name: str) -> None:
     assert all(math.isfinite(value) for value in msgspec.structs.astuple(work))
 
 
-# ------------------------------------------------------------------------------------------ arithmetic
+# ------------------------------------------------------------------------------------------
+# arithmetic
 
 MODEL = Dense(1, 8, 16, 2, 100, 1, 4)
-WORK = Work(sampled=100, longest=50, steps=2, context=1000, calls=2, prefilled=10, path=400, forwarded=100, packed=100)
+WORK = Work(
+    sampled=100,
+    longest=50,
+    steps=2,
+    context=1000,
+    calls=2,
+    prefilled=10,
+    path=400,
+    forwarded=100,
+    packed=100,
+)
 
 
 def test_the_sizes_of_a_model_are_its_weights() -> None:
@@ -121,7 +153,9 @@ def test_the_sizes_of_a_model_are_its_weights() -> None:
     assert MODEL.weights == MODEL.per_token + 800
     with pytest.raises(ValueError, match="num_experts = 8: expected a dense model"):
         Dense.of({"num_experts": 8}, "Mixed")
-    with pytest.raises(ValueError, match=r"config\.json of Other: .*`num_hidden_layers`; expected a dense model"):
+    with pytest.raises(
+        ValueError, match=r"config\.json of Other: .*`num_hidden_layers`; expected a dense model"
+    ):
         Dense.of({"hidden_size": 8}, "Other")
 
 
@@ -133,7 +167,8 @@ def test_flops_of_training_are_six_a_weight_and_four_with_adapters() -> None:
     adapters = msgspec.structs.replace(whole, lora=LoraConfig(rank=16))
     assert formulas.learner_flops(adapters, MODEL, WORK) == 4 * weights
     again = msgspec.structs.replace(whole, gradient_checkpointing=True, kl_coef=0.1)
-    assert formulas.learner_flops(again, MODEL, WORK) == (8 + 2) * weights  # one more forward, and the reference's
+    # one more forward, and the reference's
+    assert formulas.learner_flops(again, MODEL, WORK) == (8 + 2) * weights
 
 
 def test_what_waits_is_the_longest_of_actors_learner_and_latency() -> None:
@@ -166,10 +201,12 @@ def test_decoding_reads_the_weights_once_a_batch() -> None:
     cache = 1000 * MODEL.cached(2) / 1e3
     assert seconds(1) - cache == pytest.approx(100 * 2 * MODEL.weights / 1e3)
     assert seconds(2) - cache == pytest.approx(50 * 2 * MODEL.weights / 1e3)
-    assert seconds(64) == seconds(2)  # no more than two are in flight: 100 tokens, 50 of them one after the other
+    # no more than two are in flight: 100 tokens, 50 of them one after the other
+    assert seconds(64) == seconds(2)
 
 
-# ------------------------------------------------------------------------------------------ the command
+# ------------------------------------------------------------------------------------------ the
+# command
 
 
 def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
@@ -181,10 +218,17 @@ def assume(*said: str) -> list[str]:
     return [part for one in said for part in ("--assume", one)]
 
 
-GPU_PLAN = ["--config", str(ROOT / "configs" / "slate-7b.toml"), "--set", "scheduler.questions_per_update=2"]
+GPU_PLAN = [
+    "--config",
+    str(ROOT / "configs" / "slate-7b.toml"),
+    "--set",
+    "scheduler.questions_per_update=2",
+]
 
 
-def test_the_terminal_is_80_columns_wide_and_names_the_best_split(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_terminal_is_80_columns_wide_and_names_the_best_split(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     status, out, _ = answer(capsys, *GPU_PLAN, "--gpus", "4", *assume("price=2.5", "turns=2.5"))
     lines = out.splitlines()
     assert status == 0
@@ -208,7 +252,9 @@ def test_json_holds_every_split(capsys: pytest.CaptureFixture[str]) -> None:
     assert best["gpu_hours"] == pytest.approx(3 * best["speed"]["period"] * 500 / 3600)
 
 
-def test_a_split_that_does_not_fit_comes_last_and_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_split_that_does_not_fit_comes_last_and_says_why(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     status, out, _ = answer(capsys, *GPU_PLAN, "--gpus", "2", *assume("memory=10"))
     assert status == 0
     assert "does not fit: an engine has 0 tokens of cache" in out
@@ -218,13 +264,16 @@ def test_a_split_that_does_not_fit_comes_last_and_says_why(capsys: pytest.Captur
 def test_trees_beyond_one_scheduler_ask_for_more(capsys: pytest.CaptureFixture[str]) -> None:
     _, out, _ = answer(capsys, *GPU_PLAN, "--gpus", "2", "--json")
     best = json.loads(out)["splits"][0]["speed"]
-    trees, judged = 3600 * 2 / best["period"], json.loads(out)["work"]["judged"] / best["period"]  # for a second each
+    # for a second each
+    trees, judged = 3600 * 2 / best["period"], json.loads(out)["work"]["judged"] / best["period"]
     bears = 0.9 * trees  # at which a second scheduler is needed
     slow = assume(f"tree_ms={3.6e6 * 0.9 / bears}")
     _, out, _ = answer(capsys, *GPU_PLAN, "--gpus", "2", *slow)
     assert f"{command.number(bears)} at" in out
     assert "(assumed): --set scheduler.shards=2" in " ".join(out.split())
-    assert float(out.partition(" actions at judges")[0].split()[-1]) == pytest.approx(judged, rel=0.01)
+    assert float(out.partition(" actions at judges")[0].split()[-1]) == pytest.approx(
+        judged, rel=0.01
+    )
     _, out, _ = answer(capsys, *GPU_PLAN, "--gpus", "2")
     assert "scheduler.shards" not in out
 
@@ -249,7 +298,9 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("arguments", REFUSED)
-def test_what_cannot_be_planned_is_refused(arguments: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_planned_is_refused(
+    arguments: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     known = () if "model.name" in arguments else ("--set", "model.name=Qwen/Qwen2.5-1.5B")
     status, out, err = answer(capsys, *known, *arguments.split())
     assert (status, out) == (2, "")
@@ -257,24 +308,40 @@ def test_what_cannot_be_planned_is_refused(arguments: str, capsys: pytest.Captur
     assert REFUSED[arguments] in err
 
 
-def test_a_shape_stands_for_a_model_that_is_not_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    shape = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
-    (tmp_path / "config.json").write_text(json.dumps(shape | {"vocab_size": 1000, "tie_word_embeddings": False}))
-    _, out, _ = answer(capsys, "--shape", str(tmp_path), "--set", "model.name=Nobody/Knows-1B", "--json")
+def test_a_shape_stands_for_a_model_that_is_not_here(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shape = {
+        "num_hidden_layers": 2,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_attention_heads": 4,
+    }
+    (tmp_path / "config.json").write_text(
+        json.dumps(shape | {"vocab_size": 1000, "tie_word_embeddings": False})
+    )
+    _, out, _ = answer(
+        capsys, "--shape", str(tmp_path), "--set", "model.name=Nobody/Knows-1B", "--json"
+    )
     assert json.loads(out)["weights"] == 2 * (4 * 64 * 64 + 3 * 64 * 128) + 2 * 64 * 1000
 
 
 def test_a_plan_loads_no_torch() -> None:
     code = "import sys; from tools.planning import command; sys.exit(str('torch' in sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, check=False, capture_output=True, text=True
+    )
     assert done.stderr.strip() == "False"
 
 
-# ------------------------------------------------------------------------------------------ a real run
+# ------------------------------------------------------------------------------------------ a real
+# run
 
 
 @pytest.mark.slow
-def test_the_texts_of_a_real_run_give_its_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_texts_of_a_real_run_give_its_counts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     prepare(tmp_path)
     config, run = tmp_path / "plan.toml", tmp_path / "run"
     text = CONFIG.format(model=tmp_path / "model", folder=tmp_path, updates=3, questions=4)

@@ -1,4 +1,5 @@
-"""The parts of tools/chaos: the plan of faults, the answers that are spoiled, the forks, and the checks, which find what is planted."""
+"""The parts of tools/chaos: the plan of faults, the answers that are spoiled, the forks, and the
+checks, which find what is planted."""
 
 import os
 import random
@@ -26,7 +27,9 @@ def test_a_seed_decides_the_faults_and_each_kind_has_its_share() -> None:
     assert faults == plan.plan(7, 1000)
     assert faults != plan.plan(8, 1000)
     assert [fault.number for fault in faults] == list(range(1, 1001))
-    assert Counter(fault.kind for fault in faults[:100]) == {name: kind.share for name, kind in plan.KINDS.items()}
+    assert Counter(fault.kind for fault in faults[:100]) == {
+        name: kind.share for name, kind in plan.KINDS.items()
+    }
     assert {(f.kind, f.place) for f in faults} == {
         (name, place) for name, k in plan.KINDS.items() for place in k.places
     }
@@ -34,7 +37,9 @@ def test_a_seed_decides_the_faults_and_each_kind_has_its_share() -> None:
 
 def test_runs_of_two_schedulers_are_struck_at_each_and_at_both() -> None:
     struck = {(fault.kind, fault.place) for fault in plan.plan(7, 2000, schedulers=2)}
-    assert {("kill", place) for place in ("scheduler", "scheduler-1", plan.ALL, "judges-1", "actor-1")} <= struck
+    assert {
+        ("kill", place) for place in ("scheduler", "scheduler-1", plan.ALL, "judges-1", "actor-1")
+    } <= struck
     assert {("pause", plan.ALL), ("unwritable", "scheduler-1"), ("cut", "retriever-1")} <= struck
     assert not {place for _, place in struck} & {"learner-0-1", "launcher-1", "disk-1"}
 
@@ -52,7 +57,9 @@ def test_only_the_kinds_that_are_asked_for_strike() -> None:
         (["--out", str(Path(__file__).parent)], "expected a folder that is empty or not there"),
     ],
 )
-def test_bad_arguments_are_told(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_arguments_are_told(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as ended:
         chaos.arguments(arguments)
     assert ended.value.code == 2
@@ -68,8 +75,16 @@ def test_the_list_names_every_kind(capsys: pytest.CaptureFixture[str]) -> None:
 def test_no_answer_that_an_actor_spoils_enters_a_tree() -> None:
     from tools.research.chaos import messages
 
-    sample = Sample(np.array([3, 4], np.int32), np.array([-1.0, -2.0], np.float32), np.array([1, 1], np.int32), "stop")
-    result, request = GenerateResult([sample, sample], 1, 0), GenerateRequest(np.zeros(1, np.int32), 2, Sampling(2))
+    sample = Sample(
+        np.array([3, 4], np.int32),
+        np.array([-1.0, -2.0], np.float32),
+        np.array([1, 1], np.int32),
+        "stop",
+    )
+    result, request = (
+        GenerateResult([sample, sample], 1, 0),
+        GenerateRequest(np.zeros(1, np.int32), 2, Sampling(2)),
+    )
     told = set()
     for seed in range(100):
         for spoil in messages.SPOILERS.values():
@@ -117,7 +132,13 @@ def test_a_task_that_is_neither_trained_nor_quarantined_is_found(tmp_path: Path)
         journal.close_tree(tree)
     journal.close()
     count = invariants.account(tmp_path)
-    assert (count.drawn, count.trained, count.quarantined, count.in_updates, count.updates) == (4, 4, 0, 4, 2)
+    assert (count.drawn, count.trained, count.quarantined, count.in_updates, count.updates) == (
+        4,
+        4,
+        0,
+        4,
+        2,
+    )
     with sqlite3.connect(tmp_path / "journal.sqlite") as database:
         database.execute("UPDATE groups SET trained=NULL WHERE id=2")
     faults = invariants.of_the_files(tmp_path, 2)

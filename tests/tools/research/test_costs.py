@@ -1,6 +1,8 @@
-"""The scheduler's cost for a call and for a node, in executed bytecode instructions: the same numbers on every machine and under every load.
+"""The scheduler's cost for a call and for a node, in executed bytecode instructions: the same
+numbers on every machine and under every load.
 
-Work in C is not counted (sorting without a key, encoding, tokenizing); ``tools/bench call_cost`` times a call.
+Work in C is not counted (sorting without a key, encoding, tokenizing); ``tools/bench call_cost``
+times a call.
 """
 
 import asyncio
@@ -43,8 +45,14 @@ from wire.messages import (
 pytestmark = pytest.mark.slow
 
 TREES = 8
-"""Trees that are counted. They grow together, and so share transactions of the journal, as in a run."""
-PASSAGE = Passage("1", "Peru", "The capital of Peru is Lima, on the coast, where a third of its people live. " * 4, 1.0)
+"""Trees that are counted. They grow together, and so share transactions of the journal, as in a
+run."""
+PASSAGE = Passage(
+    "1",
+    "Peru",
+    "The capital of Peru is Lima, on the coast, where a third of its people live. " * 4,
+    1.0,
+)
 """About 80 tokens; a search shows three."""
 
 
@@ -73,9 +81,13 @@ def instructions() -> Iterator[Instructions]:
 
 
 @pytest.mark.parametrize("placed", [False, True])
-def test_a_call_costs_the_same_with_many_workers_and_many_open_calls(instructions: Instructions, placed: bool) -> None:
+def test_a_call_costs_the_same_with_many_workers_and_many_open_calls(
+    instructions: Instructions, placed: bool
+) -> None:
     def cost(workers: int, capacity: int, callers: int) -> float:
-        work = call_cost.measure(workers, capacity, callers, placed, 400, lambda: instructions.executed)
+        work = call_cost.measure(
+            workers, capacity, callers, placed, 400, lambda: instructions.executed
+        )
         return asyncio.run(work)
 
     one = cost(1, 64, 64)
@@ -88,14 +100,18 @@ class Answers:
     """Stands for the dispatcher: answers every call at once."""
 
     def __init__(self, act: np.ndarray):
-        self.sample = Sample(act, np.full(len(act), -1, np.float32), np.zeros(len(act), np.int32), "stop")
+        self.sample = Sample(
+            act, np.full(len(act), -1, np.float32), np.zeros(len(act), np.int32), "stop"
+        )
 
     async def call(self, service: str, request: Any, **_: Any) -> Any:
         """Answer as an actor, a retriever or a judge does."""
         if isinstance(request, GenerateRequest):
             return GenerateResult([self.sample] * request.n, len(request.tokens), 0)
         if isinstance(request, JudgeRequest):
-            return JudgeResult([Judgement({"think": 1.0, "query": 0.0, "answer": 0.0}) for _ in request.turns])
+            return JudgeResult(
+                [Judgement({"think": 1.0, "query": 0.0, "answer": 0.0}) for _ in request.turns]
+            )
         return RetrieveResult([[PASSAGE] * 3])
 
 
@@ -114,9 +130,16 @@ async def grow(shop: Shop, number: int) -> int:
     return len(tree.nodes)
 
 
-async def node_cost(text: Text, folder: Path, budget: int, instructions: Instructions) -> dict[str, float]:
-    """Grow SLATE trees whose calls are all answered at once. Returns instructions and bytes of the journal for a node, and the nodes of a tree."""
-    path, groups, answers = folder / f"{budget}.sqlite", itertools.count(), cast(Any, Answers(text.encode(ACTION)))
+async def node_cost(
+    text: Text, folder: Path, budget: int, instructions: Instructions
+) -> dict[str, float]:
+    """Grow SLATE trees whose calls are all answered at once. Returns instructions and bytes of the
+    journal for a node, and the nodes of a tree."""
+    path, groups, answers = (
+        folder / f"{budget}.sqlite",
+        itertools.count(),
+        cast(Any, Answers(text.encode(ACTION))),
+    )
     with contextlib.closing(Journal(path)) as journal:
         shop = Shop(
             answers, journal, text, SearchQA(), SchedulerConfig(budget=budget, judge="any"), Counter(),
@@ -130,9 +153,13 @@ async def node_cost(text: Text, folder: Path, budget: int, instructions: Instruc
     return {"cost": spent / nodes, "bytes": written / nodes, "nodes": nodes / TREES}
 
 
-def test_a_node_costs_the_same_in_a_deep_tree(instructions: Instructions, tmp_path: Path, llama: Path) -> None:
+def test_a_node_costs_the_same_in_a_deep_tree(
+    instructions: Instructions, tmp_path: Path, llama: Path
+) -> None:
     text = Text(str(llama))
-    small, large = (asyncio.run(node_cost(text, tmp_path, budget, instructions)) for budget in (4, 20))
+    small, large = (
+        asyncio.run(node_cost(text, tmp_path, budget, instructions)) for budget in (4, 20)
+    )
     assert (small["nodes"], large["nodes"]) == (27, 123)
     assert large["cost"] < 1.3 * small["cost"]
     assert large["bytes"] < 2 * small["bytes"]

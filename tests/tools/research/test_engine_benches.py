@@ -12,21 +12,27 @@ from tools.research.benches.prefill import INSTRUCTION, OBSERVATION, QUESTION, Q
 
 def test_prefill_is_ideal_by_a_count_the_engine_has_no_part_in(llama: Path) -> None:
     row = prefill.run(str(llama))
-    # A child adds its observation and the last token of the action, which was sampled but never forwarded.
+    # A child adds its observation and the last token of the action, which was sampled but never
+    # forwarded.
     expected = INSTRUCTION + QUESTIONS * (QUESTION + (STEPS - 1) * (OBSERVATION + 1))
     assert row["prefilled_tokens"] == row["ideal_prefill_tokens"] == expected
     assert row["ratio"] <= row["goal"]
 
 
-def test_decode_compares_both_sides_and_names_its_limit(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decode_compares_both_sides_and_names_its_limit(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(decode, "NEW", 6)
     monkeypatch.setattr(decode, "_BUFFER", 2**20)
     row = decode.run(str(llama))
     assert len(row["ours_tokens_s"]) == len(row["generate_tokens_s"]) == decode.ROUNDS
     assert row["ratio"] > 0
-    assert row["limit_tokens_s"] == min(row["bandwidth_limit_tokens_s"], row["compute_limit_tokens_s"])
+    assert row["limit_tokens_s"] == min(
+        row["bandwidth_limit_tokens_s"], row["compute_limit_tokens_s"]
+    )
     assert 0 < row["share_of_limit"] < 1
-    # By hand: tied weights of float32 read once, and 256 bytes of keys and values a token of each prefix and of half the tails.
+    # By hand: tied weights of float32 read once, and 256 bytes of keys and values a token of each
+    # prefix and of half the tails.
     weights, prefixes = _parameters(llama), sum(map(len, decode._prompts(260)))
     assert row["bytes_per_step"] == 4 * weights + 256 * (prefixes + 32 * 3)
     assert row["operations_per_step"] == 2 * weights * 32 + 4 * 2 * 32 * (4 * prefixes + 32 * 3)
@@ -45,8 +51,14 @@ def test_a_machine_moves_more_bytes_than_none_and_its_peak_is_that_of_a_processo
     ("words", "said"),
     [
         (["prefil"], "unknown ['prefil']"),
-        (["prefill", "--set", "modle=x"], "['modle'] unknown to benchmark prefill, which takes ['model']"),
-        (["peer", "--set", "dtype=float16"], "dtype = 'float16': expected one of 'float32', 'bfloat16'"),
+        (
+            ["prefill", "--set", "modle=x"],
+            "['modle'] unknown to benchmark prefill, which takes ['model']",
+        ),
+        (
+            ["peer", "--set", "dtype=float16"],
+            "dtype = 'float16': expected one of 'float32', 'bfloat16'",
+        ),
         (["memory", "--set", "actors=0"], "actors = 0: expected a whole number, at least 1"),
     ],
 )

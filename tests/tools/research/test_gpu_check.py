@@ -1,4 +1,5 @@
-"""The runner of the GPU checks: one that hangs or fails is named, the others run, and the record has what was printed."""
+"""The runner of the GPU checks: one that hangs or fails is named, the others run, and the record
+has what was printed."""
 
 import datetime
 import json
@@ -55,7 +56,11 @@ def test_a_check_that_fails_or_hangs_is_named_and_the_rest_runs(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(gpu_checks, "GRACE_S", 0.5)
-    checks = [Check("slow", ["hangs"], 3.0), Check("broken", ["fails"], 60.0), Check("good", ["passes"], 60.0)]
+    checks = [
+        Check("slow", ["hangs"], 3.0),
+        Check("broken", ["fails"], 60.0),
+        Check("good", ["passes"], 60.0),
+    ]
     slow, broken, good = gpu_checks.run_all(checks)
     assert slow.failure == "did not end within 3 s"
     assert 3.0 <= slow.seconds < 20.0
@@ -63,20 +68,30 @@ def test_a_check_that_fails_or_hangs_is_named_and_the_rest_runs(
     assert (broken.failure, broken.output) == ("failed (status 3)", "no CUDA\n")
     assert (good.failure, good.output) == ("", '{"a": 1}\n')
     printed = capfd.readouterr().out
-    for line in ("== slow: did not end within 3 s", "== broken: failed (status 3)", "== good: passed", "no CUDA"):
+    for line in (
+        "== slow: did not end within 3 s",
+        "== broken: failed (status 3)",
+        "== good: passed",
+        "no CUDA",
+    ):
         assert line in printed
 
 
 @pytest.mark.usefixtures("modules")
 def test_a_check_that_takes_too_long_may_end_what_it_began() -> None:
     outcome = gpu_checks.run(Check("long", ["polite"], 3.0), 3.0)
-    assert (outcome.failure, outcome.output) == ("did not end within 3 s", "begun\nended its servers\n")
+    assert (outcome.failure, outcome.output) == (
+        "did not end within 3 s",
+        "begun\nended its servers\n",
+    )
 
 
 @pytest.mark.usefixtures("modules")
 def test_when_the_time_is_up_the_rest_is_named_and_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_checks, "GRACE_S", 0.5)
-    slow, good = gpu_checks.run_all([Check("slow", ["hangs"], 60.0), Check("good", ["passes"], 60.0)], whole_s=2.0)
+    slow, good = gpu_checks.run_all(
+        [Check("slow", ["hangs"], 60.0), Check("good", ["passes"], 60.0)], whole_s=2.0
+    )
     assert slow.failure == "did not end within 2 s"
     assert good.failure == "not run: 2 s were over; tools/gpu_check good runs it alone"
     assert good.output == ""
@@ -86,7 +101,9 @@ def test_the_record_has_date_versions_seconds_and_what_was_measured() -> None:
     outcomes = [
         Outcome("trees", 12.34, "", 'a warning\n{\n "speed_up": 4.0\n}\n'),
         Outcome("speed", 99.0, "", '{"slate": 1}\n{"slate": 1, "ratio": 0.98}\n'),
-        Outcome("updates", 150.0, "did not end within 150 s", '{"disk": 8.5}\n{broken\nTraceback: x\n'),
+        Outcome(
+            "updates", 150.0, "did not end within 150 s", '{"disk": 8.5}\n{broken\nTraceback: x\n'
+        ),
     ]
     text = gpu_checks.section(outcomes, {"GPU": "1 x H200", "torch": "2.14.1"}, WHEN)
     assert "2026-11-22 08:30 UTC: GPU 1 x H200, torch 2.14.1." in text
@@ -124,7 +141,9 @@ def test_the_document_has_the_marks() -> None:
 def test_checks_are_chosen_by_name() -> None:
     names = [check.name for check in gpu_checks.CHECKS]
     assert [check.name for check in gpu_checks.chosen([], sglang=True)] == names
-    assert [check.name for check in gpu_checks.chosen(["tree-training"], sglang=False)] == ["tree-training"]
+    assert [check.name for check in gpu_checks.chosen(["tree-training"], sglang=False)] == [
+        "tree-training"
+    ]
     with pytest.raises(ValueError, match=r"nonsense.*expected names of"):
         gpu_checks.chosen(["nonsense"], sglang=True)
     with pytest.raises(ValueError, match="COPPICE_SGLANG_PYTHON"):
@@ -138,7 +157,9 @@ def test_no_check_may_take_the_time_of_all() -> None:
 
 def test_json_is_found_between_other_lines() -> None:
     several = json.dumps({"a": {"b": 1}}, indent=1)
-    assert gpu_checks.objects(f"start {{no}}\n{several}\n{{also no\n{json.dumps([1])}\n{json.dumps({'c': 2})}\n") == [
+    assert gpu_checks.objects(
+        f"start {{no}}\n{several}\n{{also no\n{json.dumps([1])}\n{json.dumps({'c': 2})}\n"
+    ) == [
         {"a": {"b": 1}},
         {"c": 2},
     ]

@@ -1,4 +1,5 @@
-"""What a run takes of the machine's memory: the bench sees every process, and those that compute nothing hold no torch."""
+"""What a run takes of the machine's memory: the bench sees every process, and those that compute
+nothing hold no torch."""
 
 import subprocess
 import sys
@@ -27,18 +28,23 @@ def test_300_megabytes_of_a_child_are_seen_from_outside() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["tools.launching.command", "scheduler.main", "judges.serve", "judges.retriever.worker"]
+    "module",
+    ["tools.launching.command", "scheduler.main", "judges.serve", "judges.retriever.worker"],
 )
 def test_what_computes_nothing_imports_no_torch(module: str) -> None:
     code = f"import sys, {module}; print([m for m in ('torch', 'transformers', 'faiss') if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True
+    )
     assert done.stdout.strip() == "[]"
 
 
 def test_every_process_of_a_run_is_counted_and_the_launcher_stays_small(tmp_path: Path) -> None:
     prepare(tmp_path)
     config = tmp_path / "run.toml"
-    config.write_text(CONFIG.format(model=tmp_path / "model", folder=tmp_path, updates=1, questions=2))
+    config.write_text(
+        CONFIG.format(model=tmp_path / "model", folder=tmp_path, updates=1, questions=2)
+    )
     peaks = memory.measure(["--config", str(config)])
     assert peaks.counts | {"set-up": 0} == {
         "launcher": 1, "scheduler": 1, "judges": 1, "retriever": 1, "actor": 2, "learner": 2, "set-up": 0

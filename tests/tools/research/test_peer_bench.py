@@ -1,4 +1,5 @@
-"""The comparison with TRL: equal work on both sides, numbers by hand, and the whole bench small with the real trainer."""
+"""The comparison with TRL: equal work on both sides, numbers by hand, and the whole bench small
+with the real trainer."""
 
 from pathlib import Path
 
@@ -12,13 +13,27 @@ from tools.research.benches.any_text import AnyText, Shape, State
 from tools.research.benches.peer import DIGITS, LOADS, Load, Look, Round, Update, endless, prompts
 
 SMALL = {
-    "groups": Load(Shape(steps=1, shared=6, question=4, observation=0), questions=3, samples=4, action=5, rows=4),
-    "slate": Load(Shape(steps=2, shared=6, question=4, observation=3), questions=2, samples=3, action=5, rows=3),
+    "groups": Load(
+        Shape(steps=1, shared=6, question=4, observation=0),
+        questions=3,
+        samples=4,
+        action=5,
+        rows=4,
+    ),
+    "slate": Load(
+        Shape(steps=2, shared=6, question=4, observation=3),
+        questions=2,
+        samples=3,
+        action=5,
+        rows=3,
+    ),
 }
 
 
 @pytest.mark.parametrize("name", list(LOADS))
-def test_the_peer_gets_the_questions_of_a_run_and_prefixes_as_long_as_its_own(name: str, llama: Path) -> None:
+def test_the_peer_gets_the_questions_of_a_run_and_prefixes_as_long_as_its_own(
+    name: str, llama: Path
+) -> None:
     load, text = LOADS[name], Text(str(llama))
     environment = AnyText(load.shape, DIGITS)
     drawn = GeneratedTasks(environment.task, seed=7)
@@ -37,7 +52,9 @@ def test_the_peer_gets_the_questions_of_a_run_and_prefixes_as_long_as_its_own(na
         assert len(ids) == len(root) + trunk
 
 
-def test_a_tokenizer_that_merges_digits_is_refused(monkeypatch: pytest.MonkeyPatch, llama: Path) -> None:
+def test_a_tokenizer_that_merges_digits_is_refused(
+    monkeypatch: pytest.MonkeyPatch, llama: Path
+) -> None:
     monkeypatch.setattr(Text, "encode", lambda self, text: [0] * (len(text) // 2))
     with pytest.raises(ValueError, match="merges digits"):
         prompts(SMALL["groups"], llama, 0, 1)
@@ -51,7 +68,13 @@ def test_the_end_of_text_of_the_copy_has_no_row_in_the_model(llama: Path, tmp_pa
 
 def test_the_first_update_only_starts_the_clock() -> None:
     updates = [Update(10.0, 999.0), Update(14.0, 100.0), Update(20.0, 100.0)]
-    looks = [Look(0, 1.0, 2**30), Look(1, 3.0, 3 * 2**30), Look(2, 8.0, 2**30), Look(3, 13.0, 2**30), Look(3, 50.0, 5)]
+    looks = [
+        Look(0, 1.0, 2**30),
+        Look(1, 3.0, 3 * 2**30),
+        Look(2, 8.0, 2**30),
+        Look(3, 13.0, 2**30),
+        Look(3, 50.0, 5),
+    ]
     assert peer.rated(updates, looks, 0.5) == Round(20.0, 5.0, 20.0, 3.0, 0.5)
 
 
@@ -64,8 +87,14 @@ def test_a_side_that_trained_less_is_refused() -> None:
 
 def test_the_table_has_medians_and_the_ratio_of_every_round() -> None:
     sides = {
-        "peer": [{"tokens_s": t, "tokens_cpu_s": t, "update_s": 60 / t, "peak_gib": 8.0} for t in (10.0, 20.0, 30.0)],
-        "ours": [{"tokens_s": t, "tokens_cpu_s": t, "update_s": 60 / t, "peak_gib": 4.0} for t in (30.0, 40.0, 30.0)],
+        "peer": [
+            {"tokens_s": t, "tokens_cpu_s": t, "update_s": 60 / t, "peak_gib": 8.0}
+            for t in (10.0, 20.0, 30.0)
+        ],
+        "ours": [
+            {"tokens_s": t, "tokens_cpu_s": t, "update_s": 60 / t, "peak_gib": 4.0}
+            for t in (30.0, 40.0, 30.0)
+        ],
     }
     lines = peer.table({"groups": sides}).splitlines()
     assert "| groups | trained tokens a second | 20.0 | 30.0 | 2.00 (3.00, 2.00, 1.00) |" in lines
@@ -73,16 +102,22 @@ def test_the_table_has_medians_and_the_ratio_of_every_round() -> None:
 
 
 @pytest.mark.slow
-def test_the_whole_bench_runs_both_trainers_on_equal_work(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_whole_bench_runs_both_trainers_on_equal_work(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(peer, "LOOK_S", 0.05)
     monkeypatch.setattr(peer, "LOADS", SMALL)
     row = peer.run(str(llama), ("groups", "slate"), rounds=1, counted=1)
     for name in SMALL:
         for side in ("peer", "ours"):
             (found,) = row[name][side]
-            assert found["tokens_s"] * found["update_s"] == pytest.approx(SMALL[name].tokens, rel=0.1)
+            assert found["tokens_s"] * found["update_s"] == pytest.approx(
+                SMALL[name].tokens, rel=0.1
+            )
             assert found["peak_gib"] > 0.1
         assert row[name]["tokens_ratio"] > 0
-    worst = min(min(row[n]["tokens_ratio"] / peer.GOALS[n], 1 / row[n]["memory_ratio"]) for n in SMALL)
+    worst = min(
+        min(row[n]["tokens_ratio"] / peer.GOALS[n], 1 / row[n]["memory_ratio"]) for n in SMALL
+    )
     assert row["ratio"] == worst
     assert row["versions"]["trl"].startswith("1.16")

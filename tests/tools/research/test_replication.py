@@ -1,4 +1,5 @@
-"""tools/replicate on hand-written run folders: known answers of curves, intervals and tables; reports; what is refused."""
+"""tools/replicate on hand-written run folders: known answers of curves, intervals and tables;
+reports; what is refused."""
 
 import json
 from pathlib import Path
@@ -8,7 +9,9 @@ import pytest
 from tools.research.replication import STUDIES, Curve, at, curve, interval, main, slug, table
 
 
-def evaluation(version: int, steps: float, tokens: float, value: float, aside: float | None = None) -> dict[str, float]:
+def evaluation(
+    version: int, steps: float, tokens: float, value: float, aside: float | None = None
+) -> dict[str, float]:
     """A held-out record. aside: continuation steps, where the run had some."""
     made = {"version": version, "count/environment_steps": steps, "count/generated_tokens": tokens}
     made |= {"heldout/return": value, "heldout/return_half": 0.1}
@@ -20,7 +23,9 @@ def folder(run: Path, records: list[dict[str, float]], finished: bool = True) ->
     run.mkdir(parents=True)
     lines = []
     for record in records:
-        update = {key: max(0.0, n - 2) if key.startswith("count/") else n for key, n in record.items()}
+        update = {
+            key: max(0.0, n - 2) if key.startswith("count/") else n for key, n in record.items()
+        }
         update = {key: n for key, n in update.items() if not key.startswith("heldout/")}
         lines += [json.dumps(update), json.dumps(record)]
     (run / "metrics.jsonl").write_text("\n".join(lines) + "\n")
@@ -30,24 +35,42 @@ def folder(run: Path, records: list[dict[str, float]], finished: bool = True) ->
     return run
 
 
-def test_a_curve_holds_the_evaluations_only_by_environment_and_continuation_steps(tmp_path: Path) -> None:
+def test_a_curve_holds_the_evaluations_only_by_environment_and_continuation_steps(
+    tmp_path: Path,
+) -> None:
     run = folder(
-        tmp_path / "run", [evaluation(0, 0, 0, -0.5, 0), evaluation(8, 100, 300, 0.25, 40), evaluation(9, 150, 500, 1)]
+        tmp_path / "run",
+        [
+            evaluation(0, 0, 0, -0.5, 0),
+            evaluation(8, 100, 300, 0.25, 40),
+            evaluation(9, 150, 500, 1),
+        ],
     )
-    assert curve(run, "return") == Curve([0, 8, 9], [0, 140, 150], [0, 300, 500], [-0.5, 0.25, 1], 12)
+    assert curve(run, "return") == Curve(
+        [0, 8, 9], [0, 140, 150], [0, 300, 500], [-0.5, 0.25, 1], 12
+    )
 
 
 def test_a_version_evaluated_twice_counts_once_as_it_was_last(tmp_path: Path) -> None:
     """A run that crashed after an evaluation makes it again when it is resumed."""
-    twice = [evaluation(8, 100, 300, 0.25), evaluation(16, 190, 600, 0.5), evaluation(16, 200, 700, 0.75)]
+    twice = [
+        evaluation(8, 100, 300, 0.25),
+        evaluation(16, 190, 600, 0.5),
+        evaluation(16, 200, 700, 0.75),
+    ]
     run = folder(tmp_path / "run", [evaluation(0, 0, 0, -0.5), *twice])
-    assert curve(run, "return") == Curve([0, 8, 16], [0, 100, 200], [0, 300, 700], [-0.5, 0.25, 0.75], 12)
+    assert curve(run, "return") == Curve(
+        [0, 8, 16], [0, 100, 200], [0, 300, 700], [-0.5, 0.25, 0.75], 12
+    )
 
 
 @pytest.mark.parametrize("aside", [None, 0.0])
-def test_steps_that_decrease_are_refused_with_the_folder(tmp_path: Path, aside: float | None) -> None:
+def test_steps_that_decrease_are_refused_with_the_folder(
+    tmp_path: Path, aside: float | None
+) -> None:
     run = folder(
-        tmp_path / "run", [evaluation(0, 0, 0, 0), evaluation(8, 100, 300, 0, 7), evaluation(9, 106, 9, 0, aside)]
+        tmp_path / "run",
+        [evaluation(0, 0, 0, 0), evaluation(8, 100, 300, 0, 7), evaluation(9, 106, 9, 0, aside)],
     )
     with pytest.raises(ValueError, match=f"{run}.*decrease"):
         curve(run, "return")
@@ -73,7 +96,9 @@ def test_intervals_are_students() -> None:
     # 1, 2, 3, 4, 5: s^2 = 2.5, t(4) = 2.776
     assert interval([5.0, 1.0, 4.0, 2.0, 3.0]) == (3.0, pytest.approx(2.776 * 0.5**0.5, abs=1e-3))
     # 0 to 9: s^2 = 9.1667, t(9) = 2.262
-    assert interval([float(i) for i in range(10)])[1] == pytest.approx(2.262 * 0.916667**0.5, abs=1e-3)
+    assert interval([float(i) for i in range(10)])[1] == pytest.approx(
+        2.262 * 0.916667**0.5, abs=1e-3
+    )
     assert interval([2.0, 2.0, 2.0]) == (2.0, 0.0)
 
 
@@ -92,7 +117,10 @@ def test_between_evaluations_the_measure_is_on_the_line() -> None:
 
 
 def test_the_table_compares_where_the_shortest_run_of_all_arms_ended() -> None:
-    fast = [Curve([0, 8], [0, 200], [0, 1000], [0.0, 1.0], 50), Curve([0, 8], [0, 300], [0, 2000], [0.2, 0.8], 70)]
+    fast = [
+        Curve([0, 8], [0, 200], [0, 1000], [0.0, 1.0], 50),
+        Curve([0, 8], [0, 300], [0, 2000], [0.2, 0.8], 70),
+    ]
     slow = [Curve([0, 4], [0, 100], [0, 4000], [0.0, 0.4])]
     lines = table({"fast": fast, "slow": slow}, "return").splitlines()
     assert lines[0].startswith("Held-out return")
@@ -109,7 +137,8 @@ def test_the_table_compares_where_the_shortest_run_of_all_arms_ended() -> None:
         "tokens",
         "CPU seconds",
     ]
-    # At 4 updates 0.5 twice, at 100 steps 0.5 and 0.4, at 1,000 tokens 1 and 0.5: s / sqrt(2) is half the difference, t(1) = 12.706.
+    # At 4 updates 0.5 twice, at 100 steps 0.5 and 0.4, at 1,000 tokens 1 and 0.5: s / sqrt(2) is
+    # half the difference, t(1) = 12.706.
     assert rows[2] == [
         "fast",
         "2",
@@ -122,7 +151,18 @@ def test_the_table_compares_where_the_shortest_run_of_all_arms_ended() -> None:
         "1,500",
         "60",
     ]
-    assert rows[3] == ["slow", "1", "0.000", "0.400", "0.400", "0.100", "0.400", "100", "4,000", "not counted"]
+    assert rows[3] == [
+        "slow",
+        "1",
+        "0.000",
+        "0.400",
+        "0.400",
+        "0.100",
+        "0.400",
+        "100",
+        "4,000",
+        "not counted",
+    ]
 
 
 @pytest.fixture
@@ -137,14 +177,20 @@ def study(tmp_path: Path) -> Path:
     return out
 
 
-def test_a_report_is_made_of_the_finished_runs_there_are(study: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_report_is_made_of_the_finished_runs_there_are(
+    study: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["vpr-tictactoe", "--out", str(study), "--report"]) == 0
     report = (study / "return.md").read_text()
     assert report.strip() in capsys.readouterr().out
     assert "at 1,000 steps" in report
-    rows = {line.split("|")[1].strip(): line for line in report.splitlines() if line.startswith("| ")}
+    rows = {
+        line.split("|")[1].strip(): line for line in report.splitlines() if line.startswith("| ")
+    }
     assert set(rows) == {"arm", "VPR", "MC-PR"}
-    assert rows["VPR"].startswith("| VPR | 2 | 0.050 ±0.635 | 0.350 ±0.635 | 0.550 ±0.635 | 0.550 ±0.635 |")
+    assert rows["VPR"].startswith(
+        "| VPR | 2 | 0.050 ±0.635 | 0.350 ±0.635 | 0.550 ±0.635 | 0.550 ±0.635 |"
+    )
     assert rows["MC-PR"].endswith("| 0.250 | 2,000 | 9,000 | 12 |")
     drawn = (study / "return.svg").read_text()
     assert "<svg" in drawn
@@ -152,14 +198,20 @@ def test_a_report_is_made_of_the_finished_runs_there_are(study: Path, capsys: py
 
 
 def test_a_report_of_some_arms_and_seeds(study: Path) -> None:
-    assert main(["vpr-tictactoe", "--out", str(study), "--report", "--only", "VPR", "--seeds", "1"]) == 0
     assert (
-        "| VPR | 1 | 0.000 | 0.500 | 0.500 | 0.500 | 0.500 | 1,000 | 5,000 | 12 |" in (study / "return.md").read_text()
+        main(["vpr-tictactoe", "--out", str(study), "--report", "--only", "VPR", "--seeds", "1"])
+        == 0
+    )
+    assert (
+        "| VPR | 1 | 0.000 | 0.500 | 0.500 | 0.500 | 0.500 | 1,000 | 5,000 | 12 |"
+        in (study / "return.md").read_text()
     )
     assert "MC-PR" not in (study / "return.md").read_text()
 
 
-def test_another_measure_has_a_report_of_its_own(study: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_measure_has_a_report_of_its_own(
+    study: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     given = ["vpr-tictactoe", "--out", str(study), "--report", "--measure"]
     assert main([*given, "return_half"]) == 0
     assert "| VPR | 2 | 0.100 ±0.000 |" in (study / "return_half.md").read_text()
@@ -168,14 +220,18 @@ def test_another_measure_has_a_report_of_its_own(study: Path, capsys: pytest.Cap
     assert "no held-out 'sucess'" in capsys.readouterr().err
 
 
-def test_a_folder_whose_steps_decrease_makes_no_report(study: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_whose_steps_decrease_makes_no_report(
+    study: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     bad = folder(study / slug("OR") / "seed0", [evaluation(0, 90, 0, 0), evaluation(8, 10, 300, 0)])
     assert main(["vpr-tictactoe", "--out", str(study), "--report"]) == 2
     assert str(bad) in capsys.readouterr().err
     assert not (study / "return.md").exists()
 
 
-def test_an_unknown_arm_is_refused_with_the_known_ones(study: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_arm_is_refused_with_the_known_ones(
+    study: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["vpr-tictactoe", "--out", str(study), "--report", "--only", "VRP"]) == 2
     said = capsys.readouterr().err
     assert "'VRP'" in said
@@ -183,7 +239,9 @@ def test_an_unknown_arm_is_refused_with_the_known_ones(study: Path, capsys: pyte
     assert not (study / "return.md").exists()
 
 
-def test_a_folder_without_finished_runs_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_without_finished_runs_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["vpr-tictactoe", "--out", str(tmp_path), "--report"]) == 2
     assert f"no finished run in {tmp_path}" in capsys.readouterr().err
 

@@ -1,6 +1,8 @@
-"""The claims of four papers, each measured from its definitions with small samples; a test's name is what was found.
+"""The claims of four papers, each measured from its definitions with small samples; a test's name
+is what was found.
 
-Sampled values are compared within STANDARD_ERRORS of their own standard error, exact ones within rounding.
+Sampled values are compared within STANDARD_ERRORS of their own standard error, exact ones within
+rounding.
 """
 
 import math
@@ -37,21 +39,31 @@ def test_slate_theorem_1_prefix_dependent_means_have_less(
     assert expected < 1 / horizon
 
 
-def test_slate_theorem_1_holds_at_every_step_and_not_only_on_average(rng: np.random.Generator) -> None:
-    truncated, full = slate.variances(slate.prefix_dependent, 4, slate.GROUP, slate.GROUP, GROUPS, rng)
+def test_slate_theorem_1_holds_at_every_step_and_not_only_on_average(
+    rng: np.random.Generator,
+) -> None:
+    truncated, full = slate.variances(
+        slate.prefix_dependent, 4, slate.GROUP, slate.GROUP, GROUPS, rng
+    )
     assert (truncated <= full / 4).all()
 
 
-def test_slate_theorem_1_fails_when_steps_cancel_the_past_and_assumption_1_is_broken(rng: np.random.Generator) -> None:
+def test_slate_theorem_1_fails_when_steps_cancel_the_past_and_assumption_1_is_broken(
+    rng: np.random.Generator,
+) -> None:
     assert slate.variance_ratio(slate.cancelling, 4, rng, GROUPS).near(1)
     assert slate.future_covariance(slate.cancelling, 4, rng, GROUPS).near(-slate.NOISE.var())
 
 
-def test_slate_theorem_1_equation_8_fails_when_the_second_step_is_minus_the_first(rng: np.random.Generator) -> None:
+def test_slate_theorem_1_equation_8_fails_when_the_second_step_is_minus_the_first(
+    rng: np.random.Generator,
+) -> None:
     assert slate.negated_variances(rng, GROUPS).near([0.8 * slate.NOISE.var(), 0])
 
 
-def test_slate_theorem_1_equation_8_fails_for_prefixes_that_slate_itself_extends(rng: np.random.Generator) -> None:
+def test_slate_theorem_1_equation_8_fails_for_prefixes_that_slate_itself_extends(
+    rng: np.random.Generator,
+) -> None:
     assert slate.chosen_share() == pytest.approx(0.89943, abs=1e-5)  # 0.5 under the policy
     assert slate.extended_variances(rng, GROUPS).near([7.2 * slate.chosen_share(), 4.4])
 
@@ -65,7 +77,9 @@ def test_slate_a_full_trajectory_advantage_correlates_as_one_over_root_t_with_th
     assert measured.value[2] == pytest.approx(1)
 
 
-def test_slate_after_division_by_the_std_the_gain_is_in_correlation_and_not_in_scale(rng: np.random.Generator) -> None:
+def test_slate_after_division_by_the_std_the_gain_is_in_correlation_and_not_in_scale(
+    rng: np.random.Generator,
+) -> None:
     measured = slate.correlations(4, rng, GROUPS)
     _, full, _, truncated, *scales = measured.value
     assert scales == pytest.approx([1, 1])
@@ -73,7 +87,9 @@ def test_slate_after_division_by_the_std_the_gain_is_in_correlation_and_not_in_s
     assert truncated > 0.9
 
 
-@pytest.mark.parametrize(("horizon", "group", "quoted"), [(4, 20, 0.842), (2, 10, 0.889), (5, 50, 0.918)])
+@pytest.mark.parametrize(
+    ("horizon", "group", "quoted"), [(4, 20, 0.842), (2, 10, 0.889), (5, 50, 0.918)]
+)
 def test_slate_proposition_2_is_an_inequality(
     horizon: int, group: int, quoted: float, rng: np.random.Generator
 ) -> None:
@@ -87,10 +103,17 @@ def test_slate_the_mean_of_centred_advantages_is_always_zero(rng: np.random.Gene
     assert np.abs(values.mean(axis=-1)).max() < 1e-12
 
 
-def test_ppr_renorm_stays_in_range_and_has_the_sign_of_the_outcome(rng: np.random.Generator) -> None:
+def test_ppr_renorm_stays_in_range_and_has_the_sign_of_the_outcome(
+    rng: np.random.Generator,
+) -> None:
     scores, outcomes = ppr.sample(GROUPS, rng)
     assert ppr.sign_violations(ppr.renorm(scores, outcomes), outcomes) == 0
-    assert ppr.sign_violations(ppr.renorm(np.array([0.0, 1.0]), np.array([1.0, 0.0])), np.array([1.0, 0.0])) == 0
+    assert (
+        ppr.sign_violations(
+            ppr.renorm(np.array([0.0, 1.0]), np.array([1.0, 0.0])), np.array([1.0, 0.0])
+        )
+        == 0
+    )
 
 
 def test_ppr_sample_centring_breaks_the_sign_rule(rng: np.random.Generator) -> None:
@@ -98,7 +121,9 @@ def test_ppr_sample_centring_breaks_the_sign_rule(rng: np.random.Generator) -> N
     assert ppr.sign_violations(scores - scores.mean() + outcomes - outcomes.mean(), outcomes) > 0
 
 
-def test_ppr_class_gap_variance_and_product_form_are_those_of_the_distribution(rng: np.random.Generator) -> None:
+def test_ppr_class_gap_variance_and_product_form_are_those_of_the_distribution(
+    rng: np.random.Generator,
+) -> None:
     exact = ppr.exact_moments()
     quoted = [exact.class_gap + 1, exact.renorm_variance(), exact.covariance]
     assert quoted == pytest.approx([1.214, 0.3676, 0.0488], abs=3e-4)
@@ -106,7 +131,9 @@ def test_ppr_class_gap_variance_and_product_form_are_those_of_the_distribution(r
     assert ppr.estimates(rng, 100_000).near(quoted)
 
 
-def test_ppr_mean_and_variance_identities_are_exact_and_centring_leaves_the_variance(rng: np.random.Generator) -> None:
+def test_ppr_mean_and_variance_identities_are_exact_and_centring_leaves_the_variance(
+    rng: np.random.Generator,
+) -> None:
     scores, outcomes = ppr.sample(GROUPS, rng)
     moments, rewards = ppr.sample_moments(scores, outcomes), ppr.renorm(scores, outcomes)
     assert rewards.mean() == pytest.approx(moments.score_mean + moments.outcome_mean - 1, abs=1e-12)
@@ -115,7 +142,9 @@ def test_ppr_mean_and_variance_identities_are_exact_and_centring_leaves_the_vari
     assert rewards.var() <= moments.variance_bound()
 
 
-def test_ppr_objective_alignment_is_false_as_a_sum_and_true_as_a_product(rng: np.random.Generator) -> None:
+def test_ppr_objective_alignment_is_false_as_a_sum_and_true_as_a_product(
+    rng: np.random.Generator,
+) -> None:
     scores, outcomes = ppr.sample(GROUPS, rng)
     score, outcome = scores - scores.mean(), outcomes - outcomes.mean()
     assert (score + outcome).mean() == pytest.approx(0, abs=1e-12)
@@ -124,7 +153,9 @@ def test_ppr_objective_alignment_is_false_as_a_sum_and_true_as_a_product(rng: np
     assert covariance > 0.04
 
 
-@pytest.mark.parametrize(("outcome", "score", "returns"), [(1, 1.0, [3.0, 5.0]), (0, 0.8, [-0.4, -0.8])])
+@pytest.mark.parametrize(
+    ("outcome", "score", "returns"), [(1, 1.0, [3.0, 5.0]), (0, 0.8, [-0.4, -0.8])]
+)
 def test_ppr_more_turns_raise_the_return_after_success_and_lower_it_after_failure(
     outcome: int, score: float, returns: list[float]
 ) -> None:
@@ -153,7 +184,9 @@ def test_vpr_proposition_2_is_an_equality_for_coherent_flips() -> None:
     assert norm == pytest.approx(mass * largest)
 
 
-@pytest.mark.parametrize(("horizon", "process", "outcome"), [(10, 0.9, 0.3487), (50, 4.5, 0.02577), (100, 9, 0.000266)])
+@pytest.mark.parametrize(
+    ("horizon", "process", "outcome"), [(10, 0.9, 0.3487), (50, 4.5, 0.02577), (100, 9, 0.000266)]
+)
 def test_vpr_proposition_3_step_labels_grow_with_the_horizon_and_the_outcome_signal_dies(
     horizon: int, process: float, outcome: float
 ) -> None:
@@ -162,7 +195,9 @@ def test_vpr_proposition_3_step_labels_grow_with_the_horizon_and_the_outcome_sig
     assert measured == pytest.approx((process, outcome), rel=2e-3)
 
 
-def test_vpr_proposition_3_signals_are_the_gradients_of_both_objectives_by_the_shared_logit() -> None:
+def test_vpr_proposition_3_signals_are_the_gradients_of_both_objectives_by_the_shared_logit() -> (
+    None
+):
     logit, horizon = np.array([math.log(9)]), 10
     process = differences(lambda z: horizon / (1 + math.exp(-float(z[0]))), logit)[0]
     outcome = differences(lambda z: (1 + math.exp(-float(z[0]))) ** -horizon, logit)[0]
@@ -173,7 +208,9 @@ def test_vpr_proposition_3_the_outcome_signal_peaks_at_minus_one_over_log_p() ->
     assert vpr.outcome_peak(0.9) == pytest.approx(-1 / math.log(0.9), abs=0.01)
 
 
-def test_oprl_theorem_3_3_holds_for_preferences_without_beta_and_is_potential_shaping(rng: np.random.Generator) -> None:
+def test_oprl_theorem_3_3_holds_for_preferences_without_beta_and_is_potential_shaping(
+    rng: np.random.Generator,
+) -> None:
     found = oprl.telescoped(rng, 1.0)
     assert oprl.spread(found.totals - found.utilities) < oprl.FITTED
     assert found.shaping_gap < oprl.FITTED
@@ -189,7 +226,9 @@ def test_oprl_theorem_3_3_with_its_own_assumption_gives_utility_over_beta(
     assert off == pytest.approx((1 / beta - 1) * oprl.spread(found.utilities), abs=oprl.FITTED)
 
 
-def test_oprl_theorem_3_3_the_extra_term_for_another_reference_is_exact(rng: np.random.Generator) -> None:
+def test_oprl_theorem_3_3_the_extra_term_for_another_reference_is_exact(
+    rng: np.random.Generator,
+) -> None:
     without, with_term = oprl.stale_reference(rng)
     assert without > 0.1
     assert with_term < oprl.FITTED
@@ -209,7 +248,9 @@ def test_oprl_proposition_3_4_two_steps_need_the_reward_to_go(rng: np.random.Gen
     assert immediate > 1e-4
 
 
-def test_oprl_proposition_3_4_bounds_the_reward_from_above_and_not_its_size(rng: np.random.Generator) -> None:
+def test_oprl_proposition_3_4_bounds_the_reward_from_above_and_not_its_size(
+    rng: np.random.Generator,
+) -> None:
     old, phi = np.log([[0.5, 0.5]]), np.log([[0.999, 0.001]])
     assert (phi - old).min() == pytest.approx(-6.21, abs=0.005)
     upper, absolute, wider = oprl.bound_ratios(old, phi)
@@ -231,7 +272,9 @@ def test_the_command_prints_a_table_and_returns_1_when_a_row_disagrees(
 
 
 @pytest.mark.slow
-def test_the_plots_are_well_formed_and_the_same_in_every_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_plots_are_well_formed_and_the_same_in_every_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tools.research.theories, "_module", {"ppr": ppr, "oprl": oprl}.__getitem__)
     for name in ("a", "b"):
         assert main(["ppr", "oprl", "--figures", str(tmp_path / name)]) == 0

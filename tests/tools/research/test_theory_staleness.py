@@ -1,4 +1,5 @@
-"""The corrections under stale data: exact gradients and moments of a small task; a test's name is what was found."""
+"""The corrections under stale data: exact gradients and moments of a small task; a test's name is
+what was found."""
 
 import xml.etree.ElementTree
 from pathlib import Path
@@ -46,14 +47,18 @@ def test_the_estimators_mean_is_the_gradient_of_the_expected_surrogate(old: Stal
     correction, (states, actions) = load("icepop", {}), staleness.paths()
     leaf = torch.from_numpy(logits).requires_grad_()
     with torch.enable_grad():
-        current = torch.log_softmax(leaf, dim=-1)[torch.from_numpy(states), torch.from_numpy(actions)].flatten()
+        current = torch.log_softmax(leaf, dim=-1)[
+            torch.from_numpy(states), torch.from_numpy(actions)
+        ].flatten()
         behaviour = torch.from_numpy(log_probs(task.behaviour).ravel())
         chance = torch.from_numpy(chances(task.behaviour)).repeat_interleave(staleness.TOKENS)
         advantages = torch.from_numpy(task.returns).repeat_interleave(staleness.TOKENS)
         found = correction(Logprobs(current, current.detach(), behaviour), advantages)
         (gradient,) = torch.autograd.grad((chance * found.term).sum(), leaf)
     each = np.repeat(task.returns[:, None], staleness.TOKENS, axis=1)
-    weights = staleness.token_weights(correction, log_probs(logits), log_probs(task.behaviour), each)
+    weights = staleness.token_weights(
+        correction, log_probs(logits), log_probs(task.behaviour), each
+    )
     mean = np.tensordot(chances(task.behaviour), staleness.estimates(logits, weights), axes=1)
     assert mean == pytest.approx(gradient.numpy(), abs=EXACT)
 
@@ -70,7 +75,9 @@ def test_every_correction_at_every_level_is_unbiased_without_staleness(
 
 
 @pytest.mark.parametrize("steps", staleness.STALENESS)
-def test_the_untruncated_sequence_ratio_is_unbiased_at_every_staleness(steps: int, tasks: list[Task]) -> None:
+def test_the_untruncated_sequence_ratio_is_unbiased_at_every_staleness(
+    steps: int, tasks: list[Task]
+) -> None:
     found = average(stale(tasks, steps), staleness.UNBIASED)
     assert found.bias < EXACT
     assert found.cosine == pytest.approx(1)
@@ -89,13 +96,19 @@ def test_the_bias_of_none_grows_with_staleness(tasks: list[Task]) -> None:
 
 
 def test_truncating_the_sequence_ratio_lowers_the_variance_and_adds_bias(old: Stale) -> None:
-    found = [average(old, load("tis", {"level": "sequence", "upper": upper})) for upper in staleness.BOUNDS]
+    found = [
+        average(old, load("tis", {"level": "sequence", "upper": upper}))
+        for upper in staleness.BOUNDS
+    ]
     assert (np.diff([one.bias for one in found]) < 0).all()
     assert (np.diff([one.deviation for one in found]) > 0).all()
 
 
 def test_a_longer_ratio_has_less_bias_and_more_variance(old: Stale) -> None:
-    found = [average(old, load("tis", {"level": level, "upper": staleness.UNTRUNCATED})) for level in LEVELS]
+    found = [
+        average(old, load("tis", {"level": level, "upper": staleness.UNTRUNCATED}))
+        for level in LEVELS
+    ]
     assert (np.diff([one.bias for one in found]) < 0).all()
     assert (np.diff([one.deviation for one in found]) > 0).all()
 
@@ -111,20 +124,33 @@ def test_clipping_around_the_behaviour_policy_turns_the_gradient_round_and_decou
 @pytest.mark.parametrize(
     ("name", "same"), [("tis", "aipo"), ("decoupled", "sequence_mask"), ("icepop", "sequence_mask")]
 )
-def test_when_an_update_begins_a_clip_around_its_policy_is_idle(name: str, same: str, old: Stale) -> None:
+def test_when_an_update_begins_a_clip_around_its_policy_is_idle(
+    name: str, same: str, old: Stale
+) -> None:
     options = {"upper": 1.5} | ({"lower": 0.5} if name == "icepop" else {})
-    found, direct = average(old, load(name, options)), average(old, load(same, {"level": "token", **options}))
+    found, direct = (
+        average(old, load(name, options)),
+        average(old, load(same, {"level": "token", **options})),
+    )
     assert (found.bias, found.deviation) == pytest.approx((direct.bias, direct.deviation))
 
 
-def test_vtrace_without_bounds_gives_the_values_of_the_current_policy_from_any_critic(old: Stale) -> None:
+def test_vtrace_without_bounds_gives_the_values_of_the_current_policy_from_any_critic(
+    old: Stale,
+) -> None:
     for task, logits in old:
-        critic = staleness.given_prefix(task.behaviour, np.random.default_rng(0).normal(size=log_probs(logits).shape))
+        critic = staleness.given_prefix(
+            task.behaviour, np.random.default_rng(0).normal(size=log_probs(logits).shape)
+        )
         _, targets = off_policy(task, logits, "vtrace", critic)
-        assert staleness.given_prefix(task.behaviour, targets) == pytest.approx(staleness.values(task, logits))
+        assert staleness.given_prefix(task.behaviour, targets) == pytest.approx(
+            staleness.values(task, logits)
+        )
 
 
-def test_vtrace_with_rho_bounded_moves_even_an_exact_critic_and_with_c_bounded_does_not(old: Stale) -> None:
+def test_vtrace_with_rho_bounded_moves_even_an_exact_critic_and_with_c_bounded_does_not(
+    old: Stale,
+) -> None:
     assert staleness.target_bias(old, "vtrace", True, rho_max=1.0) > 0.01
     assert (
         staleness.target_bias(old, "vtrace", True, c_max=1.0)
@@ -135,7 +161,10 @@ def test_vtrace_with_rho_bounded_moves_even_an_exact_critic_and_with_c_bounded_d
 
 def test_retrace_from_state_values_is_vtrace_with_both_bounds_one(old: Stale) -> None:
     for task, logits in old:
-        made, same = off_policy(task, logits, "retrace"), off_policy(task, logits, "vtrace", rho_max=1.0, c_max=1.0)
+        made, same = (
+            off_policy(task, logits, "retrace"),
+            off_policy(task, logits, "vtrace", rho_max=1.0, c_max=1.0),
+        )
         assert made[0] == pytest.approx(same[0])
         assert made[1] == pytest.approx(same[1])
 
@@ -147,7 +176,9 @@ def test_vtrace_advantages_take_away_part_of_the_token_ratios_bias(old: Stale) -
 
 def test_the_token_ratio_does_not_depend_on_a_constant_baseline_and_none_does(old: Stale) -> None:
     token, plain = load("tis", {"upper": staleness.UNTRUNCATED}), load("none", {})
-    assert staleness.with_current_baseline(old, token).bias == pytest.approx(average(old, token).bias)
+    assert staleness.with_current_baseline(old, token).bias == pytest.approx(
+        average(old, token).bias
+    )
     assert staleness.with_current_baseline(old, plain).bias > average(old, plain).bias
 
 
@@ -158,7 +189,9 @@ def test_every_row_agrees(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_the_plots_are_well_formed_and_the_same_in_every_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_plots_are_well_formed_and_the_same_in_every_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(staleness, "TASKS", 1)
     for name in ("a", "b"):
         (tmp_path / name).mkdir()

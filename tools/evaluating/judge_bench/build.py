@@ -1,4 +1,5 @@
-"""Build a benchmark from labelled trajectories: filter, threshold, label, balance (methods.md 2.5; PPR, A.4).
+"""Build a benchmark from labelled trajectories: filter, threshold, label, balance (methods.md 2.5;
+PPR, A.4).
 
 Nothing is dropped silently: the report counts the dropped trajectories by reason.
 """
@@ -9,13 +10,24 @@ from collections.abc import Sequence
 
 import msgspec
 
-from tools.evaluating.judge_bench.record import CATEGORIES, Graded, Item, Labelled, Trajectory, category, copied, label
+from tools.evaluating.judge_bench.record import (
+    CATEGORIES,
+    Graded,
+    Item,
+    Labelled,
+    Trajectory,
+    category,
+    copied,
+    label,
+)
 
 
 class Report(msgspec.Struct, frozen=True):
-    """What happened to the trajectories. mean_score: over the steps left after filtering; threshold: the one used for the labels.
+    """What happened to the trajectories. mean_score: over the steps left after filtering;
+    threshold: the one used for the labels.
 
-    pool, taken: items by category, before and after balancing. missing: items that the pool could not provide.
+    pool, taken: items by category, before and after balancing. missing: items that the pool could
+    not provide.
     """
 
     trajectories: int
@@ -37,10 +49,12 @@ def build(
     seed: int = 0,
     exclude: Sequence[Trajectory[Labelled]] = (),
 ) -> tuple[list[Item], Report]:
-    """Choose at most ``size`` items, with categories as even as the pool allows. Items of several steps are preferred.
+    """Choose at most ``size`` items, with categories as even as the pool allows. Items of several
+    steps are preferred.
 
-    threshold: None means the pool's mean step score, as in the paper. exclude: records whose ids and questions are kept out, because
-    different runs answer a question much alike. Raises ValueError if no trajectory is left.
+    threshold: None means the pool's mean step score, as in the paper. exclude: records whose ids
+    and questions are kept out, because different runs answer a question much alike. Raises
+    ValueError if no trajectory is left.
     """
     pool, dropped = _filtered(labelled, exclude)
     if not pool:
@@ -53,8 +67,13 @@ def build(
     items.sort(key=lambda item: len(item.steps) == 1)
     by_category = {name: [item for item in items if item.category == name] for name in CATEGORIES}
     shares = even(size, [len(members) for members in by_category.values()])
-    taken = {name: members[:share] for (name, members), share in zip(by_category.items(), shares, strict=True)}
-    chosen = sorted((item for members in taken.values() for item in members), key=lambda item: item.id)
+    taken = {
+        name: members[:share]
+        for (name, members), share in zip(by_category.items(), shares, strict=True)
+    }
+    chosen = sorted(
+        (item for members in taken.values() for item in members), key=lambda item: item.id
+    )
     if surplus := len(items) - len(chosen):
         dropped["not needed for the balance"] = surplus
     return chosen, Report(
@@ -95,7 +114,8 @@ def _item(record: Trajectory[Labelled], limit: float) -> Item:
 
 
 def even(size: int, available: Sequence[int]) -> list[int]:
-    """Divide ``size`` as evenly as ``available`` allows. A category that has too little gives all; the others share the rest."""
+    """Divide ``size`` as evenly as ``available`` allows. A category that has too little gives all;
+    the others share the rest."""
     shares = [0] * len(available)
     while sum(shares) < size and shares != list(available):
         open_ = [i for i, share in enumerate(shares) if share < available[i]]

@@ -1,7 +1,9 @@
-"""The command tools/evaluate nvprocess measures how often a process judge agrees with the labels of steps (methods.md 2.5).
+"""The command tools/evaluate nvprocess measures how often a process judge agrees with the labels of
+steps (methods.md 2.5).
 
-The judge is right about a step if 1[S/M > threshold] equals the label. An output that cannot be read counts as wrong. Every answer is kept
-in OUT/answers.jsonl, so that an interrupted evaluation can be continued.
+The judge is right about a step if 1[S/M > threshold] equals the label. An output that cannot be
+read counts as wrong. Every answer is kept in OUT/answers.jsonl, so that an interrupted evaluation
+can be continued.
 """
 
 import argparse
@@ -36,7 +38,8 @@ class Settings(msgspec.Struct, frozen=True):
 
 
 class Row(msgspec.Struct, frozen=True):
-    """The result of one judge. valid: the share of outputs that could be read. by_category, by_steps: the accuracy on parts of the set."""
+    """The result of one judge. valid: the share of outputs that could be read. by_category,
+    by_steps: the accuracy on parts of the set."""
 
     judge: str
     accuracy: Measured
@@ -56,22 +59,35 @@ class Result(msgspec.Struct, frozen=True):
     rows: list[Row]
 
 
-# ---------------------------------------------------------------------------------------------- measuring
+# ----------------------------------------------------------------------------------------------
+# measuring
 
 
-def measure(judge: str, items: Sequence[Item], scores: dict[str, float | None], threshold: float) -> Row:
+def measure(
+    judge: str, items: Sequence[Item], scores: dict[str, float | None], threshold: float
+) -> Row:
     """The row of a judge. scores: by step; None is an output that could not be read."""
-    return _row(judge, items, lambda name: None if (s := scores[name]) is None else record.label(s, threshold))
+    return _row(
+        judge,
+        items,
+        lambda name: None if (s := scores[name]) is None else record.label(s, threshold),
+    )
 
 
 def baseline(kind: str, items: Sequence[Item], threshold: float) -> Row:
-    """The row of a rule without a judge. "majority": always the more frequent label. "random": a fair coin per step.
+    """The row of a rule without a judge. "majority": always the more frequent label. "random": a
+    fair coin per step.
 
-    "constant S": always the score S. "first-turn": the first turn is good, all others are bad; repetitive trajectories reward this rule.
+    "constant S": always the score S. "first-turn": the first turn is good, all others are bad;
+    repetitive trajectories reward this rule.
     """
     labels = [step.label for item in items for step in item.steps]
     most = int(2 * sum(labels) >= len(labels))
-    steps = [(record.step_id(item, n), item, step) for item in items for n, step in enumerate(item.steps, 1)]
+    steps = [
+        (record.step_id(item, n), item, step)
+        for item in items
+        for n, step in enumerate(item.steps, 1)
+    ]
     first = {name for name, item, step in steps if step.context == item.question}
     says: dict[str, Callable[[str], int]] = {
         "majority": lambda name: most,
@@ -121,9 +137,19 @@ def table(result: Result) -> str:
     cells = [["judge", "accuracy ±95%", "valid", *parts]]
     for row in result.rows:
         each = {**row.by_category, **row.by_steps}
-        cells.append([row.judge, _shown(row.accuracy), f"{row.valid:.3f}", *(_shown(each[name]) for name in parts)])
+        cells.append(
+            [
+                row.judge,
+                _shown(row.accuracy),
+                f"{row.valid:.3f}",
+                *(_shown(each[name]) for name in parts),
+            ]
+        )
     widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
-    rows = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells]
+    rows = [
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in cells
+    ]
     head = f"{result.bench}: {result.items} trajectories, {result.steps} steps, {result.good_steps} of them good (threshold {result.threshold:g})"
     return "\n".join([head, *rows])
 
@@ -132,7 +158,8 @@ def _shown(m: Measured) -> str:
     return f"{m.mean:.3f} ±{m.half:.3f}"
 
 
-# ---------------------------------------------------------------------------------------------- command line
+# ----------------------------------------------------------------------------------------------
+# command line
 
 
 class _Judge(argparse.Action):
@@ -156,16 +183,25 @@ class _Judge(argparse.Action):
 
 
 def add_judges(parser: argparse.ArgumentParser) -> None:
-    """Add --judge SPEC [--option KEY=VALUE ..] [--name NAME], which may be repeated; ``judges_of`` reads them."""
+    """Add --judge SPEC [--option KEY=VALUE ..] [--name NAME], which may be repeated; ``judges_of``
+    reads them."""
     parser.set_defaults(judges=[])
     parser.add_argument(
-        "--judge", action=_Judge, metavar="SPEC", help="a built-in judge or module:Class; may be repeated"
+        "--judge",
+        action=_Judge,
+        metavar="SPEC",
+        help="a built-in judge or module:Class; may be repeated",
     )
     parser.add_argument(
-        "--option", action=_Judge, metavar="KEY=VALUE", help="option of the judge before it; repeatable"
+        "--option",
+        action=_Judge,
+        metavar="KEY=VALUE",
+        help="option of the judge before it; repeatable",
     )
     parser.add_argument(
-        "--name", action=_Judge, help="table name of the judge before it (default: its spec and options)"
+        "--name",
+        action=_Judge,
+        help="table name of the judge before it (default: its spec and options)",
     )
 
 
@@ -184,7 +220,10 @@ def check_threshold(threshold: float) -> None:
 
 def judges_of(flags: argparse.Namespace) -> list[Asked]:
     """The judges of a command line. Raises ValueError if two have the same name."""
-    judges = [Asked(j["name"] or _title(j["spec"], j["options"]), j["spec"], j["options"]) for j in flags.judges]
+    judges = [
+        Asked(j["name"] or _title(j["spec"], j["options"]), j["spec"], j["options"])
+        for j in flags.judges
+    ]
     names = [one.name for one in judges]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ValueError(f"two judges are called {twice[0]!r}: tell them apart with --name")
@@ -193,7 +232,11 @@ def judges_of(flags: argparse.Namespace) -> list[Asked]:
 
 def _title(spec: str, options: dict[str, Any]) -> str:
     plain = [f"{key}={value}" for key, value in options.items() if not isinstance(value, dict)]
-    models = [str(value["model"]) for value in options.values() if isinstance(value, dict) and "model" in value]
+    models = [
+        str(value["model"])
+        for value in options.values()
+        if isinstance(value, dict) and "model" in value
+    ]
     return " ".join([spec, *models, *plain])
 
 
@@ -205,9 +248,13 @@ EXAMPLES = """\
 def parser() -> argparse.ArgumentParser:
     """Return the parser of tools/evaluate nvprocess."""
     parser = command_parser(
-        "tools/evaluate nvprocess", "Measure process judges on steps labelled good or bad.", EXAMPLES
+        "tools/evaluate nvprocess",
+        "Measure process judges on steps labelled good or bad.",
+        EXAMPLES,
     )
-    parser.add_argument("--bench", type=Path, default=SHIPPED, help="JSONL records (default: the shipped set)")
+    parser.add_argument(
+        "--bench", type=Path, default=SHIPPED, help="JSONL records (default: the shipped set)"
+    )
     add_judges(parser)
     parser.add_argument(
         "--baseline", nargs="+", action="append", default=[], metavar=("KIND", "VALUE"), help="random, first-turn, or constant S; may be repeated (majority is always added)"
@@ -219,13 +266,17 @@ def parser() -> argparse.ArgumentParser:
         help="good steps score above it (default: %(default)s)",
     )
     parser.add_argument(
-        "--out", type=Path, help="folder; an evaluation in it is continued (default: evaluations/nvprocess-TIME)"
+        "--out",
+        type=Path,
+        help="folder; an evaluation in it is continued (default: evaluations/nvprocess-TIME)",
     )
     add_deadline(parser)
     parser.add_argument(
         "--count-failed", action="store_true", help="steps an endpoint refuses or fails on count as wrong (default: the command fails)"
     )  # fmt: skip
-    parser.add_argument("--json", action="store_true", help="print the result as JSON instead of a table")
+    parser.add_argument(
+        "--json", action="store_true", help="print the result as JSON instead of a table"
+    )
     return parser
 
 
@@ -238,7 +289,9 @@ def baselines_of(flags: argparse.Namespace) -> list[str]:
                 f"--baseline {' '.join([kind, *values])}: expected majority, random, first-turn, or constant S"
             )
         if kind == "constant" and not _is_score(values[0]):
-            raise ValueError(f"--baseline constant {values[0]}: expected a score, a number from 0 to 1")
+            raise ValueError(
+                f"--baseline constant {values[0]}: expected a score, a number from 0 to 1"
+            )
         kinds += [" ".join([kind, *values])] if kind != "majority" else []
     return list(dict.fromkeys(kinds))
 
@@ -269,7 +322,9 @@ def main(arguments: list[str] | None = None) -> int:
         return _evaluate(flags, items, asked, kinds, out)
 
 
-def _evaluate(flags: argparse.Namespace, items: list[Item], asked: list[Asked], kinds: list[str], out: Path) -> int:
+def _evaluate(
+    flags: argparse.Namespace, items: list[Item], asked: list[Asked], kinds: list[str], out: Path
+) -> int:
     again = f"the same command and --out {out}"
     try:
         answers = Answers(out / "answers.jsonl")
@@ -285,10 +340,14 @@ def _evaluate(flags: argparse.Namespace, items: list[Item], asked: list[Asked], 
         print(f"go on with: {again}, or count them as wrong with --count-failed", file=sys.stderr)
         return 1
     rows = [baseline(kind, items, flags.threshold) for kind in kinds]
-    names = [record.step_id(item, number) for item in items for number in range(1, len(item.steps) + 1)]
+    names = [
+        record.step_id(item, number) for item in items for number in range(1, len(item.steps) + 1)
+    ]
     for one in asked:
         by_step = {name: answers.found.get((one.name, name)) for name in names}
-        scores = {name: answer.score if answer is not None else None for name, answer in by_step.items()}
+        scores = {
+            name: answer.score if answer is not None else None for name, answer in by_step.items()
+        }
         rows.append(measure(one.name, items, scores, flags.threshold))
     steps = [step for item in items for step in item.steps]
     if other := sum(step.label != record.label(step.score, flags.threshold) for step in steps):
@@ -304,5 +363,9 @@ def _evaluate(flags: argparse.Namespace, items: list[Item], asked: list[Asked], 
     except OSError as error:
         print(f"{COMMAND}: {error}\ngo on with: {again}", file=sys.stderr)
         return 1
-    print(msgspec.json.encode(result).decode() if flags.json else f"{table(result)}\nresult {out / 'result.json'}")
+    print(
+        msgspec.json.encode(result).decode()
+        if flags.json
+        else f"{table(result)}\nresult {out / 'result.json'}"
+    )
     return 0

@@ -1,7 +1,7 @@
 """Ask judges about the steps of records. Each answer is appended to a file before it counts.
 
-Invariant: a judge is asked about a step until it answers. A failed endpoint is no answer; an output that cannot be read is an answer.
-A step whose answer is in the file is never asked again.
+Invariant: a judge is asked about a step until it answers. A failed endpoint is no answer; an output
+that cannot be read is an answer. A step whose answer is in the file is never asked again.
 """
 
 import asyncio
@@ -26,13 +26,16 @@ from wire.messages import JudgedTurn, Judgement
 COLUMN = "process"
 """If a judge has several columns, the score of a step is this one."""
 DEADLINE_S = 900.0
-"""Seconds for one judgement, including the judge's own attempts. A judge that takes longer hangs."""
+"""Seconds for one judgement, including the judge's own attempts. A judge that takes longer hangs.
+"""
 
 
 class Asked(msgspec.Struct, frozen=True):
-    """A judge as ``judges.serve.make_worker`` takes it. name: the name under which its answers are filed.
+    """A judge as ``judges.serve.make_worker`` takes it. name: the name under which its answers are
+    filed.
 
-    texts: digest of the judge's templates and, for a plug-in, of its source file; "" if they do not matter.
+    texts: digest of the judge's templates and, for a plug-in, of its source file; "" if they do not
+    matter.
     """
 
     name: str
@@ -41,18 +44,39 @@ class Asked(msgspec.Struct, frozen=True):
     texts: str = ""
 
 
-REACHED = frozenset(("url", "api_key_env", "timeout_s", "patience_s", "attempts", "backoff_s", "concurrency", "wait_s"))
+REACHED = frozenset(
+    (
+        "url",
+        "api_key_env",
+        "timeout_s",
+        "patience_s",
+        "attempts",
+        "backoff_s",
+        "concurrency",
+        "wait_s",
+    )
+)
 """Keys that say how an endpoint is reached. They may change between sessions."""
 
 
 def lasting(asked: Sequence[Asked]) -> list[Asked]:
-    """The judges without the keys that may change between sessions, and with the digests of their texts. Raises as ``make`` does."""
+    """The judges without the keys that may change between sessions, and with the digests of their
+    texts. Raises as ``make`` does."""
 
     def kept(value: Any) -> Any:
-        return {k: v for k, v in value.items() if k not in REACHED} if isinstance(value, dict) else value
+        return (
+            {k: v for k, v in value.items() if k not in REACHED}
+            if isinstance(value, dict)
+            else value
+        )
 
     return [
-        Asked(one.name, one.spec, {key: kept(value) for key, value in one.options.items()}, _texts(one, make(one)))
+        Asked(
+            one.name,
+            one.spec,
+            {key: kept(value) for key, value in one.options.items()},
+            _texts(one, make(one)),
+        )
         for one in asked
     ]
 
@@ -66,7 +90,8 @@ def _texts(asked: Asked, judge: Judge) -> str:
 
 
 class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A line of the file. score: S/M in [0, 1], None if the output could not be read; text: the judge's output."""
+    """A line of the file. score: S/M in [0, 1], None if the output could not be read; text: the
+    judge's output."""
 
     judge: str
     step: str
@@ -75,7 +100,8 @@ class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def make(asked: Asked) -> Judge:
-    """Make the judge. Raises ValueError if it does not exist or does not score a step by one number."""
+    """Make the judge. Raises ValueError if it does not exist or does not score a step by one
+    number."""
     worker = make_worker(asked.spec, asked.options)
     if not isinstance(worker, Judge):
         raise ValueError(f"{asked.spec!r} judges nothing: expected a judge")
@@ -86,13 +112,16 @@ def make(asked: Asked) -> Judge:
 def _column(judge: Judge) -> str:
     if COLUMN in judge.columns or len(judge.columns) == 1:
         return COLUMN if COLUMN in judge.columns else judge.columns[0]
-    raise ValueError(f"judge {judge.name} has the columns {list(judge.columns)}: expected {COLUMN!r}, or one column")
+    raise ValueError(
+        f"judge {judge.name} has the columns {list(judge.columns)}: expected {COLUMN!r}, or one column"
+    )
 
 
 class Answers:
     """The file of answers, which the caller must have locked. found: the answers by judge and step.
 
-    A torn last line, left by a killed session, is removed. Raises ValueError that names a line which is no answer.
+    A torn last line, left by a killed session, is removed. Raises ValueError that names a line
+    which is no answer.
     """
 
     def __init__(self, path: Path):
@@ -103,7 +132,9 @@ class Answers:
             try:
                 self.found = {(a.judge, a.step): a for _, a in record.lines(path, Answer)}
             except ValueError as error:
-                raise ValueError(f"{error}: remove that line, then its step is asked again") from None
+                raise ValueError(
+                    f"{error}: remove that line, then its step is asked again"
+                ) from None
 
     def add(self, answer: Answer) -> None:
         """Append an answer to the file."""
@@ -112,7 +143,8 @@ class Answers:
 
 
 class Asking:
-    """Asks one judge about the steps that it has not answered yet. deadline_s: seconds per step. failures: the reasons by step."""
+    """Asks one judge about the steps that it has not answered yet. deadline_s: seconds per step.
+    failures: the reasons by step."""
 
     def __init__(self, asked: Asked, judge: Judge, answers: Answers, deadline_s: float):
         self.asked, self.judge, self.answers, self.deadline_s = asked, judge, answers, deadline_s
@@ -123,8 +155,14 @@ class Asking:
 
     async def all(self, steps: Sequence[tuple[str, JudgedTurn]]) -> None:
         """Ask about every step. Raises Fault if ``HOPELESS`` steps in a row fail."""
-        left = [(name, turn) for name, turn in steps if (self.asked.name, name) not in self.answers.found]
-        self.progress = Progress(len(steps), "steps", len(steps) - len(left), f"{self.asked.name}: ")
+        left = [
+            (name, turn)
+            for name, turn in steps
+            if (self.asked.name, name) not in self.answers.found
+        ]
+        self.progress = Progress(
+            len(steps), "steps", len(steps) - len(left), f"{self.asked.name}: "
+        )
         if left:
             await self.judge.start()
             try:
@@ -149,11 +187,14 @@ class Asking:
                 return
             score = judgement.scores.get(self.column)
             if score is None and self._failed() > before:
-                # The judge does not say which of its concurrent steps failed, so all of them are asked again.
+                # The judge does not say which of its concurrent steps failed, so all of them are
+                # asked again.
                 self._fail(name, judgement.explanation)
                 return
             self.row = 0
-            self.answers.add(Answer(self.asked.name, name, self._in_range(score, name), _text(judgement)))
+            self.answers.add(
+                Answer(self.asked.name, name, self._in_range(score, name), _text(judgement))
+            )
             self.progress.one()
 
     def _failed(self) -> float:
@@ -170,7 +211,9 @@ class Asking:
 
     def _in_range(self, score: float | None, name: str) -> float | None:
         if score is not None and not 0 <= score <= 1:
-            raise DataFault(f"{self.asked.name} scored {name} {score:g}: expected S/M, a number from 0 to 1")
+            raise DataFault(
+                f"{self.asked.name} scored {name} {score:g}: expected S/M, a number from 0 to 1"
+            )
         return score
 
 
@@ -179,7 +222,8 @@ def _text(judgement: Judgement) -> str:
 
 
 class Session:
-    """Asks every judge about every step, as ``tools.evaluating.folder.conduct`` runs it. Answers in the file are kept."""
+    """Asks every judge about every step, as ``tools.evaluating.folder.conduct`` runs it. Answers in
+    the file are kept."""
 
     def __init__(
         self,
@@ -196,7 +240,8 @@ class Session:
         ]
 
     async def play(self) -> dict[str, dict[str, str]]:
-        """Ask all judges. Returns the failed steps with their reasons, by judge. Raises Fault as ``Asking.all`` does."""
+        """Ask all judges. Returns the failed steps with their reasons, by judge. Raises Fault as
+        ``Asking.all`` does."""
         await together(one.all(self.steps) for one in self.working)
         return {one.asked.name: one.failures for one in self.working if one.failures}
 
@@ -208,4 +253,7 @@ def say_failed(failed: dict[str, dict[str, str]], command: str) -> None:
     """Print a line on stderr for each judge with failed steps."""
     for name, reasons in failed.items():
         step, reason = next(iter(reasons.items()))
-        print(f"{command}: judge {name}: {len(reasons)} steps failed, the first is {step}: {reason}", file=sys.stderr)
+        print(
+            f"{command}: judge {name}: {len(reasons)} steps failed, the first is {step}: {reason}",
+            file=sys.stderr,
+        )

@@ -1,8 +1,10 @@
-"""Trajectories as JSONL records: collected, labelled by two judges, or items of a benchmark (methods.md 2.5).
+"""Trajectories as JSONL records: collected, labelled by two judges, or items of a benchmark
+(methods.md 2.5).
 
-A step is a turn that a process judge sees: every turn of a trajectory but the last. ``context`` is the bare question and, after an empty
-line, the earlier turns; ``response`` is the turn with its information block. A PPRM reads nothing else. Judges that read more, such as
-rules, use ``turn`` and ``evidence``, which a record may lack.
+A step is a turn that a process judge sees: every turn of a trajectory but the last. ``context`` is
+the bare question and, after an empty line, the earlier turns; ``response`` is the turn with its
+information block. A PPRM reads nothing else. Judges that read more, such as rules, use ``turn`` and
+``evidence``, which a record may lack.
 """
 
 import hashlib
@@ -17,7 +19,8 @@ from wire.atomic import write_whole
 from wire.messages import JudgedTurn
 
 THRESHOLD = 0.652
-"""A step is good if its score is above this value, the mean step score of the paper's pool (PPR, A.4)."""
+"""A step is good if its score is above this value, the mean step score of the paper's pool (PPR,
+A.4)."""
 CATEGORIES = ("correct_good", "correct_bad", "wrong_good", "wrong_bad")
 """The outcome, and whether the mean step score is above the threshold."""
 
@@ -25,8 +28,11 @@ Score = Annotated[float, msgspec.Meta(ge=0, le=1)]
 """A judge's score as a share of its maximum, S/M."""
 
 
-class Details(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Fields of ``wire.messages.JudgedTurn`` under the same names, except that ``summary`` is the field ``context``."""
+class Details(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
+    """Fields of ``wire.messages.JudgedTurn`` under the same names, except that ``summary`` is the
+    field ``context``."""
 
     step: int
     budget: int
@@ -39,7 +45,9 @@ class Details(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     past_observations: list[str] = []
 
 
-class Step(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class Step(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
     """A turn for a judge."""
 
     context: str
@@ -48,7 +56,8 @@ class Step(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class Labelled(Step, frozen=True, kw_only=True):
-    """A turn with the scores of two judges. score: their mean, or a reviewer's score. target: the two-line judgement to learn, or ""."""
+    """A turn with the scores of two judges. score: their mean, or a reviewer's score. target: the
+    two-line judgement to learn, or ""."""
 
     score_a: Score
     score_b: Score
@@ -68,8 +77,16 @@ class Graded(Step, frozen=True, kw_only=True):
 S = TypeVar("S", bound=Step)
 
 
-class Trajectory(msgspec.Struct, Generic[S], frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """One trajectory. outcome: exact match of its answer. evidence: the passages that support a gold answer, if they are known."""
+class Trajectory(
+    msgspec.Struct,
+    Generic[S],
+    frozen=True,
+    kw_only=True,
+    forbid_unknown_fields=True,
+    omit_defaults=True,
+):
+    """One trajectory. outcome: exact match of its answer. evidence: the passages that support a
+    gold answer, if they are known."""
 
     id: str
     data_source: str
@@ -91,24 +108,31 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 
 def lines(path: Path, kind: Any, flag: str = "") -> Iterator[tuple[int, Any]]:
-    """(line number, value) for each line of a JSONL file. Raises ValueError that names the file, and the line if one is wrong."""
+    """(line number, value) for each line of a JSONL file. Raises ValueError that names the file,
+    and the line if one is wrong."""
     return jsonl.lines(path, kind, f"{_named(kind)} (docs/process-bench.md)", flag)
 
 
 def read(path: Path, kind: type[R], flag: str = "") -> list[R]:
-    """The records of a file. Raises ValueError for a missing file, a bad line, a repeated id, or a file without records."""
+    """The records of a file. Raises ValueError for a missing file, a bad line, a repeated id, or a
+    file without records."""
     by_id: dict[str, R] = {}
     for number, record in lines(path, kind, flag):
         if record.id in by_id:
-            raise ValueError(f"{path}:{number}: the id {record.id!r} comes a second time: ids are unique")
+            raise ValueError(
+                f"{path}:{number}: the id {record.id!r} comes a second time: ids are unique"
+            )
         by_id[record.id] = record
     if not by_id:
-        raise ValueError(f"{path} holds no record: expected lines of {_named(kind)} (docs/process-bench.md)")
+        raise ValueError(
+            f"{path} holds no record: expected lines of {_named(kind)} (docs/process-bench.md)"
+        )
     return list(by_id.values())
 
 
 def read_all(paths: Sequence[Path], kind: type[R]) -> list[R]:
-    """The records of several files. Raises ValueError as ``read`` does, and for an id that is in two files."""
+    """The records of several files. Raises ValueError as ``read`` does, and for an id that is in
+    two files."""
     records: list[R] = []
     file_of: dict[str, Path] = {}
     for path in paths:
@@ -124,9 +148,12 @@ def read_all(paths: Sequence[Path], kind: type[R]) -> list[R]:
 
 
 def write(path: Path, records: Iterable[Any]) -> None:
-    """Write records as JSONL. The file appears whole or not at all. Raises OSError that names the path."""
+    """Write records as JSONL. The file appears whole or not at all. Raises OSError that names the
+    path."""
     try:
-        write_whole(path, b"".join(msgspec.json.encode(record) + b"\n" for record in records), alone=False)
+        write_whole(
+            path, b"".join(msgspec.json.encode(record) + b"\n" for record in records), alone=False
+        )
     except OSError as error:
         raise OSError(f"{path} cannot be written: {error.strerror}") from None
 
@@ -142,7 +169,8 @@ def step_id(record: Trajectory[Any], number: int) -> str:
 
 
 def copied(one: msgspec.Struct, kind: type[T], **more: Any) -> T:
-    """Return a struct of type ``kind`` with those fields of ``one`` that the type has too, and with the fields ``more``."""
+    """Return a struct of type ``kind`` with those fields of ``one`` that the type has too, and with
+    the fields ``more``."""
     shared = set(one.__struct_fields__) & {field.name for field in msgspec.structs.fields(kind)}
     return kind(**{name: getattr(one, name) for name in shared} | more)
 
@@ -156,7 +184,8 @@ def recorded(turn: JudgedTurn) -> Step:
 
 
 def judged_turn(record: Trajectory[Any], step: Step) -> JudgedTurn:
-    """The turn that a judge sees. Without ``turn``, it has only the question, transcript, response, golds and evidence."""
+    """The turn that a judge sees. Without ``turn``, it has only the question, transcript, response,
+    golds and evidence."""
     head = f"{record.question}\n\n"
     ours = step.context == record.question or step.context.startswith(head)
     known = step.turn or Details(step=1, budget=1)
@@ -168,7 +197,9 @@ def judged_turn(record: Trajectory[Any], step: Step) -> JudgedTurn:
         context=known.summary,
         response=step.response.removesuffix(known.observation or ""),
         evidence=record.evidence,
-        transcript=step.context.removeprefix(head) if ours and step.context != record.question else "",
+        transcript=step.context.removeprefix(head)
+        if ours and step.context != record.question
+        else "",
     )
 
 

@@ -1,7 +1,8 @@
-"""A chat endpoint that answers in several turns. The model's text becomes assistant messages, all other text user messages.
+"""A chat endpoint that answers in several turns. The model's text becomes assistant messages, all
+other text user messages.
 
-The journal's tokens are bytes, as in ``actors.engines.endpoint``. A byte that the model wrote is stored plus 256, so a prefix says who
-wrote which part and can be sent as a conversation.
+The journal's tokens are bytes, as in ``actors.engines.endpoint``. A byte that the model wrote is
+stored plus 256, so a prefix says who wrote which part and can be sent as a conversation.
 """
 
 from typing import Any
@@ -36,8 +37,11 @@ class ChatEngine(EndpointEngine):
         super().__init__(endpoint)
         self.text = ChatText()
 
-    async def generate(self, request: GenerateRequest, on_tokens: OnTokens | None = None) -> GenerateResult:
-        """See ``EndpointEngine.generate``. If the prefix opens a forced answer, the opening is removed from the reply."""
+    async def generate(
+        self, request: GenerateRequest, on_tokens: OnTokens | None = None
+    ) -> GenerateResult:
+        """See ``EndpointEngine.generate``. If the prefix opens a forced answer, the opening is
+        removed from the reply."""
         result = await super().generate(request, on_tokens)
         forced = self.text.decode(request.tokens).endswith(_OPENING)
         samples = [self._own(sample, forced) for sample in result.samples]
@@ -46,7 +50,12 @@ class ChatEngine(EndpointEngine):
     def _own(self, sample: Sample, forced: bool) -> Sample:
         text = self.text.decode(sample.tokens)
         tokens = self.text.encode(text.split(_OPENING, 1)[-1] if forced else text) + _ITS_OWN
-        return Sample(tokens, np.zeros(len(tokens), np.float32), np.zeros(len(tokens), np.int32), sample.finish)
+        return Sample(
+            tokens,
+            np.zeros(len(tokens), np.float32),
+            np.zeros(len(tokens), np.int32),
+            sample.finish,
+        )
 
     def _messages(self, tokens: np.ndarray) -> list[dict[str, str]]:
         """The prompt's messages, then one message per stretch of the same writer."""
@@ -56,7 +65,9 @@ class ChatEngine(EndpointEngine):
         try:
             messages = msgspec.json.decode(first, type=list[dict[str, str]])
         except msgspec.DecodeError as error:
-            raise DataFault(f"the prefix does not begin with a prompt's messages ({error})") from None
+            raise DataFault(
+                f"the prefix does not begin with a prompt's messages ({error})"
+            ) from None
         for part in parts[1:]:
             role = "assistant" if part[0] >= _ITS_OWN else "user"
             messages.append({"role": role, "content": self.text.decode(part)})

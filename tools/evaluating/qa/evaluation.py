@@ -1,7 +1,9 @@
-"""Answer the questions of all sets in every row. An interruption costs at most the replies that were under way.
+"""Answer the questions of all sets in every row. An interruption costs at most the replies that
+were under way.
 
-Invariant: a question is a tree of OUT/ROW/journal.sqlite and counts once in its row. An interrupted question repeats the replies in its
-journal and takes its searches from the cache; only the rest is generated.
+Invariant: a question is a tree of OUT/ROW/journal.sqlite and counts once in its row. An interrupted
+question repeats the replies in its journal and takes its searches from the cache; only the rest is
+generated.
 """
 
 import functools
@@ -33,11 +35,20 @@ from wire.atomic import write_whole
 from wire.faults import InfrastructureFault
 from wire.messages import Sample
 
-_COUNTERS = ("prompt_tokens", "cached_tokens", "prefilled_tokens", "decoded_tokens", "busy_s", "requests", "retries")
+_COUNTERS = (
+    "prompt_tokens",
+    "cached_tokens",
+    "prefilled_tokens",
+    "decoded_tokens",
+    "busy_s",
+    "requests",
+    "retries",
+)
 
 
 class SetSettings(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A column. rejected: rows of the file that cannot work; reasons: their number by reason. digest: of the questions and golds."""
+    """A column. rejected: rows of the file that cannot work; reasons: their number by reason.
+    digest: of the questions and golds."""
 
     name: str
     source: str
@@ -48,16 +59,19 @@ class SetSettings(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class TableSettings(msgspec.Struct, frozen=True):
-    """The settings that all rows of a table share, saved as OUT/evaluation.json. seed: chooses the subset of each set."""
+    """The settings that all rows of a table share, saved as OUT/evaluation.json. seed: chooses the
+    subset of each set."""
 
     sets: list[SetSettings]
     seed: int
 
 
 class RowResult(msgspec.Struct, frozen=True):
-    """OUT/ROW/result.json. sets: the measures by set. macro: means of the sets' means; multi_hop: the same over the four multi-hop sets,
-    if the table has them. failed: the reasons of the questions that could not be finished and scored 0, by set/task. seconds,
-    generated_tokens, queries, hits (queries that the cache answered) and engine (its counters): over all sessions that were not killed.
+    """OUT/ROW/result.json. sets: the measures by set. macro: means of the sets' means; multi_hop:
+    the same over the four multi-hop sets, if the table has them. failed: the reasons of the
+    questions that could not be finished and scored 0, by set/task. seconds, generated_tokens,
+    queries, hits (queries that the cache answered) and engine (its counters): over all sessions
+    that were not killed.
     """
 
     name: str
@@ -74,7 +88,8 @@ class RowResult(msgspec.Struct, frozen=True):
 
 
 class Result(msgspec.Struct, frozen=True):
-    """OUT/result.json: every finished row of the folder, whichever command finished it, in the order in which they finished."""
+    """OUT/result.json: every finished row of the folder, whichever command finished it, in the
+    order in which they finished."""
 
     settings: TableSettings
     rows: list[RowResult]
@@ -83,13 +98,15 @@ class Result(msgspec.Struct, frozen=True):
 def settings_of(sets: Sequence[QuestionSet], seed: int) -> TableSettings:
     """The settings that all rows share."""
     columns = [
-        SetSettings(s.name, s.source, len(s.tasks), sum(s.rejected.values()), s.digest, s.rejected) for s in sets
+        SetSettings(s.name, s.source, len(s.tasks), sum(s.rejected.values()), s.digest, s.rejected)
+        for s in sets
     ]
     return TableSettings(columns, seed)
 
 
 class Evaluation:
-    """All rows of a command. ``play`` may be cancelled at any moment and continued later; then ``close``. finished: gets each new table."""
+    """All rows of a command. ``play`` may be cancelled at any moment and continued later; then
+    ``close``. finished: gets each new table."""
 
     def __init__(
         self, rows: Sequence[Row], sets: Sequence[QuestionSet], settings: TableSettings, out: Path,
@@ -102,11 +119,17 @@ class Evaluation:
         self.serving: Player | None = None
 
     async def play(self) -> Result:
-        """Answer the questions that are not answered yet. Raises Fault if they cannot go on, NotStarted if they cannot begin."""
+        """Answer the questions that are not answered yet. Raises Fault if they cannot go on,
+        NotStarted if they cannot begin."""
         for file in self.out.glob("*/result.json"):
             if _decoded(file, RowResult) is None:
-                print(f"{file} is torn, so its row is left out: run it again, its answers are kept", file=sys.stderr)
-        unfinished = [row for row in self.rows if not (self.out / row.name / "result.json").is_file()]
+                print(
+                    f"{file} is torn, so its row is left out: run it again, its answers are kept",
+                    file=sys.stderr,
+                )
+        unfinished = [
+            row for row in self.rows if not (self.out / row.name / "result.json").is_file()
+        ]
         if self.retrieval is not None and any(row.settings.retriever for row in unfinished):
             await self.retrieval.open()
         for row in self.rows:
@@ -131,25 +154,39 @@ class Evaluation:
         ledger = Ledger(folder, "questions", kept.progress.start_s)
         try:
             if kept.before < len(self.tasks):
-                print(f"{row.name}: {len(self.tasks) - kept.before} questions", file=sys.stderr, flush=True)
+                print(
+                    f"{row.name}: {len(self.tasks) - kept.before} questions",
+                    file=sys.stderr,
+                    flush=True,
+                )
                 services = await self._serve(row.player)
                 start = self._stats(services)
-                ledger.open(lambda: {key: value - start[key] for key, value in self._stats(services).items()})
+                ledger.open(
+                    lambda: {
+                        key: value - start[key] for key, value in self._stats(services).items()
+                    }
+                )
             answering = _Answering(row, kept, self.services)
-            scores = await together(answering.question(i, *asked) for i, asked in enumerate(self.tasks))
+            scores = await together(
+                answering.question(i, *asked) for i, asked in enumerate(self.tasks)
+            )
             ledger.close(kept.now)
             if not kept.now and not kept.before:
                 reason = next(iter(kept.undone.values()), "there is none")
-                raise InfrastructureFault(f"{row.name}: no question could be answered; the first reason: {reason}")
+                raise InfrastructureFault(
+                    f"{row.name}: no question could be answered; the first reason: {reason}"
+                )
             write_whole(folder / "result.json", self._result(row, scores, kept.undone, ledger))
         finally:
             ledger.close(kept.now)
             kept.journal.close()
 
-    # ------------------------------------------------------------------------------------------ services
+    # ------------------------------------------------------------------------------------------
+    # services
 
     async def _serve(self, player: Player) -> InProcess:
-        """Start the services with this player's engine, or keep them if they run already. Raises NotStarted."""
+        """Start the services with this player's engine, or keep them if they run already. Raises
+        NotStarted."""
         if self.services is not None and self.serving is player:
             return self.services
         await self._rest()
@@ -176,17 +213,24 @@ class Evaluation:
         if self.retrieval is not None:
             await self.retrieval.close()
 
-    # ------------------------------------------------------------------------------------------ results
+    # ------------------------------------------------------------------------------------------
+    # results
 
-    def _result(self, row: Row, scores: list[dict[str, float]], failed: dict[str, str], ledger: Ledger) -> RowResult:
+    def _result(
+        self, row: Row, scores: list[dict[str, float]], failed: dict[str, str], ledger: Ledger
+    ) -> RowResult:
         measured: dict[str, dict[str, Measured]] = {}
         first = 0
         for one in self.sets:
-            measured[one.name] = summary(scores[first : first + len(one.tasks)], row.settings.player == "endpoint")
+            measured[one.name] = summary(
+                scores[first : first + len(one.tasks)], row.settings.player == "endpoint"
+            )
             first += len(one.tasks)
         multi = [measured[name] for name in MULTI_HOP if name in measured]
         spent = ledger.total()
-        count = {key: int(spent.engine.get(key, 0)) for key in ("decoded_tokens", "queries", "hits")}
+        count = {
+            key: int(spent.engine.get(key, 0)) for key in ("decoded_tokens", "queries", "hits")
+        }
         return RowResult(
             row.name, row.settings, measured, macro(list(measured.values())),
             macro(multi) if len(multi) == len(MULTI_HOP) else {}, failed, spent.seconds,
@@ -199,7 +243,8 @@ T = TypeVar("T", Result, RowResult)
 
 
 def _decoded(file: Path, kind: type[T]) -> T | None:
-    """A stored result, None if the file is missing or torn; a lost result can be computed again from the journals."""
+    """A stored result, None if the file is missing or torn; a lost result can be computed again
+    from the journals."""
     try:
         return msgspec.json.decode(file.read_bytes(), type=kind) if file.is_file() else None
     except msgspec.DecodeError:
@@ -207,7 +252,8 @@ def _decoded(file: Path, kind: type[T]) -> T | None:
 
 
 def summary(scores: Sequence[dict[str, float]], in_bytes: bool = False) -> dict[str, Measured]:
-    """Each measure over the questions of one set. in_bytes: the journal holds bytes, so measures in tokens are left out."""
+    """Each measure over the questions of one set. in_bytes: the journal holds bytes, so measures in
+    tokens are left out."""
     measures = {}
     for name in MEASURES:
         values = [score[name] for score in scores if name in score]
@@ -218,7 +264,8 @@ def summary(scores: Sequence[dict[str, float]], in_bytes: bool = False) -> dict[
 
 
 def _of_counts(values: Sequence[float]) -> Estimate:
-    """Mean and 1.96 standard errors, even if every count is 0 or 1 (``estimate`` would treat such values as proportions)."""
+    """Mean and 1.96 standard errors, even if every count is 0 or 1 (``estimate`` would treat such
+    values as proportions)."""
     n = len(values)
     mean = math.fsum(values) / n
     variance = math.fsum((value - mean) ** 2 for value in values) / max(1, n - 1)
@@ -226,7 +273,8 @@ def _of_counts(values: Sequence[float]) -> Estimate:
 
 
 def macro(sets: Sequence[dict[str, Measured]]) -> dict[str, Estimate]:
-    """The mean of the n sets' means, for each measure that all sets have. The sets are independent: half width sqrt(sum half^2) / n."""
+    """The mean of the n sets' means, for each measure that all sets have. The sets are independent:
+    half width sqrt(sum half^2) / n."""
     means, n = {}, len(sets)
     for name in MEASURES:
         if all(name in one for one in sets):
@@ -247,10 +295,14 @@ class _Answering:
     async def question(self, position: int, of: str, task: Task) -> dict[str, float]:
         """The scores of one question, from the last action of its tree. of: the name of its set."""
         grow = functools.partial(self._grow, of, task)
-        tree = await self.kept.task(position, task.id, self.row.settings.version, grow, f"{of}/{task.id}")
+        tree = await self.kept.task(
+            position, task.id, self.row.settings.version, grow, f"{of}/{task.id}"
+        )
         if tree is None:
             return unanswered()
-        return {name: value for name, value in tree.actions()[-1].scores.items() if name in MEASURES}
+        return {
+            name: value for name, value in tree.actions()[-1].scores.items() if name in MEASURES
+        }
 
     async def _grow(self, of: str, task: Task, tree: Tree, said: list[Sample]) -> None:
         assert self.services is not None, "nothing was started"

@@ -1,4 +1,5 @@
-"""The command tools/evaluate qa measures question answering by runs, models and endpoints, and by the papers' untrained baselines."""
+"""The command tools/evaluate qa measures question answering by runs, models and endpoints, and by
+the papers' untrained baselines."""
 
 import argparse
 import shlex
@@ -33,16 +34,26 @@ def parser() -> argparse.ArgumentParser:
         EXAMPLES,
         "tools/evaluate qa [questions] [players] [methods] [options]",
     )
-    questions = parser.add_argument_group("questions (default: the built-in held-out ones, as one_hop and two_hop)")
+    questions = parser.add_argument_group(
+        "questions (default: the built-in held-out ones, as one_hop and two_hop)"
+    )
     questions.add_argument(
         "--set", action="append", default=[], metavar="NAME=SOURCE",
         help="a .jsonl or .parquet file, or a hub data set owner/name[/folder][:split]; paper: the papers' seven"
     )  # fmt: skip
-    questions.add_argument("--questions", type=int, help="size of each set's fixed subset (default: all)")
-    questions.add_argument("--seed", type=int, default=0, help="seed of the subset (default: %(default)s)")
+    questions.add_argument(
+        "--questions", type=int, help="size of each set's fixed subset (default: all)"
+    )
+    questions.add_argument(
+        "--seed", type=int, default=0, help="seed of the subset (default: %(default)s)"
+    )
     who = parser.add_argument_group("players (at least one; --model and --run may be repeated)")
     who.add_argument(
-        "--model", action="append", default=[], metavar="NAME", help="a model folder, a built-in name or a hub id"
+        "--model",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a model folder, a built-in name or a hub id",
     )
     own = "a run folder: its newest weights and its settings"
     who.add_argument("--run", type=Path, action="append", default=[], metavar="RUN", help=own)
@@ -51,8 +62,13 @@ def parser() -> argparse.ArgumentParser:
     players.add_local(parser)
     players.add_actions(parser)
     how = parser.add_argument_group("methods")
-    how.add_argument("--method", help=f"comma-separated, of {', '.join(methods.known())} (default: search)")
-    how.add_argument("--prompt", help="of search: short, search_r1 or a path (default: the run's, else search_r1)")
+    how.add_argument(
+        "--method", help=f"comma-separated, of {', '.join(methods.known())} (default: search)"
+    )
+    how.add_argument(
+        "--prompt",
+        help="of search: short, search_r1 or a path (default: the run's, else search_r1)",
+    )
     how.add_argument("--topk", type=int, help="passages of a search (default: the run's, else 3)")
     how.add_argument(
         "--budget", action="append", type=_budget, default=[], metavar="[SET=]N",
@@ -62,9 +78,13 @@ def parser() -> argparse.ArgumentParser:
     how.add_argument("--forced", action=argparse.BooleanOptionalAction, default=None, help=forced)
     retriever = "index folder, URL of a Search-R1 server, or the word default (default: the run's)"
     how.add_argument("--retriever", metavar="PLACE", help=retriever)
-    how.add_argument("--cache", type=Path, help="file that keeps found passages (default: OUT/retrieval.sqlite)")
+    how.add_argument(
+        "--cache", type=Path, help="file that keeps found passages (default: OUT/retrieval.sqlite)"
+    )
     parser.add_argument(
-        "--out", type=Path, help="folder; a table in it is continued and may get rows (default: evaluations/qa-TIME)"
+        "--out",
+        type=Path,
+        help="folder; a table in it is continued and may get rows (default: evaluations/qa-TIME)",
     )
     parser.add_argument(
         "--measure",
@@ -73,24 +93,40 @@ def parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help=f"what the table shows, one of {', '.join(MEASURES)} (default: %(default)s)",
     )
-    parser.add_argument("--json", action="store_true", help="print the result as JSON instead of a table")
-    parser.add_argument("--concurrency", type=int, default=16, help="questions at once (default: %(default)s)")
+    parser.add_argument(
+        "--json", action="store_true", help="print the result as JSON instead of a table"
+    )
+    parser.add_argument(
+        "--concurrency", type=int, default=16, help="questions at once (default: %(default)s)"
+    )
     return parser
 
 
 def check(flags: argparse.Namespace) -> None:
     """Refuse values out of range and settings without effect. Raises ValueError."""
-    counts = ("questions", "concurrency", "topk", "timeout", "attempts", "max_tokens", "threads", "max_context")
+    counts = (
+        "questions",
+        "concurrency",
+        "topk",
+        "timeout",
+        "attempts",
+        "max_tokens",
+        "threads",
+        "max_context",
+    )
     players.check(flags, counts)
     names = [name for name, _ in flags.budget]
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ValueError(f"--budget is given twice{f' for {twice[0]}' if twice[0] else ''}: give it once")
+        raise ValueError(
+            f"--budget is given twice{f' for {twice[0]}' if twice[0] else ''}: give it once"
+        )
     if not (flags.model or flags.run or flags.endpoint):
         raise ValueError("nobody to measure: give --model, --run or --endpoint")
 
 
 def prepare(flags: argparse.Namespace) -> tuple[list[QuestionSet], list[Row], str]:
-    """The sets, rows and retriever of a command line. Raises ValueError, OSError or MemoryError with the remedy."""
+    """The sets, rows and retriever of a command line. Raises ValueError, OSError or MemoryError
+    with the remedy."""
     check(flags)
     heldout = None
     if not flags.set:
@@ -102,7 +138,9 @@ def prepare(flags: argparse.Namespace) -> tuple[list[QuestionSet], list[Row], st
     sets = read_sets(flags.set, flags.questions, flags.seed, heldout)
     known = [one.name for one in sets]
     if unknown := [name for name, _ in flags.budget if name and name not in known]:
-        raise ValueError(f"--budget {unknown[0]}=..: expected a set of this table, {', '.join(known)}")
+        raise ValueError(
+            f"--budget {unknown[0]}=..: expected a set of this table, {', '.join(known)}"
+        )
     return sets, rows, retriever
 
 
@@ -127,7 +165,9 @@ def main(arguments: list[str]) -> int:
     except (OSError, ValueError, MemoryError) as error:
         print(f"tools/evaluate qa: {error}", file=sys.stderr)
         return 2
-    again = shlex.join(["tools/evaluate", "qa", *arguments, *([] if flags.out else ["--out", str(out)])])
+    again = shlex.join(
+        ["tools/evaluate", "qa", *arguments, *([] if flags.out else ["--out", str(out)])]
+    )
 
     def evaluation() -> Evaluation:
         retrieval = None
@@ -147,5 +187,9 @@ def main(arguments: list[str]) -> int:
 
 def _report(flags: argparse.Namespace, result: Result, out: Path) -> int:
     shown = "\n".join([markdown(result, flags.measure), *notes(result)])
-    print(msgspec.json.encode(result).decode() if flags.json else f"{shown}\nresult {out / 'result.json'}")
+    print(
+        msgspec.json.encode(result).decode()
+        if flags.json
+        else f"{shown}\nresult {out / 'result.json'}"
+    )
     return 0

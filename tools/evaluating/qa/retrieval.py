@@ -1,6 +1,8 @@
-"""Cached retrieval: SQLite keeps answers by retriever, query and number of passages, for all rows and resumed sessions.
+"""Cached retrieval: SQLite keeps answers by retriever, query and number of passages, for all rows
+and resumed sessions.
 
-Invariant: the backend is asked at most once per (retriever, topk, query), however many rows, sessions or questions need the answer.
+Invariant: the backend is asked at most once per (retriever, topk, query), however many rows,
+sessions or questions need the answer.
 """
 
 import asyncio
@@ -30,7 +32,8 @@ Open = Callable[[], AbstractAsyncContextManager[Backend]]
 
 
 class CachedRetrieval:
-    """The service ``retrieve`` until ``close``. identity: text that changes whenever answers may change."""
+    """The service ``retrieve`` until ``close``. identity: text that changes whenever answers may
+    change."""
 
     def __init__(self, file: Path, identity: str, opening: Open):
         self.file, self.identity, self.opening = file, identity, opening
@@ -40,7 +43,9 @@ class CachedRetrieval:
             self.db.execute("PRAGMA journal_mode=WAL")
             self.db.executescript(_SCHEMA)
         except (OSError, sqlite3.Error) as error:
-            raise NotStarted(f"--cache {file} is no file of found passages ({error}): name another file") from None
+            raise NotStarted(
+                f"--cache {file} is no file of found passages ({error}): name another file"
+            ) from None
         self._queries = 0
         self._hot = HotQueries(self, 0, at_once=AT_ONCE)
         self._gate = asyncio.Lock()
@@ -48,14 +53,17 @@ class CachedRetrieval:
         self._open = AsyncExitStack()
 
     async def open(self) -> Backend:
-        """The backend, ready to search. Raises NotStarted if its index or its encoder cannot be loaded."""
+        """The backend, ready to search. Raises NotStarted if its index or its encoder cannot be
+        loaded."""
         async with self._gate:
             if self._backend is None:
                 try:
                     self._backend = await self._open.enter_async_context(self.opening())
                 except (OSError, ValueError, ImportError, MemoryError) as error:
                     reason = str(error).strip().split("\n")[0]
-                    raise NotStarted(f"--retriever: {reason}; build the index anew, or give another one") from error
+                    raise NotStarted(
+                        f"--retriever: {reason}; build the index anew, or give another one"
+                    ) from error
             return self._backend
 
     @property
@@ -79,12 +87,15 @@ class CachedRetrieval:
         try:
             self.db.executemany("INSERT OR REPLACE INTO passages VALUES (?,?,?,?)", rows)
         except sqlite3.Error as error:
-            raise InfrastructureFault(f"{self.file} could not be written ({error}): free some space") from None
+            raise InfrastructureFault(
+                f"{self.file} could not be written ({error}): free some space"
+            ) from None
         return found
 
     def _kept(self, topk: int, query: str) -> list[Passage] | None:
         row = self.db.execute(
-            "SELECT found FROM passages WHERE retriever=? AND topk=? AND query=?", (self.identity, topk, query)
+            "SELECT found FROM passages WHERE retriever=? AND topk=? AND query=?",
+            (self.identity, topk, query),
         ).fetchone()
         return msgspec.msgpack.decode(row[0], type=list[Passage]) if row else None
 
@@ -96,18 +107,25 @@ class CachedRetrieval:
 
 
 def identity_of(retriever: str) -> str:
-    """Text that names what answers: a server's URL, or an index's corpus and encoder. Raises ValueError or FileNotFoundError."""
+    """Text that names what answers: a server's URL, or an index's corpus and encoder. Raises
+    ValueError or FileNotFoundError."""
     if is_served(retriever):
         return retriever.rstrip("/")
     if "://" in retriever:
-        raise ValueError(f"--retriever {retriever}: expected an index folder, an http(s):// URL, or default")
+        raise ValueError(
+            f"--retriever {retriever}: expected an index folder, an http(s):// URL, or default"
+        )
     try:
         manifest = read_manifest(Path(retriever))
     except (FileNotFoundError, ValueError) as error:
         raise type(error)(f"--retriever {retriever}: {error}") from None
-    return f"index {manifest.corpus_sha256[:16]} of {manifest.passages} passages by {manifest.encoder}"
+    return (
+        f"index {manifest.corpus_sha256[:16]} of {manifest.passages} passages by {manifest.encoder}"
+    )
 
 
 def opening_of(retriever: str, threads: int) -> Open:
     """The function that opens the backend of --retriever."""
-    return lambda: opened(retriever, "" if is_served(retriever) else read_manifest(Path(retriever)).encoder, threads)
+    return lambda: opened(
+        retriever, "" if is_served(retriever) else read_manifest(Path(retriever)).encoder, threads
+    )

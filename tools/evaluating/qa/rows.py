@@ -1,4 +1,5 @@
-"""The rows of a table, from the command line. Each is a player with a method, checked before anything is started or paid for."""
+"""The rows of a table, from the command line. Each is a player with a method, checked before
+anything is started or paid for."""
 
 import argparse
 import hashlib
@@ -28,11 +29,13 @@ _NO_SEARCH = {"prompt": "search", "forced": "search"}
 
 
 class RowSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything but the questions on which a row's result depends, saved as OUT/ROW/evaluation.json.
+    """Everything but the questions on which a row's result depends, saved as
+    OUT/ROW/evaluation.json.
 
-    source: model folder, run or URL. weights: their digest, "" for an endpoint. options: the environment's, for the method search.
-    prompts: digest of the method's prompts. budgets: the budgets of sets that differ from how.budget. retriever: what answers the
-    method's queries, "" if it has none.
+    source: model folder, run or URL. weights: their digest, "" for an endpoint. options: the
+    environment's, for the method search. prompts: digest of the method's prompts. budgets: the
+    budgets of sets that differ from how.budget. retriever: what answers the method's queries, "" if
+    it has none.
     """
 
     method: str
@@ -56,7 +59,8 @@ class RowSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Player(msgspec.Struct, frozen=True):
-    """The one who answers. name: a short name for the table. make: makes the engine. own: a run's scheduler settings, else None."""
+    """The one who answers. name: a short name for the table. make: makes the engine. own: a run's
+    scheduler settings, else None."""
 
     name: str
     described: dict[str, Any]
@@ -103,12 +107,16 @@ def read_rows(flags: argparse.Namespace) -> tuple[list[Row], str]:
         retriever = _retriever(flags)
         identity = identity_of(retriever)
     rows = [
-        _row(flags, name, player, identity if loaded[name].RETRIEVES else "") for player in everyone for name in loaded
+        _row(flags, name, player, identity if loaded[name].RETRIEVES else "")
+        for player in everyone
+        for name in loaded
     ]
     names = [row.name for row in rows]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise ValueError(f"two rows would be named {twice[0]}: measure models of the same name in folders of their own")
+        raise ValueError(
+            f"two rows would be named {twice[0]}: measure models of the same name in folders of their own"
+        )
     return rows, retriever
 
 
@@ -122,7 +130,9 @@ def _row(flags: argparse.Namespace, method: str, player: Player, identity: str) 
     budget = budgets.pop("", 0) or (own.budget if own else How().budget)
     how = How(environment.topk, budget, forced and method == "search")
     prompts = (
-        hashlib.sha256(environment.template.encode()).hexdigest()[:12] if method == "search" else methods.digest(method)
+        hashlib.sha256(environment.template.encode()).hexdigest()[:12]
+        if method == "search"
+        else methods.digest(method)
     )
     settings = RowSettings(
         method=method, options=options if method == "search" else {}, prompts=prompts, how=how, budgets=budgets, retriever=identity,
@@ -135,11 +145,13 @@ def _row(flags: argparse.Namespace, method: str, player: Player, identity: str) 
 
 
 def _forces(strategy: str) -> bool:
-    """Whether the held-out evaluation of a run with this strategy forces an answer, as the one by chains does."""
+    """Whether the held-out evaluation of a run with this strategy forces an answer, as the one by
+    chains does."""
     return strategies.load(strategy).examined_by == "chain"
 
 
-# ---------------------------------------------------------------------------------------------- players
+# ----------------------------------------------------------------------------------------------
+# players
 
 
 def _of_model(name: str, flags: argparse.Namespace) -> Player:
@@ -155,7 +167,9 @@ def _of_model(name: str, flags: argparse.Namespace) -> Player:
 def _of_run(path: Path, flags: argparse.Namespace) -> Player:
     run = players.read_run(path, flags.version)
     if run.scheduler.environment != "search_qa":
-        raise ValueError(f"--run {path} was trained on {run.scheduler.environment!r}: expected a run of 'search_qa'")
+        raise ValueError(
+            f"--run {path} was trained on {run.scheduler.environment!r}: expected a run of 'search_qa'"
+        )
     folder = run.actor.model
     # Other methods have longer prompts than the run, so the run's own context is not a limit here.
     room = flags.max_context or max(run.actor.actors.max_context, players.MAX_CONTEXT)
@@ -174,7 +188,12 @@ def _of_run(path: Path, flags: argparse.Namespace) -> Player:
 def _of_endpoint(flags: argparse.Namespace) -> Player:
     players.check_url(flags.endpoint)
     endpoint = players.endpoint_of(flags)
-    described = {"player": "endpoint", "source": flags.endpoint, "model": endpoint.model, "fields": endpoint.fields}
+    described = {
+        "player": "endpoint",
+        "source": flags.endpoint,
+        "model": endpoint.model,
+        "fields": endpoint.fields,
+    }
     text: Any = ChatText()
     options = {"prompt": "search_r1", "topk": 3}
     return Player(_short(endpoint.model), described, text, lambda: ChatEngine(endpoint), options, 0)
@@ -185,18 +204,23 @@ def _short(name: str) -> str:
 
 
 def _retriever(flags: argparse.Namespace) -> str:
-    """The folder or URL of the retriever: the one of --retriever, else the runs' own, else the built-in corpus."""
+    """The folder or URL of the retriever: the one of --retriever, else the runs' own, else the
+    built-in corpus."""
     if flags.retriever not in (None, "default"):
         return flags.retriever
     files = [run / "processes" / "retriever.json" for run in flags.run]
     backends = {players.saved(file, _Backend).backend for file in files if file.is_file()}
     if flags.retriever is None and backends:
         if len(backends) > 1:
-            raise ValueError(f"the runs searched in {sorted(backends)}: say with --retriever which one all rows use")
+            raise ValueError(
+                f"the runs searched in {sorted(backends)}: say with --retriever which one all rows use"
+            )
         return backends.pop()
     from tools.defaults.facts import ensure_facts
     from tools.defaults.index_corpus import ensure_index
     from tools.defaults.settings import cache_folder
 
     cache = cache_folder()
-    return str(ensure_index(ensure_facts(cache) / "corpus.jsonl", "minilm", cache, flags.threads or 1))
+    return str(
+        ensure_index(ensure_facts(cache) / "corpus.jsonl", "minilm", cache, flags.threads or 1)
+    )

@@ -1,4 +1,5 @@
-"""The measures of one question: the exact match of methods.md 1.7, its two published variants, F1, and the costs of the answer."""
+"""The measures of one question: the exact match of methods.md 1.7, its two published variants, F1,
+and the costs of the answer."""
 
 from collections.abc import Sequence
 
@@ -10,7 +11,8 @@ MEASURES = (
     "response_tokens", "tokens_with_observations", "prompt_tokens",
 )  # fmt: skip
 TOKENS = MEASURES[-3:]
-"""Measures in the model's own tokens. An endpoint does not have them, because its journal holds bytes."""
+"""Measures in the model's own tokens. An endpoint does not have them, because its journal holds
+bytes."""
 COUNTS = ("searches", *TOKENS)
 """Measures that are counts, not shares."""
 MOST_TAGS = 10
@@ -18,7 +20,8 @@ MOST_TAGS = 10
 
 
 def score(tree: Tree, golds: Sequence[str], searches: int) -> dict[str, float]:
-    """The measures of a finished question. The response ends with the last chosen action, whose path holds prompt and observations."""
+    """The measures of a finished question. The response ends with the last chosen action, whose
+    path holds prompt and observations."""
     final = tree.actions()[-1]
     path = tree.path(final)
     prompt = "".join(node.text for node in path if node.kind == "prompt")
@@ -46,7 +49,8 @@ def score(tree: Tree, golds: Sequence[str], searches: int) -> dict[str, float]:
 
 
 def _said(node: Node, path: Sequence[Node]) -> str:
-    """The node's text if the policy wrote it: an action, or the opening of a forced answer. A missing closing tag is added."""
+    """The node's text if the policy wrote it: an action, or the opening of a forced answer. A
+    missing closing tag is added."""
     if node.kind == "action":
         return node.text + _closing(node)
     following = path[path.index(node) + 1 :]
@@ -59,5 +63,6 @@ def _closing(node: Node) -> str:
 
 
 def unanswered() -> dict[str, float]:
-    """The scores of a question that could not be finished, for example because its prompt exceeds the context: all are 0."""
+    """The scores of a question that could not be finished, for example because its prompt exceeds
+    the context: all are 0."""
     return dict.fromkeys(("em", "f1", "em_two_blocks", "em_slate", "answered"), 0.0)

@@ -1,4 +1,5 @@
-"""Question sets: by path, by hub name, the built-in held-out questions, or the seven of the papers (methods.md 1.7, 1.8)."""
+"""Question sets: by path, by hub name, the built-in held-out questions, or the seven of the papers
+(methods.md 1.7, 1.8)."""
 
 import hashlib
 import random
@@ -19,13 +20,16 @@ PAPER = ("nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", "b
 MULTI_HOP = PAPER[3:]
 """The columns of SLATE's ablations (methods.md 1.6, 1.7)."""
 SPLITS = ("test", "dev", "validation", "train")
-"""A set is evaluated on the first of these splits that it has (methods.md 1.8). The hub usually calls a dev split validation."""
+"""A set is evaluated on the first of these splits that it has (methods.md 1.8). The hub usually
+calls a dev split validation."""
 
 
 class QuestionSet(msgspec.Struct, frozen=True):
-    """A column of the table. source: the source on the command line, with the split that was chosen.
+    """A column of the table. source: the source on the command line, with the split that was
+    chosen.
 
-    rejected: the number of rows of the file that cannot work, by reason. notes: what the user should know of the file before the evaluation.
+    rejected: the number of rows of the file that cannot work, by reason. notes: what the user
+    should know of the file before the evaluation.
     """
 
     name: str
@@ -41,12 +45,15 @@ class QuestionSet(msgspec.Struct, frozen=True):
         return hashlib.sha256(msgspec.json.encode(rows)).hexdigest()[:16]
 
 
-def read_sets(flags: Sequence[str], count: int | None, seed: int, heldout: Path | None = None) -> list[QuestionSet]:
+def read_sets(
+    flags: Sequence[str], count: int | None, seed: int, heldout: Path | None = None
+) -> list[QuestionSet]:
     """The sets that --set names, each as its fixed subset of ``count`` questions (None: all).
 
-    flags: NAME=SOURCE texts. "paper" means the papers' seven sets; no text means the built-in questions by hops, read from ``heldout``.
-    A source is a .jsonl or .parquet file, a hub data set owner/name[:split], or one folder of it, owner/name/folder[:split].
-    Raises ValueError or FileNotFoundError with the remedy.
+    flags: NAME=SOURCE texts. "paper" means the papers' seven sets; no text means the built-in
+    questions by hops, read from ``heldout``. A source is a .jsonl or .parquet file, a hub data set
+    owner/name[:split], or one folder of it, owner/name/folder[:split]. Raises ValueError or
+    FileNotFoundError with the remedy.
     """
     specs: list[tuple[str, str]] = []
     for text in flags:
@@ -54,7 +61,9 @@ def read_sets(flags: Sequence[str], count: int | None, seed: int, heldout: Path 
         if text == "paper":
             specs += [(name, f"{HUB}/{name}") for name in PAPER]
         elif not (equals and name and source):
-            raise ValueError(f"--set {text!r}: expected NAME=PATH, NAME=owner/name[/folder][:split], or paper")
+            raise ValueError(
+                f"--set {text!r}: expected NAME=PATH, NAME=owner/name[/folder][:split], or paper"
+            )
         else:
             specs.append((name, source))
     names = [name for name, _ in specs]
@@ -72,7 +81,10 @@ def _by_hops(path: Path, count: int | None, seed: int) -> list[QuestionSet]:
     words = {1: "one_hop", 2: "two_hop"}
     return [
         QuestionSet(
-            words[hops], "built-in", subset([t for t in tasks if t.hops == hops], count, seed), _counted(rejected)
+            words[hops],
+            "built-in",
+            subset([t for t in tasks if t.hops == hops], count, seed),
+            _counted(rejected),
         )
         for hops in sorted(words)
     ]
@@ -94,7 +106,8 @@ def _counted(rejected: Sequence[Rejected]) -> dict[str, int]:
 
 
 def subset(tasks: Sequence[Task], count: int | None, seed: int) -> list[Task]:
-    """The same ``count`` tasks for the same seed; seed 0 is a run's held-out subset (``scheduler.tasks.held_out``)."""
+    """The same ``count`` tasks for the same seed; seed 0 is a run's held-out subset
+    (``scheduler.tasks.held_out``)."""
     if count is None:
         return list(tasks)
     shuffled = list(tasks)

@@ -1,4 +1,5 @@
-"""A table as in the papers: one row per method and model, one column per set, and the macro mean, all with intervals."""
+"""A table as in the papers: one row per method and model, one column per set, and the macro mean,
+all with intervals."""
 
 from scheduler.evaluation import Estimate
 from tools.evaluating.folder import Measured
@@ -14,15 +15,20 @@ def markdown(result: Result, measure: str = "em") -> str:
     head += ["multi-hop mean"] if several else []
     lines = [head, ["---"] * len(head)]
     for row in result.rows:
-        cells = [_cell(row.sets[s.name].get(measure), measure) for s in sets] + [_cell(row.macro.get(measure), measure)]
+        cells = [_cell(row.sets[s.name].get(measure), measure) for s in sets] + [
+            _cell(row.macro.get(measure), measure)
+        ]
         cells += [_cell(row.multi_hop.get(measure), measure)] if several else []
         lines.append([row.settings.method, _model(row), *cells])
     rows = ["| " + " | ".join(cells) + " |" for cells in lines]
-    return "\n".join([*rows, "", f"{measure}, mean ±95%; mean is over the sets' means (questions in brackets)."])
+    return "\n".join(
+        [*rows, "", f"{measure}, mean ±95%; mean is over the sets' means (questions in brackets)."]
+    )
 
 
 def notes(result: Result) -> list[str]:
-    """The costs of each row, the questions that could not be finished, and the rows of files that cannot be used."""
+    """The costs of each row, the questions that could not be finished, and the rows of files that
+    cannot be used."""
     notes = []
     for row in result.rows:
         notes.append(
@@ -32,7 +38,9 @@ def notes(result: Result) -> list[str]:
         for task, reason in list(row.failed.items())[:2]:
             notes.append(f"  not finished, scored 0: {task}: {reason}")
         if len(row.failed) > 2:
-            notes.append(f"  not finished, scored 0: {len(row.failed) - 2} more, see {row.name}/result.json")
+            notes.append(
+                f"  not finished, scored 0: {len(row.failed) - 2} more, see {row.name}/result.json"
+            )
     for one in result.settings.sets:
         if one.rejected:
             reasons = ", ".join(f"{count} {reason}" for reason, count in one.reasons.items())

@@ -1,4 +1,5 @@
-"""Collects trajectories of search questions from the journals of runs, each with the turns that a process judge sees: all but the last.
+"""Collects trajectories of search questions from the journals of runs, each with the turns that a
+process judge sees: all but the last.
 
 Every trajectory that cannot be used is counted by its reason.
 """
@@ -21,16 +22,19 @@ from tools.evaluating.judge_bench.record import Step, Trajectory, recorded
 
 
 def task_files(folder: Path) -> list[Path]:
-    """Return those task sources of a run that are files. Raises FileNotFoundError or ValueError if ``folder`` is not a run."""
+    """Return those task sources of a run that are files. Raises FileNotFoundError or ValueError if
+    ``folder`` is not a run."""
     process = judged.process(folder)
     sources = [Path(source) for source in (*listed(process.train), *listed(process.heldout))]
     return [path for path in sources if path.is_file()]
 
 
 class Run:
-    """A run folder with the environment and the tasks that the run had. prefix: the beginning of the trajectories' ids.
+    """A run folder with the environment and the tasks that the run had. prefix: the beginning of
+    the trajectories' ids.
 
-    Raises FileNotFoundError or ValueError if the folder is not a search run. ``trajectories`` may be called once: it closes the journal.
+    Raises FileNotFoundError or ValueError if the folder is not a search run. ``trajectories`` may
+    be called once: it closes the journal.
     """
 
     def __init__(self, folder: Path, split: str, prefix: str = ""):
@@ -38,14 +42,17 @@ class Run:
         process = judged.process(folder)
         environment = registry.load(process.environment, process.options)
         if not isinstance(environment, SearchQA):
-            raise ValueError(f"{folder} is a run of {process.environment!r}: expected one of search_qa")
+            raise ValueError(
+                f"{folder} is a run of {process.environment!r}: expected one of search_qa"
+            )
         self.environment, self.budget = environment, process.scheduler.budget
         tasks, _ = load_tasks(process.train if split == "train" else process.heldout)
         self.tasks = {task.id: task for task in tasks}
         self.journal = Journal(folder / "journal.sqlite", readonly=True)
 
     def trajectories(self) -> tuple[list[Trajectory[Step]], Counter[str]]:
-        """Return the chosen trajectories of every closed tree, and the counts of skipped ones by reason."""
+        """Return the chosen trajectories of every closed tree, and the counts of skipped ones by
+        reason."""
         collected, skipped = [], Counter[str]()
         for row in self.journal.trees("split=?", self.split):
             task = self.tasks.get(row.task)
@@ -55,7 +62,9 @@ class Run:
                 skipped["its question is not in the run's task file"] += 1
             else:
                 tree = self.journal.tree(row)
-                for number in sorted({node.trajectory for node in tree.nodes.values() if node.kind == "action"}):
+                for number in sorted(
+                    {node.trajectory for node in tree.nodes.values() if node.kind == "action"}
+                ):
                     trajectory = self._one(tree, number, task)
                     if isinstance(trajectory, str):
                         skipped[trajectory] += 1
@@ -71,7 +80,9 @@ class Run:
         outcome = actions[-1].scores.get("outcome")
         if outcome is None:
             return "its last turn has no outcome"
-        turns = [judged.turn(self.environment, tree, node, task, self.budget) for node in actions[:-1]]
+        turns = [
+            judged.turn(self.environment, tree, node, task, self.budget) for node in actions[:-1]
+        ]
         if any(turn.observation is None for turn in turns):
             return "a turn has no observation"
         return Trajectory(
@@ -85,8 +96,11 @@ class Run:
         )
 
 
-def collect(folders: Sequence[Path], split: str, prefix: str = "") -> tuple[list[Trajectory[Step]], Counter[str]]:
-    """Return the trajectories of several runs. Raises ValueError if two folders share a name, since ids begin with ``prefix`` and name."""
+def collect(
+    folders: Sequence[Path], split: str, prefix: str = ""
+) -> tuple[list[Trajectory[Step]], Counter[str]]:
+    """Return the trajectories of several runs. Raises ValueError if two folders share a name, since
+    ids begin with ``prefix`` and name."""
     names = [folder.resolve().name for folder in folders]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ValueError(
@@ -98,9 +112,13 @@ def collect(folders: Sequence[Path], split: str, prefix: str = "") -> tuple[list
         try:
             trajectories, without = Run(folder.resolve(), split, prefix).trajectories()
         except (sqlite3.Error, msgspec.DecodeError) as error:
-            raise ValueError(f"{folder / 'journal.sqlite'} is no journal of a run ({error}): leave it out") from None
+            raise ValueError(
+                f"{folder / 'journal.sqlite'} is no journal of a run ({error}): leave it out"
+            ) from None
         collected += trajectories
         skipped += without
     if not collected:
-        raise ValueError(f"no trajectory of split {split!r} could be used; skipped: {dict(skipped)}")
+        raise ValueError(
+            f"no trajectory of split {split!r} could be used; skipped: {dict(skipped)}"
+        )
     return collected, skipped

@@ -1,4 +1,5 @@
-"""Checks the files of a tools/sft command before its work: it overwrites none of its inputs, and every output can be written."""
+"""Checks the files of a tools/sft command before its work: it overwrites none of its inputs, and
+every output can be written."""
 
 import argparse
 from pathlib import Path
@@ -7,7 +8,8 @@ from wire.atomic import draft_of
 
 
 def check(options: argparse.Namespace) -> None:
-    """Raises ValueError if an output is an input or lies in an input folder, if two outputs are one file, or if one cannot be written."""
+    """Raises ValueError if an output is an input or lies in an input folder, if two outputs are one
+    file, or if one cannot be written."""
     for flag in ("out", "review")[: 1 + (options.command == "label")]:
         _check_writable(f"--{flag}", getattr(options, flag))
     written = outputs(options)
@@ -15,7 +17,9 @@ def check(options: argparse.Namespace) -> None:
         for read in inputs(options):
             if path.resolve().is_relative_to(read.resolve()):
                 conflict = "lies in" if read.is_dir() else "would write over"
-                raise ValueError(f"{flag} {path} {conflict} {read}, which this command reads: name another file")
+                raise ValueError(
+                    f"{flag} {path} {conflict} {read}, which this command reads: name another file"
+                )
     for number, (flag, path) in enumerate(written):
         for other, earlier in written[:number]:
             if path.resolve() == earlier.resolve():
@@ -23,7 +27,8 @@ def check(options: argparse.Namespace) -> None:
 
 
 def inputs(options: argparse.Namespace) -> list[Path]:
-    """Return the files that the command reads, and the folders that it reads with all their contents."""
+    """Return the files that the command reads, and the folders that it reads with all their
+    contents."""
     if options.command == "collect":
         from tools.finetuning.judge.collect import task_files  # which imports the environments
 
@@ -47,8 +52,11 @@ def outputs(options: argparse.Namespace) -> list[tuple[str, Path]]:
 
 
 def answers_of(out: Path) -> tuple[Path, Path, Path]:
-    """Return the paths of the answers, the settings and the lock that ``label`` keeps beside ``out``."""
-    answers, settings, lock = (out.with_suffix(f".answers.{kind}") for kind in ("jsonl", "json", "lock"))
+    """Return the paths of the answers, the settings and the lock that ``label`` keeps beside
+    ``out``."""
+    answers, settings, lock = (
+        out.with_suffix(f".answers.{kind}") for kind in ("jsonl", "json", "lock")
+    )
     return answers, settings, lock
 
 
@@ -66,4 +74,6 @@ def _check_writable(flag: str, path: Path) -> None:
         draft_of(path).touch()
         draft_of(path).unlink()
     except OSError as error:
-        raise ValueError(f"{flag} {path} cannot be written ({error.strerror}): name another file") from None
+        raise ValueError(
+            f"{flag} {path} cannot be written ({error.strerror}): name another file"
+        ) from None

@@ -1,4 +1,5 @@
-"""The two lines a PPRM learns to write, "Analysis: .." and "Scores: <final_score>S,M</final_score>" (methods.md 2.2)."""
+"""The two lines a PPRM learns to write, "Analysis: .." and "Scores: <final_score>S,M</final_score>"
+(methods.md 2.2)."""
 
 import re
 
@@ -8,7 +9,8 @@ _SCORES = re.compile(r"(?:Scores:)?\s*<final_score>.*", re.DOTALL)
 
 
 def two_lines(text: str, pair: tuple[int, int] | None = None) -> str:
-    """Return a judgement in exactly two lines, with ``pair`` as its score if given; "" if it holds no analysis or no readable score."""
+    """Return a judgement in exactly two lines, with ``pair`` as its score if given; "" if it holds
+    no analysis or no readable score."""
     score = pair or parse_final_score(text)
     analysis = " ".join(_SCORES.sub("", text).replace("Analysis:", "", 1).split())
     if score is None or not analysis:

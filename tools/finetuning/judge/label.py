@@ -1,4 +1,5 @@
-"""Labels of two judges. Steps on which the judges differ too much are dropped; a reviewer sees the others (methods.md 2.5; PPR, A.4)."""
+"""Labels of two judges. Steps on which the judges differ too much are dropped; a reviewer sees the
+others (methods.md 2.5; PPR, A.4)."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -22,7 +23,8 @@ class Settings(msgspec.Struct, frozen=True):
 
 
 class Review(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A step as a reviewer sees it. correction: "S,M" replaces the score, "drop" removes the step, "" keeps the step."""
+    """A step as a reviewer sees it. correction: "S,M" replaces the score, "drop" removes the step,
+    "" keeps the step."""
 
     id: str
     question: str
@@ -36,11 +38,17 @@ class Review(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def labelled(
-    trajectories: Sequence[Trajectory[Step]], answers: Answers, a: str, b: str, most_difference: float = MOST_DIFFERENCE
+    trajectories: Sequence[Trajectory[Step]],
+    answers: Answers,
+    a: str,
+    b: str,
+    most_difference: float = MOST_DIFFERENCE,
 ) -> tuple[list[Trajectory[Labelled]], Counter[str]]:
-    """Return the trajectories with their remaining steps, and the counts of steps by what became of them.
+    """Return the trajectories with their remaining steps, and the counts of steps by what became of
+    them.
 
-    The target is the judgement of judge a, or else of judge b, because one judge's analysis and score agree; "" if neither wrote one.
+    The target is the judgement of judge a, or else of judge b, because one judge's analysis and
+    score agree; "" if neither wrote one.
     """
     counts = Counter[str]()
     kept = []
@@ -60,7 +68,16 @@ def labelled(
                 target = two_lines(one.text) or two_lines(two.text)
                 counts["labelled, without a judgement to learn"] += not target
                 mean = (one.score + two.score) / 2
-                steps.append(copied(step, Labelled, score_a=one.score, score_b=two.score, score=mean, target=target))
+                steps.append(
+                    copied(
+                        step,
+                        Labelled,
+                        score_a=one.score,
+                        score_b=two.score,
+                        score=mean,
+                        target=target,
+                    )
+                )
         if steps:
             kept.append(copied(record, Trajectory[Labelled], steps=steps))
         else:
@@ -71,7 +88,16 @@ def labelled(
 def to_review(records: Sequence[Trajectory[Labelled]]) -> list[Review]:
     """Return one line per step for a person to edit."""
     return [
-        Review(step_id(r, n), r.question, r.golden_answers, s.context, s.response, s.score_a, s.score_b, s.target)
+        Review(
+            step_id(r, n),
+            r.question,
+            r.golden_answers,
+            s.context,
+            s.response,
+            s.score_a,
+            s.score_b,
+            s.target,
+        )
         for r in records
         for n, s in enumerate(r.steps, 1)
     ]

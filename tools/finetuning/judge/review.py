@@ -1,4 +1,5 @@
-"""Applies a reviewer's corrections strictly: a correction other than "S,M", "drop" or "" is refused with its line."""
+"""Applies a reviewer's corrections strictly: a correction other than "S,M", "drop" or "" is refused
+with its line."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -18,7 +19,8 @@ _SHOWN = [key for key in Review.__struct_fields__ if key != "correction"]
 def read_corrections(path: Path, written: Sequence[Review]) -> dict[str, Correction]:
     """Return the non-empty corrections by step. written: the lines as they were before the review.
 
-    Raises ValueError naming the line of an unknown id, of an edit outside the correction, or of an unusable correction.
+    Raises ValueError naming the line of an unknown id, of an edit outside the correction, or of an
+    unusable correction.
     """
     known = {row.id: row for row in written}
     corrections: dict[str, Correction] = {}
@@ -51,7 +53,8 @@ def corrected(
 ) -> tuple[list[Trajectory[Labelled]], Counter[str]]:
     """Return the records after the review, and the counts of steps kept, corrected and dropped.
 
-    A corrected step gets the reviewer's score, in which its target also ends; the analysis stays as the judge wrote it.
+    A corrected step gets the reviewer's score, in which its target also ends; the analysis stays as
+    the judge wrote it.
     """
     kept, counts = [], Counter[str]()
     for record in records:

@@ -1,4 +1,5 @@
-"""Training rows of a PPRM: the chat that asks for a judgement (judges/pprm.py) and the answer of two lines."""
+"""Training rows of a PPRM: the chat that asks for a judgement (judges/pprm.py) and the answer of
+two lines."""
 
 import random
 from collections import Counter
@@ -18,7 +19,8 @@ class Message(msgspec.Struct, frozen=True):
 
 
 class JudgementRow(msgspec.Struct, frozen=True):
-    """A line that ``tools/sft train`` reads. group: the question; all rows of a question are held out together."""
+    """A line that ``tools/sft train`` reads. group: the question; all rows of a question are held
+    out together."""
 
     messages: tuple[Message, ...]
     completion: str
@@ -28,10 +30,11 @@ class JudgementRow(msgspec.Struct, frozen=True):
 def judgement_rows(
     records: Sequence[Trajectory[Labelled]], most: int = 0, seed: int = 0, balance: bool = False
 ) -> tuple[list[JudgementRow], Counter[str]]:
-    """Return the distinct rows of the steps that have a target, and the counts of steps left out by reason.
+    """Return the distinct rows of the steps that have a target, and the counts of steps left out by
+    reason.
 
-    most: the size of a random part to return, 0 for all rows. balance: return as many good as bad targets, because a model that sees
-    mostly one kind learns to give one score.
+    most: the size of a random part to return, 0 for all rows. balance: return as many good as bad
+    targets, because a model that sees mostly one kind learns to give one score.
     """
     texts = read_templates()
     good: dict[JudgementRow, bool] = {}
@@ -39,7 +42,9 @@ def judgement_rows(
     for record in records:
         for step in record.steps:
             chat = messages(judged_turn(record, step), texts)
-            row = JudgementRow(tuple(Message(**message) for message in chat), step.target, record.question)
+            row = JudgementRow(
+                tuple(Message(**message) for message in chat), step.target, record.question
+            )
             if not step.target:
                 left_out["without a judgement to learn"] += 1
             elif row in good:

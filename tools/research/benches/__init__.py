@@ -1,6 +1,8 @@
-"""The command tools/bench: it prints a table of benchmarks, each of which is a ratio measured in one run.
+"""The command tools/bench: it prints a table of benchmarks, each of which is a ratio measured in
+one run.
 
-A benchmark is a module here with ``run(**settings) -> dict``, whose result holds "name", "ratio", "goal" and "better" ("higher" or "lower").
+A benchmark is a module here with ``run(**settings) -> dict``, whose result holds "name", "ratio",
+"goal" and "better" ("higher" or "lower").
 """
 
 import argparse
@@ -19,15 +21,22 @@ EXAMPLES = """\
 
 
 def _known() -> list[str]:
-    """The names of the benchmarks: the modules that define ``run``. They are read and not imported, which would cost seconds."""
+    """The names of the benchmarks: the modules that define ``run``. They are read and not imported,
+    which would cost seconds."""
     here = Path(__file__).parent
-    return sorted(path.stem for path in here.glob("*.py") if "\ndef run(" in path.read_text(encoding="utf-8"))
+    return sorted(
+        path.stem for path in here.glob("*.py") if "\ndef run(" in path.read_text(encoding="utf-8")
+    )
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of tools/bench."""
-    parser = command_parser("tools/bench", "Measure benchmarks, each as a ratio with a goal.", EXAMPLES)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"any of {', '.join(_known())} (default: all)")
+    parser = command_parser(
+        "tools/bench", "Measure benchmarks, each as a ratio with a goal.", EXAMPLES
+    )
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help=f"any of {', '.join(_known())} (default: all)"
+    )
     parser.add_argument("--json", action="store_true", help="also print every measured value")
     setting = "change a setting of the benchmarks, such as rounds=1 or model=NAME; an unknown one is refused with those that exist"
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=setting)
@@ -35,25 +44,36 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the named benchmarks (default: all). Return 0, or 1 if a goal is missed, or 2 for an unknown name or setting."""
+    """Run the named benchmarks (default: all). Return 0, or 1 if a goal is missed, or 2 for an
+    unknown name or setting."""
     options, known = parser().parse_args(arguments), _known()
     names = options.names or known
     try:
         if unknown := set(names) - set(known):
             raise ValueError(f"unknown {sorted(unknown)}; expected {known}")
         settings = dict(option(text) for text in options.set)
-        each = [checked("--set", f"benchmark {name}", _module(name).run, settings, ()) for name in names]
+        each = [
+            checked("--set", f"benchmark {name}", _module(name).run, settings, ()) for name in names
+        ]
     except ValueError as error:
         print(f"tools/bench: {error}", file=sys.stderr)
         return 2
-    rows: list[dict[str, Any]] = [_module(name).run(**one) for name, one in zip(names, each, strict=True)]
+    rows: list[dict[str, Any]] = [
+        _module(name).run(**one) for name, one in zip(names, each, strict=True)
+    ]
     print(f"{'benchmark':<58} {'ratio':>8} {'goal':>8}")
     missed = 0
     for row in rows:
-        good = row["ratio"] >= row["goal"] if row["better"] == "higher" else row["ratio"] <= row["goal"]
+        good = (
+            row["ratio"] >= row["goal"]
+            if row["better"] == "higher"
+            else row["ratio"] <= row["goal"]
+        )
         missed += not good
         sign = ">=" if row["better"] == "higher" else "<="
-        print(f"{row['name']:<58} {row['ratio']:>8.3f} {sign} {row['goal']:<5} {'' if good else 'MISSED'}")
+        print(
+            f"{row['name']:<58} {row['ratio']:>8.3f} {sign} {row['goal']:<5} {'' if good else 'MISSED'}"
+        )
         if options.json:
             print(json.dumps(row))
     return int(missed > 0)

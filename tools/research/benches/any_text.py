@@ -1,4 +1,5 @@
-"""An environment for benchmarks, in which all lengths are known: the text is made up, and every answer is an action that a judge rewards.
+"""An environment for benchmarks, in which all lengths are known: the text is made up, and every
+answer is an action that a judge rewards.
 
 Processes that compute nothing import this module too, so it imports nothing heavy.
 """
@@ -15,8 +16,9 @@ from wire.messages import JudgedTurn, Judgement
 
 
 class Shape(msgspec.Struct, frozen=True):
-    """The lengths of an episode. steps: actions per episode. The others count characters: shared begins every prompt, question is added per
-    question, observation follows each action but the last."""
+    """The lengths of an episode. steps: actions per episode. The others count characters: shared
+    begins every prompt, question is added per question, observation follows each action but the
+    last."""
 
     steps: int
     shared: int
@@ -32,7 +34,8 @@ class State(msgspec.Struct, frozen=True):
 
 
 class AnyText(Environment):
-    """Episodes of ``shape``, written in characters of ``alphabet``, each of which should be one token."""
+    """Episodes of ``shape``, written in characters of ``alphabet``, each of which should be one
+    token."""
 
     name = "any_text"
     headline = "reward"
@@ -55,7 +58,12 @@ class AnyText(Environment):
     def prompt(self, task: Task, state: State) -> list[dict[str, str]]:
         """Return the prompt: the text that all prompts share, then the question."""
         shared = self.words("head", self.shape.shared)
-        return [{"role": "user", "content": shared + self.words(f"question {state.seed}", self.shape.question)}]
+        return [
+            {
+                "role": "user",
+                "content": shared + self.words(f"question {state.seed}", self.shape.question),
+            }
+        ]
 
     def read(self, state: State, text: str) -> Action:
         return Action("move", text)
@@ -73,7 +81,9 @@ class AnyText(Environment):
         """Return the text that follows the action that led to ``after``."""
         return self.words(f"observation {after}", self.shape.observation)
 
-    def judged(self, task: Task, state: State, action: Action, step: int, budget: int) -> JudgedTurn:
+    def judged(
+        self, task: Task, state: State, action: Action, step: int, budget: int
+    ) -> JudgedTurn:
         return JudgedTurn(task.id, [], "", action.text, step, budget)
 
     def measures(self, task: Task, turns: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
@@ -81,7 +91,8 @@ class AnyText(Environment):
 
 
 def reward(text: str) -> float:
-    """Return a reward from 0 to 1. Two texts hardly ever have the same reward, so every group of texts has advantages."""
+    """Return a reward from 0 to 1. Two texts hardly ever have the same reward, so every group of
+    texts has advantages."""
     return zlib.crc32(text.encode()) / 2**32
 
 

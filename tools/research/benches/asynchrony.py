@@ -1,8 +1,10 @@
-"""Wall time of the same number of updates with max_staleness = 0 over max_staleness = 4, with a judge of heavy-tailed latency.
+"""Wall time of the same number of updates with max_staleness = 0 over max_staleness = 4, with a
+judge of heavy-tailed latency.
 
-These are whole runs of the real processes. The default model is cut to two random layers, so that the judge takes most of the time. The
-time is measured from the first training rollout to the last update. The judges' process imports this module for its judge, so that nothing
-heavy is imported at the top.
+These are whole runs of the real processes. The default model is cut to two random layers, so that
+the judge takes most of the time. The time is measured from the first training rollout to the last
+update. The judges' process imports this module for its judge, so that nothing heavy is imported at
+the top.
 """
 
 import asyncio
@@ -22,7 +24,8 @@ UPDATES = 12
 
 
 class SlowExactMatch(ExactMatch):
-    """Takes median_s exp(sigma z) seconds per request, with z standard normal. Every tree asks this judge once, before the tree closes."""
+    """Takes median_s exp(sigma z) seconds per request, with z standard normal. Every tree asks this
+    judge once, before the tree closes."""
 
     batch = 1
 
@@ -50,7 +53,12 @@ def _seconds(folder: Path, model: Path, staleness: int) -> float:
         "actors.count": 1,
         "learner.count": 1,
     }
-    command = [sys.executable, str(ROOT / "tools" / "launch"), "--config", str(ROOT / "configs" / "slate-cpu.toml")]
+    command = [
+        sys.executable,
+        str(ROOT / "tools" / "launch"),
+        "--config",
+        str(ROOT / "configs" / "slate-cpu.toml"),
+    ]
     command += ["--run-folder", str(run)]
     for key, value in settings.items():
         command += ["--set", f"{key}={value}"]
@@ -67,5 +75,13 @@ def run() -> dict[str, Any]:
         folder = Path(scratch)
         model = random_copy(folder / "model", num_hidden_layers=2)
         synchronous, asynchronous = (_seconds(folder, model, staleness) for staleness in (0, 4))
-    row = {"name": "wall time, synchronous / asynchronous, heavy-tailed judge", "ratio": synchronous / asynchronous}
-    return row | {"goal": 1.5, "better": "higher", "synchronous_s": synchronous, "asynchronous_s": asynchronous}
+    row = {
+        "name": "wall time, synchronous / asynchronous, heavy-tailed judge",
+        "ratio": synchronous / asynchronous,
+    }
+    return row | {
+        "goal": 1.5,
+        "better": "higher",
+        "synchronous_s": synchronous,
+        "asynchronous_s": asynchronous,
+    }

@@ -1,7 +1,9 @@
-"""The scheduler's processor time for a call, from one worker to 10,000 and from 64 open calls to 100,000, with and without places.
+"""The scheduler's processor time for a call, from one worker to 10,000 and from 64 open calls to
+100,000, with and without places.
 
-There are no sockets and no peers' work in it: a transport in this process answers each request with the same frames, first in, first out. So what is
-measured is the dispatcher, the placement and the event loop, and a ratio is not flattered by a constant part. Rounds alternate.
+There are no sockets and no peers' work in it: a transport in this process answers each request with
+the same frames, first in, first out. So what is measured is the dispatcher, the placement and the
+event loop, and a ratio is not flattered by a constant part. Rounds alternate.
 """
 
 import asyncio
@@ -73,7 +75,8 @@ REQUEST = JudgeRequest(
 """One turn of a SLATE tree, about 1.5 kB."""
 ANSWER = JudgeResult([Judgement({"think": 1.0, "query": 0.0}, explanation="no-op")])
 GROWTH, TURNS, SHARED = 40, 4, 100
-"""Tokens that a tree's prompt grows by at a call, the calls of a tree, and the tokens that all prompts begin with."""
+"""Tokens that a tree's prompt grows by at a call, the calls of a tree, and the tokens that all
+prompts begin with."""
 
 
 class Answering:
@@ -124,7 +127,8 @@ def generated() -> GenerateResult:
 
 
 class Callers:
-    """Callers that have one call open each, without an end; with ``fleet`` each grows trees, one after the other. done: calls that have returned."""
+    """Callers that have one call open each, without an end; with ``fleet`` each grows trees, one
+    after the other. done: calls that have returned."""
 
     def __init__(self, dispatcher: Dispatcher, fleet: Fleet | None):
         self.dispatcher, self.fleet = dispatcher, fleet
@@ -148,7 +152,9 @@ class Callers:
         tokens = np.arange(SHARED + GROWTH * TURNS, dtype=np.int32)
         tokens[SHARED:] += 1000 + tree % 100_000 * GROWTH * TURNS
         for turn in range(1, TURNS + 1):
-            request = GenerateRequest(tokens[: SHARED + GROWTH * turn], 1, Sampling(max_tokens=GROWTH))
+            request = GenerateRequest(
+                tokens[: SHARED + GROWTH * turn], 1, Sampling(max_tokens=GROWTH)
+            )
             place: Place = fleet.call(tree, request)
             await self.dispatcher.call("generate", request, deadline=3600.0, place=place)
             self.answered()
@@ -156,9 +162,15 @@ class Callers:
 
 
 async def measure(
-    workers: int, capacity: int, callers: int, placed: bool, calls: int, meter: Callable[[], float] = time.process_time
+    workers: int,
+    capacity: int,
+    callers: int,
+    placed: bool,
+    calls: int,
+    meter: Callable[[], float] = time.process_time,
 ) -> float:
-    """Return what a call costs by ``meter``, over ``calls`` calls after as many that are not counted: by default seconds of processor time."""
+    """Return what a call costs by ``meter``, over ``calls`` calls after as many that are not
+    counted: by default seconds of processor time."""
     transport, service = Answering(), "generate" if placed else SERVICE
     transport.answers[service] = encode_body(generated() if placed else ANSWER)
     dispatcher = Dispatcher("", None, DispatchConfig(dead_after_s=3600.0), router=transport)
@@ -186,14 +198,23 @@ async def measure(
 
 
 def run(calls: Count = 10_000, rounds: Count = 3) -> dict[str, Any]:
-    """Return the largest ratio of a call's cost to that with one worker, and all costs in microseconds (medians over the rounds)."""
-    spent: dict[tuple[str, bool], list[float]] = {(name, placed): [] for name in SIZES for placed in (False, True)}
+    """Return the largest ratio of a call's cost to that with one worker, and all costs in
+    microseconds (medians over the rounds)."""
+    spent: dict[tuple[str, bool], list[float]] = {
+        (name, placed): [] for name in SIZES for placed in (False, True)
+    }
     for _ in range(rounds):
         for (name, placed), costs in spent.items():
             with sparing():
                 costs.append(1e6 * loop.run(measure(*SIZES[name], placed, calls)))
     cost = {key: statistics.median(costs) for key, costs in spent.items()}
     first = next(iter(SIZES))
-    row = {"name": "processor time of a call, the dearest size / one worker", "goal": 1.5, "better": "lower"}
+    row = {
+        "name": "processor time of a call, the dearest size / one worker",
+        "goal": 1.5,
+        "better": "lower",
+    }
     row |= {"ratio": max(us / cost[first, placed] for (_, placed), us in cost.items())}
-    return row | {f"us: {name}{', placed' if placed else ''}": us for (name, placed), us in cost.items()}
+    return row | {
+        f"us: {name}{', placed' if placed else ''}": us for (name, placed), us in cost.items()
+    }

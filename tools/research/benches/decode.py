@@ -1,13 +1,17 @@
-"""Decoding at batch 32: tokens per CPU second of the embedded engine over those of ``transformers.generate``, and over the physical limit.
+"""Decoding at batch 32: tokens per CPU second of the embedded engine over those of
+``transformers.generate``, and over the physical limit.
 
-REQUESTS prompts of about 400 tokens, of which INSTRUCTION are common, are each continued SAMPLES times by NEW sampled tokens in float32 on
-one thread. Both sides prefill the prompts before the measurement, because ``generate`` would prefill every prompt once per sample, which
-the rollout benchmark measures. ``generate`` gets left-padded prompts and their finished cache, expanded to the samples, as callers who
-pass ``past_key_values`` provide them. Rounds alternate after a short uncounted round, and the ratio is the median.
+REQUESTS prompts of about 400 tokens, of which INSTRUCTION are common, are each continued SAMPLES
+times by NEW sampled tokens in float32 on one thread. Both sides prefill the prompts before the
+measurement, because ``generate`` would prefill every prompt once per sample, which the rollout
+benchmark measures. ``generate`` gets left-padded prompts and their finished cache, expanded to the
+samples, as callers who pass ``past_key_values`` provide them. Rounds alternate after a short
+uncounted round, and the ratio is the median.
 
-The limit of a step is the time of its matrix products (weights and keys) at the measured peak, or of reading its bytes (weights once, each
-prefix once, tails) at the measured bandwidth, whichever is longer. Times are CPU seconds of this process, because other programs on the
-machine then slow neither side.
+The limit of a step is the time of its matrix products (weights and keys) at the measured peak, or
+of reading its bytes (weights once, each prefix once, tails) at the measured bandwidth, whichever is
+longer. Times are CPU seconds of this process, because other programs on the machine then slow
+neither side.
 """
 
 import asyncio
@@ -38,7 +42,8 @@ PREFIX = (370, 430)
 _BUFFER = 2**26
 """float32 numbers in the streamed buffer: 256 MiB, more than any cache holds."""
 _SIDE = 1536
-"""Rows and columns of the multiplied matrices: enough to reach the peak, few enough to repeat the product quickly."""
+"""Rows and columns of the multiplied matrices: enough to reach the peak, few enough to repeat the
+product quickly."""
 
 
 def _prompts(vocabulary: int) -> list[np.ndarray]:
@@ -92,19 +97,25 @@ class _Plain:
 async def _ours(
     folder: Path, prompts: list[np.ndarray], rounds: int, between: Any
 ) -> tuple[list[float], dict[str, Any]]:
-    """Return the tokens per CPU second of each round, and the limits. ``between`` runs after each round. Before the first
-    round, the prompts enter the cache and every row gets its memory."""
+    """Return the tokens per CPU second of each round, and the limits. ``between`` runs after each
+    round. Before the first round, the prompts enter the cache and every row gets its memory."""
     batch = REQUESTS * SAMPLES
     engine = LocalEngine(
-        str(folder), ActorsConfig(dtype="float32", max_batch=batch, kv_cache_gib=2.0, max_context=1024)
+        str(folder),
+        ActorsConfig(dtype="float32", max_batch=batch, kv_cache_gib=2.0, max_context=1024),
     )
     await engine.start()
     engine.end_tokens = frozenset()
     first = Sampling(NEW, stop=[""])  # each sample ends with its first token
-    await asyncio.gather(*(engine.generate(GenerateRequest(prompt, SAMPLES, first)) for prompt in prompts))
+    await asyncio.gather(
+        *(engine.generate(GenerateRequest(prompt, SAMPLES, first)) for prompt in prompts)
+    )
     speeds = []
     for number in range(rounds):
-        requests = [GenerateRequest(p, SAMPLES, Sampling(NEW, seed=100 * number + i)) for i, p in enumerate(prompts)]
+        requests = [
+            GenerateRequest(p, SAMPLES, Sampling(NEW, seed=100 * number + i))
+            for i, p in enumerate(prompts)
+        ]
         start = time.process_time()
         results = await asyncio.gather(*(engine.generate(request) for request in requests))
         sampled = sum(len(sample.tokens) for result in results for sample in result.samples)
@@ -116,7 +127,8 @@ async def _ours(
 
 
 def _limit(engine: LocalEngine, prompts: list[np.ndarray]) -> dict[str, Any]:
-    """Return the bytes and operations that the middle step needs at least, and the tokens per second if it did nothing else."""
+    """Return the bytes and operations that the middle step needs at least, and the tokens per
+    second if it did nothing else."""
     batch, middle = REQUESTS * SAMPLES, NEW // 2
     embedded = engine.model.get_input_embeddings().weight
     head = engine.model.get_output_embeddings().weight
@@ -158,7 +170,8 @@ def bandwidth() -> float:
 
 
 def matrix_peak() -> float:
-    """Return the float32 operations per second of a large matrix product (a multiplication and an addition are two)."""
+    """Return the float32 operations per second of a large matrix product (a multiplication and an
+    addition are two)."""
     a, b = torch.rand(_SIDE, _SIDE), torch.rand(_SIDE, _SIDE)
     return 2 * _SIDE**3 / cpu_s(lambda: a @ b)
 
@@ -173,8 +186,17 @@ def run(model: str = DEFAULT) -> dict[str, Any]:
         plain_side = _Plain(folder, prompts)
         plain_side.decode(2)
         plain: list[float] = []
-        ours, limit = asyncio.run(_ours(folder, prompts, ROUNDS, lambda: plain.append(plain_side.decode(NEW))))
+        ours, limit = asyncio.run(
+            _ours(folder, prompts, ROUNDS, lambda: plain.append(plain_side.decode(NEW)))
+        )
     ratio = statistics.median(a / b for a, b in zip(ours, plain, strict=True))
-    row = {"name": "decode tokens/s at batch 32, engine / generate", "ratio": ratio, "goal": 2.0, "better": "higher"}
+    row = {
+        "name": "decode tokens/s at batch 32, engine / generate",
+        "ratio": ratio,
+        "goal": 2.0,
+        "better": "higher",
+    }
     share = statistics.median(ours) / limit["limit_tokens_s"]
-    return row | {"ours_tokens_s": ours, "generate_tokens_s": plain, "share_of_limit": share} | limit
+    return (
+        row | {"ours_tokens_s": ours, "generate_tokens_s": plain, "share_of_limit": share} | limit
+    )

@@ -1,19 +1,26 @@
-"""SGLang under our dispatcher: its tokens per second against ``sglang.bench_serving`` on the same requests, and the share of SLATE's and
-MC-PR's prompts that its radix cache served, against the ideal.
+"""SGLang under our dispatcher: its tokens per second against ``sglang.bench_serving`` on the same
+requests, and the share of SLATE's and MC-PR's prompts that its radix cache served, against the
+ideal.
 
-ratio: our tokens per second over those of bench_serving, which sends all requests at once, while our steps of a tree wait for one another.
-ratio_at_once: ours over sending the recorded requests to our engine at once, without dispatcher and sockets. Both baselines begin with an
-empty cache. tools/gpu_check runs this on random weights in the shape of a 7B model. It needs an interpreter with sglang
-(COPPICE_SGLANG_PYTHON, or else this one) and a GPU, so tools/bench leaves it out. ``weight_update`` measures the seconds of weight updates.
+ratio: our tokens per second over those of bench_serving, which sends all requests at once, while
+our steps of a tree wait for one another. ratio_at_once: ours over sending the recorded requests to
+our engine at once, without dispatcher and sockets. Both baselines begin with an empty cache.
+tools/gpu_check runs this on random weights in the shape of a 7B model. It needs an interpreter with
+sglang (COPPICE_SGLANG_PYTHON, or else this one) and a GPU, so tools/bench leaves it out.
+``weight_update`` measures the seconds of weight updates.
 
-bench_serving gets requests that the server has answered before. The same as before are the token ids of every prompt, the number of sampled tokens
-(as many as came back then; the end of the text is ignored), temperature 1, and the log-probabilities of the sampled tokens. bench_serving has no data
-set of token ids, but passes unknown fields of its "openai" data set on in the request's body, where ``input_ids`` replaces the chat message that
-this data set requires. The numbers of tokens that the server reports are compared with the intended ones.
+bench_serving gets requests that the server has answered before. The same as before are the token
+ids of every prompt, the number of sampled tokens (as many as came back then; the end of the text is
+ignored), temperature 1, and the log-probabilities of the sampled tokens. bench_serving has no data
+set of token ids, but passes unknown fields of its "openai" data set on in the request's body, where
+``input_ids`` replaces the chat message that this data set requires. The numbers of tokens that the
+server reports are compared with the intended ones.
 
-There are three differences. Each sample is a request of its own. All requests come at once, while a step of a tree waits for the step before
-and so leaves batches smaller than SGLang could run. No policy version salts the cache. The cache is empty at the start, and answers are whole.
-The measured time ends with a query of the server's state (milliseconds) and begins after loading, tokenizing and a pause of one second.
+There are three differences. Each sample is a request of its own. All requests come at once, while a
+step of a tree waits for the step before and so leaves batches smaller than SGLang could run. No
+policy version salts the cache. The cache is empty at the start, and answers are whole. The measured
+time ends with a query of the server's state (milliseconds) and begins after loading, tokenizing and
+a pause of one second.
 """
 
 import argparse
@@ -64,7 +71,8 @@ SHAPES = {
 }  # fmt: skip
 """The shapes of Qwen2.5 models. All have a vocabulary of 151,936 words."""
 _IDEAL_BYTES = 2**30
-"""Bytes for the prompts that the ideal cache remembers, at four bytes per token. No run here needs as much."""
+"""Bytes for the prompts that the ideal cache remembers, at four bytes per token. No run here needs
+as much."""
 DEADLINE_S = 600.0
 """Seconds for one request to the dispatcher."""
 GOAL = 0.97
@@ -75,14 +83,16 @@ LONGEST_S = 150.0
 _SHOWN = 3000
 """Characters of its output that an error quotes."""
 WHOLE, COMPACT = "tictactoe", "tictactoe_compact"
-"""Names of prompts: one with all rules (about 1,000 tokens of the tiny policy), one with the bare position (about 25 tokens)."""
+"""Names of prompts: one with all rules (about 1,000 tokens of the tiny policy), one with the bare
+position (about 25 tokens)."""
 
 Answered = list[tuple[GenerateRequest, GenerateResult]]
 
 
 class Work(msgspec.Struct, frozen=True):
-    """The work of one measurement. SLATE trees: their number, steps and candidates, and the tokens of each part. MC-PR games: their number,
-    continuations per state, tokens of a move, and the name of the prompt."""
+    """The work of one measurement. SLATE trees: their number, steps and candidates, and the tokens
+    of each part. MC-PR games: their number, continuations per state, tokens of a move, and the name
+    of the prompt."""
 
     questions: int = 64
     steps: int = 4
@@ -98,7 +108,8 @@ class Work(msgspec.Struct, frozen=True):
 
 
 class Server(msgspec.Struct, frozen=True):
-    """A running server. model: a folder with its tokenizer. python, environment: interpreter and variables of the measuring process."""
+    """A running server. model: a folder with its tokenizer. python, environment: interpreter and
+    variables of the measuring process."""
 
     url: str
     key: str
@@ -115,7 +126,8 @@ class Wanted(msgspec.Struct, frozen=True):
 
 
 class AnyText(TicTacToe):
-    """Tic-Tac-Toe against random play in which every text is a legal move, chosen by the checksum of the text."""
+    """Tic-Tac-Toe against random play in which every text is a legal move, chosen by the checksum
+    of the text."""
 
     def __init__(self, prompt: str):
         super().__init__(prompt=prompt, opponents={"random": 1.0})
@@ -127,7 +139,8 @@ class AnyText(TicTacToe):
 
 
 class Recording:
-    """Stands for the dispatcher; ``answered`` holds every request with its result, in the order of the results."""
+    """Stands for the dispatcher; ``answered`` holds every request with its result, in the order of
+    the results."""
 
     def __init__(self, dispatcher: Dispatcher):
         self.dispatcher = dispatcher
@@ -144,7 +157,8 @@ Grow = Callable[[Recording], Awaitable[None]]
 
 
 def random_model(folder: Path, shape: dict[str, Any], tokenizer: Path, device: str) -> Path:
-    """Make a model folder of random bfloat16 weights, drawn on ``device``, in one file, with the tokenizer files of another model."""
+    """Make a model folder of random bfloat16 weights, drawn on ``device``, in one file, with the
+    tokenizer files of another model."""
     config = Qwen2Config(vocab_size=151936, max_position_embeddings=32768, **shape)
     torch.manual_seed(0)
     with torch.device(device):
@@ -160,10 +174,12 @@ def random_model(folder: Path, shape: dict[str, Any], tokenizer: Path, device: s
 
 
 async def under_dispatcher(engine: SGLangEngine, grow: Grow) -> tuple[Answered, dict[str, Any]]:
-    """Run ``grow`` through dispatcher and actor service from an empty cache. Return its requests with their results, and the costs.
+    """Run ``grow`` through dispatcher and actor service from an empty cache. Return its requests
+    with their results, and the costs.
 
-    The ideal computes each distinct prompt token once. SGLang computes a prompt's last token once per sample, and once more if several
-    samples share the prefix; ideal_with_last_tokens adds these. Hit shares refer to the prompt tokens of all samples.
+    The ideal computes each distinct prompt token once. SGLang computes a prompt's last token once
+    per sample, and once more if several samples share the prefix; ideal_with_last_tokens adds
+    these. Hit shares refer to the prompt tokens of all samples.
     """
     await _flush(engine)
     with tempfile.TemporaryDirectory() as scratch:
@@ -201,7 +217,8 @@ async def under_dispatcher(engine: SGLangEngine, grow: Grow) -> tuple[Answered, 
 
 
 def _ideal(answered: Answered) -> tuple[int, int]:
-    """Count the prompt tokens that one unbounded cache computes, and those of a cache that computes last tokens again.
+    """Count the prompt tokens that one unbounded cache computes, and those of a cache that computes
+    last tokens again.
 
     Both keep the samples too, except the last token of each, which was sampled but never computed.
     """
@@ -224,11 +241,13 @@ async def _flush(engine: SGLangEngine) -> None:
         await server.send("/flush_cache")
 
 
-# ---------------------------------------------------------------------------------------------- the trees that are grown
+# ---------------------------------------------------------------------------------------------- the
+# trees that are grown
 
 
 def slate(vocabulary: int, work: Work) -> Grow:
-    """Grow trees of SLATE's shape from random words, all concurrently. In each tree, a step begins when the step before is done."""
+    """Grow trees of SLATE's shape from random words, all concurrently. In each tree, a step begins
+    when the step before is done."""
     rng = np.random.default_rng(0)
 
     def words(count: int) -> np.ndarray:
@@ -240,19 +259,25 @@ def slate(vocabulary: int, work: Work) -> Grow:
         async def tree(prefix: np.ndarray) -> None:
             for _ in range(work.steps):
                 request = GenerateRequest(prefix, work.candidates, Sampling(work.action, 1.0))
-                result: GenerateResult = await recording.call("generate", request, deadline=DEADLINE_S)
+                result: GenerateResult = await recording.call(
+                    "generate", request, deadline=DEADLINE_S
+                )
                 prefix = np.concatenate([prefix, result.samples[0].tokens, words(work.observation)])
 
-        prefixes = [np.concatenate([instruction, words(work.question)]) for _ in range(work.questions)]
+        prefixes = [
+            np.concatenate([instruction, words(work.question)]) for _ in range(work.questions)
+        ]
         await together(tree(prefix) for prefix in prefixes)
 
     return grow
 
 
 def mc_pr(model: Path, work: Work, most: int) -> Grow:
-    """Play whole games by ``scheduler.strategies.mc_value``: from each state of a chain, continuations go to the end of the game.
+    """Play whole games by ``scheduler.strategies.mc_value``: from each state of a chain,
+    continuations go to the end of the game.
 
-    The game is Tic-Tac-Toe against random play, in which every text is a legal move. most: the most samples of one request.
+    The game is Tic-Tac-Toe against random play, in which every text is a legal move. most: the most
+    samples of one request.
     """
 
     async def grow(recording: Recording) -> None:
@@ -284,7 +309,8 @@ def mc_pr(model: Path, work: Work, most: int) -> Grow:
     return grow
 
 
-# ---------------------------------------------------------------------------------------------- the baselines
+# ---------------------------------------------------------------------------------------------- the
+# baselines
 
 
 async def at_once(engine: SGLangEngine, answered: Answered) -> float:
@@ -298,29 +324,43 @@ async def at_once(engine: SGLangEngine, answered: Answered) -> float:
 
 def samples(answered: Answered) -> Sequence[Wanted]:
     """Return each sample as a request of its own."""
-    return [Wanted(request.tokens, len(s.tokens)) for request, result in answered for s in result.samples]
+    return [
+        Wanted(request.tokens, len(s.tokens))
+        for request, result in answered
+        for s in result.samples
+    ]
 
 
 async def bench_serving(server: Server, wanted: Sequence[Wanted]) -> float:
-    """Return the sampled tokens per second. Raises RuntimeError, with the end of the output, if bench_serving fails or does other work."""
+    """Return the sampled tokens per second. Raises RuntimeError, with the end of the output, if
+    bench_serving fails or does other work."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         rows = [
-            {"messages": [{"role": "user", "content": "-"}], "max_tokens": one.tokens, "input_ids": one.prompt.tolist()}
+            {
+                "messages": [{"role": "user", "content": "-"}],
+                "max_tokens": one.tokens,
+                "input_ids": one.prompt.tolist(),
+            }
             for one in wanted
         ]
         (folder / "requests.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        output = await _run(server, _command(server, _tokenizer(server.model, folder), folder, len(rows)), folder)
+        output = await _run(
+            server, _command(server, _tokenizer(server.model, folder), folder, len(rows)), folder
+        )
         try:
             result = json.loads((folder / "found.jsonl").read_text())
         except (OSError, ValueError) as error:
-            raise RuntimeError(f"sglang.bench_serving left no result ({error}):\n{output}") from None
+            raise RuntimeError(
+                f"sglang.bench_serving left no result ({error}):\n{output}"
+            ) from None
     _check(result, wanted, output)
     return float(result["output_throughput"])
 
 
 def _tokenizer(model: Path, folder: Path) -> Path:
-    """Copy the model's tokenizer and add a chat template, which not every model has. Nothing that the template renders is sent."""
+    """Copy the model's tokenizer and add a chat template, which not every model has. Nothing that
+    the template renders is sent."""
     copy = folder / "tokenizer"
     copy.mkdir()
     for path in [*model.glob("token*"), *model.glob("special*"), model / "config.json"]:
@@ -330,24 +370,39 @@ def _tokenizer(model: Path, folder: Path) -> Path:
 
 
 def _command(server: Server, tokenizer: Path, folder: Path, count: int) -> list[str]:
-    # There are no warm-up requests: they would hold the chat message alone, which /generate does not accept.
+    # There are no warm-up requests: they would hold the chat message alone, which /generate does
+    # not accept.
     settings = {
         "backend": "sglang", "base-url": server.url, "model": tokenizer, "tokenizer": tokenizer,
         "dataset-name": "openai", "dataset-path": folder / "requests.jsonl", "num-prompts": count,
         "temperature": 1.0, "warmup-requests": 0, "output-file": folder / "found.jsonl",
     }  # fmt: skip
-    switches = ["--return-logprob", "--disable-stream", "--disable-tqdm", "--flush-cache", "--output-details"]
+    switches = [
+        "--return-logprob",
+        "--disable-stream",
+        "--disable-tqdm",
+        "--flush-cache",
+        "--output-details",
+    ]
     named = [text for name, value in settings.items() for text in (f"--{name}", str(value))]
     return [server.python, "-m", "sglang.bench_serving", *named, *switches]
 
 
 async def _run(server: Server, command: list[str], folder: Path) -> str:
-    """Run the command and return the end of its output. The key is passed in a variable, because everyone can read command lines."""
-    environment = os.environ | server.environment | {"OPENAI_API_KEY": server.key, "PYTHONUNBUFFERED": "1"}
+    """Run the command and return the end of its output. The key is passed in a variable, because
+    everyone can read command lines."""
+    environment = (
+        os.environ | server.environment | {"OPENAI_API_KEY": server.key, "PYTHONUNBUFFERED": "1"}
+    )
     printed = folder / "printed"
     with printed.open("wb") as out:
         process = await asyncio.create_subprocess_exec(
-            *command, cwd=folder, env=environment, stdin=asyncio.subprocess.DEVNULL, stdout=out, stderr=out
+            *command,
+            cwd=folder,
+            env=environment,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=out,
+            stderr=out,
         )
         try:
             status = await asyncio.wait_for(process.wait(), LONGEST_S)
@@ -364,7 +419,8 @@ async def _run(server: Server, command: list[str], folder: Path) -> str:
 
 
 def _check(result: dict[str, Any], wanted: Sequence[Wanted], output: str) -> None:
-    """Raises RuntimeError unless every request was answered with the intended numbers of prompt tokens and sampled tokens."""
+    """Raises RuntimeError unless every request was answered with the intended numbers of prompt
+    tokens and sampled tokens."""
     if errors := [error for error in result["errors"] if error]:
         raise RuntimeError(
             f"sglang.bench_serving: {len(errors)} of {len(wanted)} requests failed, the first: {errors[0][-_SHOWN:]}"
@@ -381,7 +437,8 @@ def _check(result: dict[str, Any], wanted: Sequence[Wanted], output: str) -> Non
 
 
 async def measure(engine: SGLangEngine, server: Server, work: Work) -> dict[str, Any]:
-    """Measure everything on one started engine and print each part at once, since a later part may fail. server: the engine's server."""
+    """Measure everything on one started engine and print each part at once, since a later part may
+    fail. server: the engine's server."""
     vocabulary = json.loads((server.model / "config.json").read_text())["vocab_size"]
     small = msgspec.structs.replace(work, questions=2, steps=1)
     await under_dispatcher(engine, slate(vocabulary, small))  # compiles the kernels
@@ -404,9 +461,16 @@ def _print(name: str, value: Any) -> None:
 def started(folder: Path, arguments: dict[str, Any]) -> SGLangEngine:
     """Return an engine with its own server on this machine's GPU. It must be started before use."""
     python = os.environ.get("COPPICE_SGLANG_PYTHON", sys.executable)
-    sglang = SGLangConfig(python=python, arguments={"dtype": "bfloat16", "skip_server_warmup": True} | arguments)
+    sglang = SGLangConfig(
+        python=python, arguments={"dtype": "bfloat16", "skip_server_warmup": True} | arguments
+    )
     config = ActorsConfig(
-        engine="sglang", max_batch=512, capacity=256, max_context=8192, prefill_tokens=8192, sglang=sglang
+        engine="sglang",
+        max_batch=512,
+        capacity=256,
+        max_context=8192,
+        prefill_tokens=8192,
+        sglang=sglang,
     )
     return SGLangEngine(str(folder), config)
 
@@ -417,7 +481,9 @@ async def _one(name: str, tokenizer: Path) -> dict[str, Any]:
         engine = started(folder, {"mem_fraction_static": 0.6})
         await engine.start()
         way: Any = engine.way
-        server = Server(way.front.url, way.arguments["api_key"], folder, engine.config.sglang.python)
+        server = Server(
+            way.front.url, way.arguments["api_key"], folder, engine.config.sglang.python
+        )
         try:
             return await measure(engine, server, Work())
         finally:

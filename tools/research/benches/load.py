@@ -1,9 +1,12 @@
-"""The scheduler under load: its own process with sockets, keys and journal, thousands of trees in flight, judges that join and leave, a slow learner.
+"""The scheduler under load: its own process with sockets, keys and journal, thousands of trees in
+flight, judges that join and leave, a slow learner.
 
-Its peers are real services on real sockets with real keys, whose answers cost next to nothing: actors sample without a model, and the learner keeps
-its own record, so that an audit need not believe the scheduler. The peers of each role run in a process of their own.
+Its peers are real services on real sockets with real keys, whose answers cost next to nothing:
+actors sample without a model, and the learner keeps its own record, so that an audit need not
+believe the scheduler. The peers of each role run in a process of their own.
 
-``tools/bench load --set keep=RUN`` keeps the run folder, and ``tools/bench load --set read=RUN`` prints the figures of a run, also of a live one.
+``tools/bench load --set keep=RUN`` keeps the run folder, and ``tools/bench load --set read=RUN``
+prints the figures of a run, also of a live one.
 """
 
 import asyncio
@@ -58,7 +61,9 @@ from wire.service import UNBOUNDED, Call, Handler, Service
 
 TICK_S = 0.01
 """The interval of the timer whose delay is the event loop's lag."""
-ACTION = "<think> The question asks for a city, so I search. </think><search> capital of Peru </search>"
+ACTION = (
+    "<think> The question asks for a city, so I search. </think><search> capital of Peru </search>"
+)
 COLUMNS = ("t", "trees", "growing", "nodes", "rss_mib", "fds", "threads", "journal_mib", "lag_p50", "lag_p99", "lag_max", "gc_max", "write_ms", "fast_p99", "slow_p99", "load")  # fmt: skip
 FAST, SLOW = "fast", "exact_match"
 """The judge of every turn, and the judge of every tree's outcome."""
@@ -73,12 +78,14 @@ CACHE = 2**18
 ROLES = ("actor", "judge", "learner")
 
 
-# ---------------------------------------------------------------------------------------------- the peers
+# ---------------------------------------------------------------------------------------------- the
+# peers
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """What the peers do, in RUN/load.json. questions: trees of an update. update_s: the time that an update takes. stay_s: how long a judge
-    stays, on average. judges: how many are there, half of them fast. act, forced: token ids of an action and of a forced answer."""
+    """What the peers do, in RUN/load.json. questions: trees of an update. update_s: the time that
+    an update takes. stay_s: how long a judge stays, on average. judges: how many are there, half of
+    them fast. act, forced: token ids of an action and of a forced answer."""
 
     questions: int
     update_s: float
@@ -89,7 +96,8 @@ class Plan(msgspec.Struct, frozen=True):
 
 
 class Actor:
-    """Samples the same action again and again. Life cycle: its handlers are called by a ``Service``."""
+    """Samples the same action again and again. Life cycle: its handlers are called by a
+    ``Service``."""
 
     def __init__(self, plan: Plan):
         self.plan, self.version = plan, 0
@@ -98,7 +106,10 @@ class Actor:
         forced = request.sampling.stop == ["</answer>"]
         tokens = np.array(self.plan.forced if forced else self.plan.act, np.int32)
         sample = Sample(
-            tokens, np.full(len(tokens), -1, np.float32), np.full(len(tokens), self.version, np.int32), "stop"
+            tokens,
+            np.full(len(tokens), -1, np.float32),
+            np.full(len(tokens), self.version, np.int32),
+            "stop",
         )
         return GenerateResult([sample] * request.n, len(request.tokens), 0)
 
@@ -110,7 +121,8 @@ class Actor:
 async def retrieve(request: RetrieveRequest, call: Call) -> RetrieveResult:
     """Find the same passage for every query."""
     return RetrieveResult(
-        [[Passage("1", "Peru", "The capital of Peru is Lima, on the coast.", 1.0)]] * len(request.queries)
+        [[Passage("1", "Peru", "The capital of Peru is Lima, on the coast.", 1.0)]]
+        * len(request.queries)
     )
 
 
@@ -119,13 +131,16 @@ def judging(kind: str, rng: random.Random) -> Handler:
 
     async def judge(request: JudgeRequest, call: Call) -> JudgeResult:
         await asyncio.sleep(SECONDS[kind])
-        return JudgeResult([Judgement({column: rng.random() for column in SCORES[kind]}) for _ in request.turns])
+        return JudgeResult(
+            [Judgement({column: rng.random() for column in SCORES[kind]}) for _ in request.turns]
+        )
 
     return judge
 
 
 async def come_and_go(place: int, plan: Plan, endpoint: str, keys: PeerKeys) -> None:
-    """Keep one judge's place filled: each judge stays for a while and leaves, and another one comes under a new name, until dismissed."""
+    """Keep one judge's place filled: each judge stays for a while and leaves, and another one comes
+    under a new name, until dismissed."""
     rng, kind = random.Random(place), (FAST, SLOW)[place % 2]
     for life in itertools.count():
         service = Service(f"{kind}-{place}-{life}", {f"judge.{kind}": judging(kind, rng)}, AT_ONCE)
@@ -141,7 +156,8 @@ async def come_and_go(place: int, plan: Plan, endpoint: str, keys: PeerKeys) -> 
 
 
 class Learner:
-    """Trains the oldest closed trees whose groups are all here, ``questions`` at a time. trained: the version of each group."""
+    """Trains the oldest closed trees whose groups are all here, ``questions`` at a time. trained:
+    the version of each group."""
 
     def __init__(self, run: Path, plan: Plan):
         self.run, self.plan, self.version = run, plan, 0
@@ -160,14 +176,19 @@ class Learner:
             state = frontier.Frontier(self.version, frontier.runs(self.trained))
             (folder / frontier.FILE).write_bytes(msgspec.json.encode(state))
             digest.write_sums(folder, {frontier.FILE: digest.file(folder / frontier.FILE)})
-        said = {"version": self.version, "path": str(self.run / "weights" / folder.name), "digest": folder.name}
+        said = {
+            "version": self.version,
+            "path": str(self.run / "weights" / folder.name),
+            "digest": folder.name,
+        }
         (self.run / "learner.json").write_bytes(msgspec.json.encode(said))
 
     async def train(self, group: TrainGroup, call: Call) -> Trained:
         self.here.add(group.id)
         self.news.set()
         answer = self.answers.setdefault(group.id, asyncio.get_running_loop().create_future())
-        return await asyncio.shield(answer)  # a lost connection cancels this handler, and the group is sent again
+        # a lost connection cancels this handler, and the group is sent again
+        return await asyncio.shield(answer)
 
     async def close(self, closed: TreeClosed, call: Call) -> Closed:
         self.closed.setdefault(closed.tree, closed.groups)
@@ -179,7 +200,9 @@ class Learner:
         while True:
             await self.news.wait()
             self.news.clear()
-            whole = sorted(tree for tree, groups in self.closed.items() if self.here.issuperset(groups))
+            whole = sorted(
+                tree for tree, groups in self.closed.items() if self.here.issuperset(groups)
+            )
             whole = whole[: self.plan.questions]
             if len(whole) < self.plan.questions:
                 continue
@@ -189,9 +212,14 @@ class Learner:
             self.version += 1
             self.trained |= dict.fromkeys(groups, self.version)
             self.announce()
-            path, counted = str(self.run / "weights" / f"v{self.version:06d}"), {"learner/groups": float(len(groups))}
+            path, counted = (
+                str(self.run / "weights" / f"v{self.version:06d}"),
+                {"learner/groups": float(len(groups))},
+            )
             for group in groups:
-                self.answers.pop(group).set_result(Trained(self.version, path, f"v{self.version:06d}", counted))
+                self.answers.pop(group).set_result(
+                    Trained(self.version, path, f"v{self.version:06d}", counted)
+                )
             self.news.set()
 
 
@@ -202,7 +230,9 @@ async def serve(run: Path, role: str) -> None:
         await asyncio.sleep(0.1)
     endpoint, keys = (run / "endpoint").read_text(), PeerKeys.load(run / "keys", role)
     if role == "judge":
-        await asyncio.gather(*(come_and_go(place, plan, endpoint, keys) for place in range(plan.judges)))
+        await asyncio.gather(
+            *(come_and_go(place, plan, endpoint, keys) for place in range(plan.judges))
+        )
     elif role == "learner":
         learner = Learner(run, plan)
         working = asyncio.create_task(learner.work())
@@ -212,10 +242,14 @@ async def serve(run: Path, role: str) -> None:
     else:
         stats: Callable[[], dict[str, float]] = lambda: {CAPACITY: float(CACHE)}  # noqa: E731
         actors = [(f"actor-{i}", Actor(plan)) for i in range(2)]
-        services = [Service(name, {"generate": a.generate, "load": a.load}, 64, stats) for name, a in actors]
+        services = [
+            Service(name, {"generate": a.generate, "load": a.load}, 64, stats) for name, a in actors
+        ]
         search = Service("retriever", {"retrieve": retrieve}, 64)
         running = [service.run(endpoint, keys, signals=False) for service in services]
-        running.append(search.run(endpoint, PeerKeys.load(run / "keys", "retriever"), signals=False))
+        running.append(
+            search.run(endpoint, PeerKeys.load(run / "keys", "retriever"), signals=False)
+        )
         await asyncio.gather(*running)
 
 
@@ -224,7 +258,8 @@ def peers(run: str, role: str) -> None:
     loop.run(serve(Path(run), role))
 
 
-# ---------------------------------------------------------------------------------------------- the scheduler
+# ---------------------------------------------------------------------------------------------- the
+# scheduler
 
 
 def _share(values: list[float], share: float) -> float:
@@ -232,7 +267,8 @@ def _share(values: list[float], share: float) -> float:
 
 
 class Probed(scheduling.Run):
-    """The scheduler's run, which writes a line of RUN/load.jsonl every ``EVERY_S`` seconds. Times of calls and lags are in milliseconds."""
+    """The scheduler's run, which writes a line of RUN/load.jsonl every ``EVERY_S`` seconds. Times
+    of calls and lags are in milliseconds."""
 
     EVERY_S = 60.0
 
@@ -245,7 +281,11 @@ class Probed(scheduling.Run):
         self.began: dict[str, tuple[float, int]] = {}
         self._anew()
         gc.callbacks.append(self._collecting)
-        self._call, self._write, self._grow = self.dispatcher.call, self.journal._commit, self.forest._grow
+        self._call, self._write, self._grow = (
+            self.dispatcher.call,
+            self.journal._commit,
+            self.forest._grow,
+        )
         self.dispatcher.call, self.journal._commit = self._timed_call, self._timed_write  # pyright: ignore
         self.forest._grow = self._watched_grow
 
@@ -285,7 +325,11 @@ class Probed(scheduling.Run):
 
     def _left(self, worker: Any, reason: str) -> None:
         since, _ = self.began.pop(worker.name, (time.monotonic(), 0))
-        if worker.name.startswith(FAST) and (stayed := time.monotonic() - since) > 5 and worker.answered:
+        if (
+            worker.name.startswith(FAST)
+            and (stayed := time.monotonic() - since) > 5
+            and worker.answered
+        ):
             self.rates.append(worker.answered / stayed)
         super()._left(worker, reason)
 
@@ -311,7 +355,9 @@ class Probed(scheduling.Run):
             self._sample()
 
     def _sample(self) -> None:
-        status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+        status = dict(
+            line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines()
+        )
         p, trees = getattr(self, "pacing", None), list(self.trees)
         files = [self.folder / f"journal.sqlite{end}" for end in ("", "-wal")]
         values = {
@@ -326,7 +372,9 @@ class Probed(scheduling.Run):
             "fds": len(os.listdir("/proc/self/fd")),
             "threads": int(status["Threads"]),
             "journal_mib": sum(file.stat().st_size for file in files if file.exists()) / 2**20,
-            "health_kib": size.stat().st_size / 1024 if (size := self.folder / "health.json").exists() else 0.0,
+            "health_kib": size.stat().st_size / 1024
+            if (size := self.folder / "health.json").exists()
+            else 0.0,
             "lag_p50": _share(self.lags, 0.5),
             "lag_p99": _share(self.lags, 0.99),
             "lag_max": max(self.lags, default=0.0),
@@ -363,7 +411,8 @@ def prepare(
     plan: Plan,
     timing: DispatchConfig = DispatchConfig(),
 ) -> None:
-    """Write what the processes read: tokenizer, tasks, prompt, the peers' plan and the scheduler's process file."""
+    """Write what the processes read: tokenizer, tasks, prompt, the peers' plan and the scheduler's
+    process file."""
     from tools.defaults.tiny_board import tokenizer
 
     run.mkdir(parents=True, exist_ok=True)
@@ -371,11 +420,17 @@ def prepare(
     words.save(str(run / "tokenizer.json"))
     (run / "prompt.txt").write_text("Answer the question. You may search. Question: {question}")
     rows = [
-        {"id": str(i), "question": f"What is the capital of country {i}?", "golden_answers": ["Lima"]}
+        {
+            "id": str(i),
+            "question": f"What is the capital of country {i}?",
+            "golden_answers": ["Lima"],
+        }
         for i in range(trees)
     ]
     (run / "train.jsonl").write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
-    plan = msgspec.structs.replace(plan, act=words.encode(ACTION).ids, forced=words.encode("Lima</answer>").ids)
+    plan = msgspec.structs.replace(
+        plan, act=words.encode(ACTION).ids, forced=words.encode("Lima</answer>").ids
+    )
     (run / "load.json").write_bytes(msgspec.json.encode(plan))
     settings = SchedulerConfig(
         budget=steps, judge=FAST, updates=updates, questions_per_update=questions, max_staleness=trees // questions - 1,
@@ -383,21 +438,36 @@ def prepare(
     )  # fmt: skip
     tasks, options = str(run / "train.jsonl"), {"prompt": str(run / "prompt.txt")}
     process = SchedulerProcess(
-        "scheduler", str(run), 0, str(run), "search_qa", options, tasks, tasks, 2, ["retrieve"], 64, settings
+        "scheduler",
+        str(run),
+        0,
+        str(run),
+        "search_qa",
+        options,
+        tasks,
+        tasks,
+        2,
+        ["retrieve"],
+        64,
+        settings,
     )
     (run / "scheduler.json").write_bytes(msgspec.json.encode(process))
     (run / "config.json").write_bytes(msgspec.json.encode({"scheduler": settings}))
 
 
 def measure(run: Path, every_s: float) -> None:
-    """Run the scheduler and its peers to the end. Raises RuntimeError, with the end of its log, if the scheduler fails."""
+    """Run the scheduler and its peers to the end. Raises RuntimeError, with the end of its log, if
+    the scheduler fails."""
     module, environment = "tools.research.benches", os.environ | {"PYTHONPATH": str(ROOT)}
     code = [f"from {module} import load; load.scheduler({every_s})"]
     code += [f"from {module} import load; load.peers({str(run)!r}, {role!r})" for role in ROLES]
     logs = [(run / f"{name}.log").open("wb") for name in ("scheduler", *ROLES)]
     children = [
         subprocess.Popen(
-            [sys.executable, "-c", text, str(run / "scheduler.json")], env=environment, stdout=log, stderr=log
+            [sys.executable, "-c", text, str(run / "scheduler.json")],
+            env=environment,
+            stdout=log,
+            stderr=log,
         )
         for text, log in zip(code, logs, strict=True)
     ]
@@ -408,17 +478,21 @@ def measure(run: Path, every_s: float) -> None:
             child.kill()
             child.wait()
     if status:
-        raise RuntimeError(f"the scheduler ended with status {status}: {(run / 'scheduler.log').read_text()[-3000:]}")
+        raise RuntimeError(
+            f"the scheduler ended with status {status}: {(run / 'scheduler.log').read_text()[-3000:]}"
+        )
 
 
 def figures(run: Path) -> dict[str, Any]:
-    """Print the curve of a run and return its figures. Memory of a node is what the process grew by, over the nodes that are in memory."""
+    """Print the curve of a run and return its figures. Memory of a node is what the process grew
+    by, over the nodes that are in memory."""
     lines = [msgspec.json.decode(line) for line in (run / "load.jsonl").read_bytes().splitlines()]
     print("  ".join(f"{name:>9}" for name in COLUMNS))
     for line in lines[:: max(1, len(lines) // 40)]:
         print(
             "  ".join(
-                f"{line[name]:>9.1f}" if isinstance(line[name], float) else f"{line[name]:>9}" for name in COLUMNS
+                f"{line[name]:>9.1f}" if isinstance(line[name], float) else f"{line[name]:>9}"
+                for name in COLUMNS
             )
         )
     fullest = max(lines, key=lambda line: line["nodes"])
@@ -443,10 +517,12 @@ def run(
     keep: str = "",
     read: str = "",
 ) -> dict[str, Any]:
-    """Return the largest number of trees in flight over the bound of admission, whose goal is at most 1, with all figures.
+    """Return the largest number of trees in flight over the bound of admission, whose goal is at
+    most 1, with all figures.
 
-    trees: in flight, ``questions`` to an update. minutes: the time that the learner takes for all updates together. stay_s: how long a judge
-    stays. every_s: seconds between samples. keep: the run folder, a new one. read: a run folder whose figures are shown again.
+    trees: in flight, ``questions`` to an update. minutes: the time that the learner takes for all
+    updates together. stay_s: how long a judge stays. every_s: seconds between samples. keep: the
+    run folder, a new one. read: a run folder whose figures are shown again.
     """
     folder = Path(read or keep or tempfile.mkdtemp())
     try:

@@ -1,7 +1,9 @@
-"""Peak memory of a whole run: the proportional set size (PSS) of every process of ``tools/launch``, sampled from outside.
+"""Peak memory of a whole run: the proportional set size (PSS) of every process of ``tools/launch``,
+sampled from outside.
 
-PSS divides a page among the processes that map it, so the sum over all processes is the memory that the run takes from the machine.
-``tools/bench memory --set actors=1 --set learner=1 --set 'changes=["learner.dtype=float32"]'`` measures other sizes and number types.
+PSS divides a page among the processes that map it, so the sum over all processes is the memory that
+the run takes from the machine. ``tools/bench memory --set actors=1 --set learner=1 --set
+'changes=["learner.dtype=float32"]'`` measures other sizes and number types.
 """
 
 import re
@@ -23,16 +25,19 @@ from wire.numbers import Count
 LARGE = ("--config", str(ROOT / "configs" / "slate-cpu.toml"))
 """The largest model that a laptop is meant to train: SmolLM2-135M."""
 SHORT = ("--set", "scheduler.updates=1", "--set", "scheduler.evaluation.questions=8")
-"""One update needs as much memory as sixteen, because the largest forest and the fullest cache make the peak."""
+"""One update needs as much memory as sixteen, because the largest forest and the fullest cache make
+the peak."""
 INTERVAL_S = 0.3
 GOAL_GIB = {8: 12.0, 2: 4.0}
-"""The goal by the total number of actors and ranks: the free memory of a laptop with 16 GB, and with 8 GB."""
+"""The goal by the total number of actors and ranks: the free memory of a laptop with 16 GB, and
+with 8 GB."""
 _PROCESS_FILE = re.compile(r"processes/([a-z-]+?)(-\d+)?\.json$")
 
 
 class Peaks(msgspec.Struct):
-    """Peaks in GiB. total: the sum over all processes. each: one process of a kind. kinds: the sum of a kind. at: the parts of the largest
-    total. counts: the most processes of a kind that were seen at once. Starts empty; ``take`` adds samples, ``table`` shows the peaks.
+    """Peaks in GiB. total: the sum over all processes. each: one process of a kind. kinds: the sum
+    of a kind. at: the parts of the largest total. counts: the most processes of a kind that were
+    seen at once. Starts empty; ``take`` adds samples, ``table`` shows the peaks.
     """
 
     total: float = 0.0
@@ -65,11 +70,14 @@ class Peaks(msgspec.Struct):
             f"{kind:<14}{self.counts[kind]:>6}{self.each[kind]:>13.2f}{self.kinds[kind]:>13.2f}{self.at.get(kind, 0.0):>24.2f}"
             for kind in sorted(self.kinds)
         ]
-        return "\n".join([*lines, f"{'sum':<14}{sum(self.counts.values()):>6}{'':>26}{self.total:>24.2f}"])
+        return "\n".join(
+            [*lines, f"{'sum':<14}{sum(self.counts.values()):>6}{'':>26}{self.total:>24.2f}"]
+        )
 
 
 def pss_gib(pid: int) -> float:
-    """Return the proportional set size of a process in GiB. Raises OSError if the process has ended."""
+    """Return the proportional set size of a process in GiB. Raises OSError if the process has
+    ended."""
     for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
         if line.startswith("Pss:"):
             return int(line.split()[1]) / 2**20
@@ -77,7 +85,8 @@ def pss_gib(pid: int) -> float:
 
 
 def kind(command: Sequence[str]) -> str:
-    """Return the kind of a process: "actor" for actor-3 and so on by its process file, "set-up" for the set-up, else "launcher"."""
+    """Return the kind of a process: "actor" for actor-3 and so on by its process file, "set-up" for
+    the set-up, else "launcher"."""
     match = _PROCESS_FILE.search(command[-1]) if command else None
     if match:
         return match[1]
@@ -85,7 +94,8 @@ def kind(command: Sequence[str]) -> str:
 
 
 def sample(root: psutil.Process) -> list[tuple[str, float]]:
-    """Return the kind and GiB of a process and of all its descendants. Processes that end meanwhile are left out."""
+    """Return the kind and GiB of a process and of all its descendants. Processes that end meanwhile
+    are left out."""
     sizes = []
     try:
         family = [root, *root.children(recursive=True)]
@@ -100,7 +110,8 @@ def sample(root: psutil.Process) -> list[tuple[str, float]]:
 
 
 def watch(command: Sequence[str], **settings: Any) -> tuple[Peaks, int]:
-    """Run ``command`` to its end. Return the peaks of its processes and its exit status. settings: arguments of subprocess.Popen."""
+    """Run ``command`` to its end. Return the peaks of its processes and its exit status. settings:
+    arguments of subprocess.Popen."""
     peaks = Peaks()
     with subprocess.Popen(command, **settings) as process:
         root = psutil.Process(process.pid)
@@ -111,22 +122,37 @@ def watch(command: Sequence[str], **settings: Any) -> tuple[Peaks, int]:
 
 
 def measure(arguments: Sequence[str]) -> Peaks:
-    """Return the peaks of ``tools/launch ARGUMENTS`` in a folder of its own. Raises RuntimeError, with the end of its output, if it fails."""
+    """Return the peaks of ``tools/launch ARGUMENTS`` in a folder of its own. Raises RuntimeError,
+    with the end of its output, if it fails."""
     with tempfile.TemporaryDirectory() as scratch:
         out = Path(scratch) / "out"
-        command = [sys.executable, str(ROOT / "tools" / "launch"), "--run-folder", f"{scratch}/run", *arguments]
+        command = [
+            sys.executable,
+            str(ROOT / "tools" / "launch"),
+            "--run-folder",
+            f"{scratch}/run",
+            *arguments,
+        ]
         with out.open("wb") as terminal:
             peaks, status = watch(command, cwd=ROOT, stdout=terminal, stderr=terminal)
         if status:
-            raise RuntimeError(f"{' '.join(command)} ended with status {status}: {out.read_text()[-2000:]}")
+            raise RuntimeError(
+                f"{' '.join(command)} ended with status {status}: {out.read_text()[-2000:]}"
+            )
     print(peaks.table(), flush=True)
     return peaks
 
 
 def run(actors: Count = 4, learner: Count = 4, changes: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Return the peak in GiB of a run of one update on SmolLM2-135M. changes: keys of the config that have other values."""
+    """Return the peak in GiB of a run of one update on SmolLM2-135M. changes: keys of the config
+    that have other values."""
     more = [word for change in changes for word in ("--set", change)]
     peaks = measure(["--actors", str(actors), "--learner", str(learner), *LARGE, *SHORT, *more])
     name = f"memory: GiB of all processes, --actors {actors} --learner {learner}"
     goal = GOAL_GIB.get(actors + learner, GOAL_GIB[8])
-    return {"name": name, "ratio": peaks.total, "goal": goal, "better": "lower"} | msgspec.to_builtins(peaks)
+    return {
+        "name": name,
+        "ratio": peaks.total,
+        "goal": goal,
+        "better": "lower",
+    } | msgspec.to_builtins(peaks)

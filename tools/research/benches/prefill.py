@@ -1,6 +1,8 @@
-"""Prefill tokens that the engine computes over the ideal, in which each distinct prefix is prefilled once per policy version.
+"""Prefill tokens that the engine computes over the ideal, in which each distinct prefix is
+prefilled once per policy version.
 
-The work is SLATE-shaped: questions under one instruction, and steps of k candidates. Other benchmarks use its model, engine and words too.
+The work is SLATE-shaped: questions under one instruction, and steps of k candidates. Other
+benchmarks use its model, engine and words too.
 """
 
 import asyncio
@@ -30,14 +32,16 @@ def model_folder(name: str = DEFAULT) -> Path:
 async def engine(folder: Path) -> LocalEngine:
     """Return a started float32 engine with room for every candidate of two waves."""
     started = LocalEngine(
-        str(folder), ActorsConfig(dtype="float32", max_batch=QUESTIONS * CANDIDATES, max_context=1024)
+        str(folder),
+        ActorsConfig(dtype="float32", max_batch=QUESTIONS * CANDIDATES, max_context=1024),
     )
     await started.start()
     return started
 
 
 def random_copy(folder: Path, **changes: Any) -> Path:
-    """Save float32 random weights of the default model's shape with its tokenizer. changes: values of its config, such as fewer layers."""
+    """Save float32 random weights of the default model's shape with its tokenizer. changes: values
+    of its config, such as fewer layers."""
     source = model_folder()
     config: Any = AutoConfig.from_pretrained(source)
     if "num_hidden_layers" in changes:
@@ -51,7 +55,8 @@ def random_copy(folder: Path, **changes: Any) -> Path:
 
 
 def words(rng: np.random.Generator, vocabulary: int, count: int) -> np.ndarray:
-    """Return token ids, int32 [count], as in a text: above the single bytes and special tokens of most vocabularies."""
+    """Return token ids, int32 [count], as in a text: above the single bytes and special tokens of
+    most vocabularies."""
     return rng.integers(min(1000, vocabulary // 4), min(40000, vocabulary), count).astype(np.int32)
 
 
@@ -82,9 +87,15 @@ async def _measure(model: str) -> dict[str, Any]:
     await started.close()
     counts = started.counts
     ratio = counts["prefilled_tokens"] / counts["ideal_prefill_tokens"]
-    row = {"name": "prefill tokens computed / ideal (SLATE trees)", "ratio": ratio, "goal": 1.02, "better": "lower"}
+    row = {
+        "name": "prefill tokens computed / ideal (SLATE trees)",
+        "ratio": ratio,
+        "goal": 1.02,
+        "better": "lower",
+    }
     return row | {
-        key: counts[key] for key in ("prompt_tokens", "prefilled_tokens", "ideal_prefill_tokens", "decoded_tokens")
+        key: counts[key]
+        for key in ("prompt_tokens", "prefilled_tokens", "ideal_prefill_tokens", "decoded_tokens")
     }
 
 

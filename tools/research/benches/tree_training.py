@@ -1,15 +1,20 @@
-"""Forward and backward of a batch of paths: packed as one forest, against padded rows and against unshared packing (varlen).
+"""Forward and backward of a batch of paths: packed as one forest, against padded rows and against
+unshared packing (varlen).
 
-The speed-up is compared with the token ratio (path tokens over packed tokens), and with the most that sharing can save by arithmetic: the
-multiplications of a forward, unshared over shared. The token ratio is not that limit: every distinct trained target passes the head either way,
-which lowers it, and a shared token's attention is computed once, which raises it where prefixes are long. A backward costs twice the forward in
-every part, so the limit is also that of a whole update. The targets of the head are the same in all three cases. The model has ten layers of the
-default model's shape with random weights, all trained, on one thread.
+The speed-up is compared with the token ratio (path tokens over packed tokens), and with the most
+that sharing can save by arithmetic: the multiplications of a forward, unshared over shared. The
+token ratio is not that limit: every distinct trained target passes the head either way, which
+lowers it, and a shared token's attention is computed once, which raises it where prefixes are long.
+A backward costs twice the forward in every part, so the limit is also that of a whole update. The
+targets of the head are the same in all three cases. The model has ten layers of the default model's
+shape with random weights, all trained, on one thread.
 
-The batches have the shapes on which the four methods train. Tokens are random, because only lengths and shared prefixes matter. The lengths of
-``slate`` come from a real batch; the others have half of their real lengths, so that the padded reference ends soon.
+The batches have the shapes on which the four methods train. Tokens are random, because only lengths
+and shared prefixes matter. The lengths of ``slate`` come from a real batch; the others have half of
+their real lengths, so that the padded reference ends soon.
 
-``python -m tools.research.benches.tree_training`` measures a SLATE batch on a GPU; tools/gpu_check runs it.
+``python -m tools.research.benches.tree_training`` measures a SLATE batch on a GPU; tools/gpu_check
+runs it.
 """
 
 import json
@@ -35,7 +40,8 @@ from tools.research.benches.prefill import random_copy
 
 LAYERS, PADDED_ROWS, REPEATS = 10, 4, 1
 GOALS = {"slate": 0.7, "mc_pr": 0.6}
-"""The least share of the token ratio that the speed-up must reach. Other shapes need only be no slower than padded rows."""
+"""The least share of the token ratio that the speed-up must reach. Other shapes need only be no
+slower than padded rows."""
 SIZES = {
     "SmolLM2-135M": Dense(30, 576, 1536, 9, 49_152, 3),
     "ten of its layers": Dense(10, 576, 1536, 9, 49_152, 3),
@@ -68,7 +74,9 @@ def grpo(rng: np.random.Generator, prompt: int = 500, k: int = 8, action: int = 
     return [Path(prefix + _words(rng, action), prompt) for _ in range(k)]
 
 
-def mc_pr(rng: np.random.Generator, prompt: int = 100, states: int = 4, n: int = 12, turn: int = 32) -> list[Path]:
+def mc_pr(
+    rng: np.random.Generator, prompt: int = 100, states: int = 4, n: int = 12, turn: int = 32
+) -> list[Path]:
     """Make n continuations of one turn from each state of a trajectory."""
     paths, prefix = [], _words(rng, prompt)
     for _ in range(states):
@@ -77,21 +85,31 @@ def mc_pr(rng: np.random.Generator, prompt: int = 100, states: int = 4, n: int =
     return paths
 
 
-def episodes(rng: np.random.Generator, prompt: int = 100, count: int = 6, turns: int = 4, turn: int = 30) -> list[Path]:
-    """Make whole game episodes that share only the prompt. Each is one path, trained from the end of the prompt on."""
+def episodes(
+    rng: np.random.Generator, prompt: int = 100, count: int = 6, turns: int = 4, turn: int = 30
+) -> list[Path]:
+    """Make whole game episodes that share only the prompt. Each is one path, trained from the end
+    of the prompt on."""
     prefix = _words(rng, prompt)
     return [Path(prefix + _words(rng, turns * turn), prompt) for _ in range(count)]
 
 
 Name = Literal["slate", "grpo", "mc_pr", "episodes"]
-SHAPES: dict[Name, Callable[..., list[Path]]] = {"slate": slate, "grpo": grpo, "mc_pr": mc_pr, "episodes": episodes}
+SHAPES: dict[Name, Callable[..., list[Path]]] = {
+    "slate": slate,
+    "grpo": grpo,
+    "mc_pr": mc_pr,
+    "episodes": episodes,
+}
 
 
-# ---------------------------------------------------------------------------------------------- measurements
+# ----------------------------------------------------------------------------------------------
+# measurements
 
 
 def limit(paths: Sequence[Path], model: Dense) -> float:
-    """Return the multiplications of the unshared paths over those of their forest. Trained tokens that paths share pass the head once."""
+    """Return the multiplications of the unshared paths over those of their forest. Trained tokens
+    that paths share pass the head once."""
     work = packed([paths], sum(len(path.tokens) for path in paths), 1)
     unshared = model.multiplications(work["path"], work["path_pairs"], work["path_targets"])
     return unshared / model.multiplications(work["packed"], work["pairs"], work["targets"])
@@ -100,7 +118,9 @@ def limit(paths: Sequence[Path], model: Dense) -> float:
 def make(folder: FilePath, lora: int = 0) -> TreeModel:
     """Return a model of the default model's shape with fewer layers."""
     random_copy(folder, num_hidden_layers=LAYERS)
-    return TreeModel(str(folder), LearnerConfig(dtype="float32"), LoraConfig(rank=lora), 1.0, Ranks(60))
+    return TreeModel(
+        str(folder), LearnerConfig(dtype="float32"), LoraConfig(rank=lora), 1.0, Ranks(60)
+    )
 
 
 def forest(model: TreeModel, paths: Sequence[Path]) -> None:
@@ -121,14 +141,19 @@ def padded(model: TreeModel, paths: Sequence[Path]) -> None:
         longest = max(len(p.tokens) for p in some)
         ids = torch.tensor([[*p.tokens] + [0] * (longest - len(p.tokens)) for p in some])
         mask = torch.tensor([[1] * len(p.tokens) + [0] * (longest - len(p.tokens)) for p in some])
-        hidden = causal.get_decoder()(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
+        hidden = causal.get_decoder()(
+            input_ids=ids, attention_mask=mask, use_cache=False
+        ).last_hidden_state
         rows = torch.cat([hidden[i, p.start - 1 : len(p.tokens) - 1] for i, p in enumerate(some)])
         targets = torch.tensor([t for p in some for t in p.tokens[p.start :]])
         token_logprobs(rows, causal.get_output_embeddings().weight, targets)[0].sum().backward()
 
 
-def seconds(work: Callable[[TreeModel, Sequence[Path]], None], model: TreeModel, paths: Sequence[Path]) -> float:
-    """Return the CPU seconds of one forward and backward (not wall time, because the machine is shared)."""
+def seconds(
+    work: Callable[[TreeModel, Sequence[Path]], None], model: TreeModel, paths: Sequence[Path]
+) -> float:
+    """Return the CPU seconds of one forward and backward (not wall time, because the machine is
+    shared)."""
     model.tower.zero_grad(set_to_none=True)
     start = time.process_time()
     work(model, paths)
@@ -156,7 +181,8 @@ def measure(model: TreeModel, name: Name, repeats: int = REPEATS) -> dict[str, A
 
 
 def run(shapes: tuple[Name, ...] = tuple(SHAPES), repeats: int = REPEATS) -> dict[str, Any]:
-    """Measure all shapes. The ratio is the worst speed-up over its goal, so a ratio of 1 or more means that every goal is met."""
+    """Measure all shapes. The ratio is the worst speed-up over its goal, so a ratio of 1 or more
+    means that every goal is met."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -168,12 +194,16 @@ def run(shapes: tuple[Name, ...] = tuple(SHAPES), repeats: int = REPEATS) -> dic
             rows = [measure(model, name, repeats) for name in shapes]
     finally:
         torch.set_num_threads(threads)
-    worst = min(r["over_padded"] / (GOALS[r["shape"]] * r["token_ratio"] if r["shape"] in GOALS else 1.0) for r in rows)
+    worst = min(
+        r["over_padded"] / (GOALS[r["shape"]] * r["token_ratio"] if r["shape"] in GOALS else 1.0)
+        for r in rows
+    )
     name = "tree training: speed-up / its goal (worst shape)"
     return {"name": name, "ratio": worst, "goal": 1.0, "better": "higher", "shapes": rows}
 
 
-# ---------------------------------------------------------------------------------------------- on a GPU
+# ---------------------------------------------------------------------------------------------- on
+# a GPU
 
 
 def _gpu_seconds(work: Callable[..., None], model: TreeModel, paths: list[Path]) -> float:
@@ -191,7 +221,8 @@ def _gpu_seconds(work: Callable[..., None], model: TreeModel, paths: list[Path])
 def measure_gpu() -> dict[str, Any]:
     """Measure a SLATE batch on a GPU in bf16, as one forest with FlexAttention and unshared.
 
-    Returns the seconds of both, the speed-up against the token ratio, and the forest's share of the peak (matrix products only).
+    Returns the seconds of both, the speed-up against the token ratio, and the forest's share of the
+    peak (matrix products only).
     """
     with tempfile.TemporaryDirectory() as folder:
         random_copy(FilePath(folder))

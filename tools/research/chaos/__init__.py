@@ -1,4 +1,5 @@
-"""The command tools/chaos: it strikes small runs with many faults, one after another, and checks that nothing is lost.
+"""The command tools/chaos: it strikes small runs with many faults, one after another, and checks
+that nothing is lost.
 
 docs/reliability.md says what is struck, what must hold, and what was measured.
 """
@@ -16,7 +17,8 @@ from tools.research.chaos.plan import KINDS
 from wire.options import command_parser
 
 OWN = "COPPICE_CHAOS_MOUNTS"
-"""The variable that says, once this command was started anew, whether it may mount a disk that nobody else sees: "1" or "0"."""
+"""The variable that says, once this command was started anew, whether it may mount a disk that
+nobody else sees: "1" or "0"."""
 SETTINGS = {
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
@@ -36,17 +38,35 @@ EXAMPLES = """\
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of tools/chaos."""
-    parser = command_parser("tools/chaos", "Strike a small run with faults, and check that nothing is lost.", EXAMPLES)
-    parser.add_argument("--faults", type=int, default=100, help="how many faults (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="decides all faults and their order (default: %(default)s)")
-    parser.add_argument(
-        "--out", type=Path, help="folder in which a run is kept that broke an invariant (default: a new folder in /tmp)"
+    parser = command_parser(
+        "tools/chaos", "Strike a small run with faults, and check that nothing is lost.", EXAMPLES
     )
     parser.add_argument(
-        "--schedulers", type=int, default=1, help="how many schedulers each run has (default: %(default)s)"
+        "--faults", type=int, default=100, help="how many faults (default: %(default)s)"
     )
     parser.add_argument(
-        "--only", nargs="+", choices=sorted(KINDS), metavar="KIND", help="these kinds of faults alone (default: all)"
+        "--seed",
+        type=int,
+        default=0,
+        help="decides all faults and their order (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="folder in which a run is kept that broke an invariant (default: a new folder in /tmp)",
+    )
+    parser.add_argument(
+        "--schedulers",
+        type=int,
+        default=1,
+        help="how many schedulers each run has (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=sorted(KINDS),
+        metavar="KIND",
+        help="these kinds of faults alone (default: all)",
     )
     parser.add_argument("--list", action="store_true", help="print the kinds of faults and end")
     return parser
@@ -61,8 +81,14 @@ def arguments(options: list[str] | None = None) -> argparse.Namespace:
     if parsed.faults < 1:
         command.error(f"--faults {parsed.faults}: expected at least 1")
     if parsed.schedulers not in (1, 2):
-        command.error(f"--schedulers {parsed.schedulers}: expected 1 or 2, because its runs have two actors")
-    if parsed.out is not None and parsed.out.exists() and not (parsed.out.is_dir() and not any(parsed.out.iterdir())):
+        command.error(
+            f"--schedulers {parsed.schedulers}: expected 1 or 2, because its runs have two actors"
+        )
+    if (
+        parsed.out is not None
+        and parsed.out.exists()
+        and not (parsed.out.is_dir() and not any(parsed.out.iterdir()))
+    ):
         command.error(f"--out {parsed.out}: expected a folder that is empty or not there")
     return parsed
 
@@ -99,8 +125,12 @@ def main(options: list[str] | None = None) -> int:
 
 
 def _again() -> None:
-    """Start this command anew with settings that are read only then, and where it may mount a disk, if the system lets it."""
+    """Start this command anew with settings that are read only then, and where it may mount a disk,
+    if the system lets it."""
     apart = ["unshare", "--mount", *([] if os.geteuid() == 0 else ["--map-root-user"])]
-    able = shutil.which("unshare") and not subprocess.run([*apart, "true"], capture_output=True, check=False).returncode
+    able = (
+        shutil.which("unshare")
+        and not subprocess.run([*apart, "true"], capture_output=True, check=False).returncode
+    )
     command = [*(apart if able else []), sys.executable, *sys.orig_argv[1:]]
     os.execvpe(command[0], command, os.environ | SETTINGS | {OWN: str(int(bool(able)))})

@@ -1,4 +1,5 @@
-"""Runs that are struck, each with a part of the faults, from its start to its end and the check of its invariants."""
+"""Runs that are struck, each with a part of the faults, from its start to its end and the check of
+its invariants."""
 
 import contextlib
 import shutil
@@ -18,9 +19,11 @@ CHAPTER = 100
 WIDTH = 80
 
 
-def chaos(seed: int, count: int, kinds: list[str], folder: Path, mounts: bool, schedulers: int = 1) -> bool:
-    """Strike runs in ``folder`` with ``count`` faults. Return whether an invariant was broken. mounts: whether disks may be mounted.
-    schedulers: how many each run has."""
+def chaos(
+    seed: int, count: int, kinds: list[str], folder: Path, mounts: bool, schedulers: int = 1
+) -> bool:
+    """Strike runs in ``folder`` with ``count`` faults. Return whether an invariant was broken.
+    mounts: whether disks may be mounted. schedulers: how many each run has."""
     disk = folder / "disk"
     disk.mkdir()
     own = mounts and strikes.mount(disk, f"size={strikes.DISK_MIB}m", first=True)
@@ -58,7 +61,9 @@ def chaos(seed: int, count: int, kinds: list[str], folder: Path, mounts: bool, s
     return False
 
 
-def _chapter(run: Run, config: Path, faults: list[Fault], struck: Counter[str], survived: Counter[str]) -> list[str]:
+def _chapter(
+    run: Run, config: Path, faults: list[Fault], struck: Counter[str], survived: Counter[str]
+) -> list[str]:
     """Strike one run with ``faults`` and bring it to its end. Return the invariants that it broke."""
     start = time.monotonic()
     run.launch("--config", str(config), "--run-folder", str(run.folder))
@@ -107,5 +112,9 @@ def _keep(run: Run, folder: Path) -> None:
 
 def _table(struck: Counter[str], survived: Counter[str]) -> None:
     print(f"{'kind':<12}{'struck':>8}{'survived':>10}")
-    print("\n".join(f"{kind:<12}{struck[kind]:>8}{survived[kind]:>10}" for kind in KINDS if struck[kind]))
+    print(
+        "\n".join(
+            f"{kind:<12}{struck[kind]:>8}{survived[kind]:>10}" for kind in KINDS if struck[kind]
+        )
+    )
     print(f"{'all':<12}{struck.total():>8}{survived.total():>10}", flush=True)

@@ -1,6 +1,8 @@
-"""Processes that are forks of this one, which has imported everything: importing torch again for each start would take most of a run of chaos.
+"""Processes that are forks of this one, which has imported everything: importing torch again for
+each start would take most of a run of chaos.
 
-A fork stands where ``tools/launch`` starts an interpreter. It has its own environment, its own signals and no open file but its log.
+A fork stands where ``tools/launch`` starts an interpreter. It has its own environment, its own
+signals and no open file but its log.
 """
 
 import contextlib
@@ -18,7 +20,8 @@ _POLL_S = 0.02
 
 
 class Fork:
-    """A child process with the methods of ``subprocess.Popen`` that the launcher uses. work: what it does; its end is the process's end."""
+    """A child process with the methods of ``subprocess.Popen`` that the launcher uses. work: what
+    it does; its end is the process's end."""
 
     def __init__(
         self,
@@ -71,8 +74,11 @@ class Fork:
         self.send_signal(signal.SIGKILL)
 
 
-def _live(work: Callable[[], Any], out: int, errors: int, env: dict[str, str], preexec: Callable[[], None]) -> int:
-    """Be the child, and return its exit status. Nothing of the parent is finalized here: its files may have the numbers of others by then."""
+def _live(
+    work: Callable[[], Any], out: int, errors: int, env: dict[str, str], preexec: Callable[[], None]
+) -> int:
+    """Be the child, and return its exit status. Nothing of the parent is finalized here: its files
+    may have the numbers of others by then."""
     gc.freeze()
     try:
         preexec()
@@ -91,7 +97,7 @@ def _live(work: Callable[[], Any], out: int, errors: int, env: dict[str, str], p
         return 0
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException:  # noqa: BLE001 an interpreter would print it and end so, too
+    except BaseException:  # noqa: BLE001
         traceback.print_exc()
         return 1
     finally:

@@ -1,8 +1,9 @@
 """What a process of a run does to itself when chaos orders it to.
 
-``become`` makes a fork of this process a process of the run, and ``launch`` makes it the launcher, whose children are forks too. A thread takes
-orders on a Unix socket whose name is the process's number, so that the product has no hooks for faults. An order is answered when the fault has
-really struck.
+``become`` makes a fork of this process a process of the run, and ``launch`` makes it the launcher,
+whose children are forks too. A thread takes orders on a Unix socket whose name is the process's
+number, so that the product has no hooks for faults. An order is answered when the fault has really
+struck.
 """
 
 import ctypes
@@ -50,7 +51,8 @@ for module in PROCESSES:
 
 
 def address(pid: int) -> str:
-    """Return the name of the socket of a process (in Linux's abstract namespace, which needs no file)."""
+    """Return the name of the socket of a process (in Linux's abstract namespace, which needs no
+    file)."""
     return f"\0coppice-chaos-{pid}"
 
 
@@ -63,7 +65,11 @@ def listen() -> None:
         while True:
             order, sender = orders.recvfrom(4096)
             wanted = json.loads(order)
-            obey(wanted["kind"], wanted["variant"], lambda text, to=sender: orders.sendto(text.encode(), to))
+            obey(
+                wanted["kind"],
+                wanted["variant"],
+                lambda text, to=sender: orders.sendto(text.encode(), to),
+            )
 
     threading.Thread(target=serve, daemon=True).start()
 
@@ -101,14 +107,16 @@ def hold(seconds: float) -> None:
 
 
 def turn_clock(by: float) -> str:
-    """Move this process's date. The monotonic clock stays, as it does when an administrator sets the date."""
+    """Move this process's date. The monotonic clock stays, as it does when an administrator sets
+    the date."""
     real, real_ns = time.time, time.time_ns
     time.time, time.time_ns = lambda: real() + by, lambda: real_ns() + int(by * 1e9)
     return f"the date moved by {by / 86400:+.1f} days"
 
 
 def shut_down(kind: str) -> int:
-    """Shut down this process's connections to the schedulers or its workers, or with "part" to the other ranks."""
+    """Shut down this process's connections to the schedulers or its workers, or with "part" to the
+    other ranks."""
     run = Path(sys.argv[1]).parent.parent
     ports = {int((home / "endpoint").read_text().rpartition(":")[2]) for home in shards.homes(run)}
     count = 0
@@ -132,7 +140,8 @@ def become(module: str, file: str) -> None:
 
 
 def launch(assets: Path, arguments: Sequence[str]) -> None:
-    """Be the launcher of a run whose processes are forks of this one. The set-up was done before: assets is a file with its result."""
+    """Be the launcher of a run whose processes are forks of this one. The set-up was done before:
+    assets is a file with its result."""
     sys.argv = ["tools/launch", *arguments]
     listen()
 

@@ -1,6 +1,8 @@
-"""Faults that strike a message, a load of weights or a gradient of this process: once armed, each strikes the next one.
+"""Faults that strike a message, a load of weights or a gradient of this process: once armed, each
+strikes the next one.
 
-``wrap`` puts functions around those through which they pass: ``Pump.send`` for every message, ``Service.send`` for the answers of a worker.
+``wrap`` puts functions around those through which they pass: ``Pump.send`` for every message,
+``Service.send`` for the answers of a worker.
 """
 
 import random
@@ -14,7 +16,16 @@ from actors.engines import local
 from learner.ranks import Ranks
 from wire import sockets
 from wire.arrays import Frame, decode_header
-from wire.messages import GenerateResult, Heartbeat, JudgeResult, LoadResult, Message, Request, Result, RetrieveResult
+from wire.messages import (
+    GenerateResult,
+    Heartbeat,
+    JudgeResult,
+    LoadResult,
+    Message,
+    Request,
+    Result,
+    RetrieveResult,
+)
 from wire.service import Service
 
 BEYOND = 257 * 2**20
@@ -33,12 +44,14 @@ armed: dict[str, Armed] = {}
 
 
 def take(kind: str, wanted: bool = True) -> Callable[[str], None] | None:
-    """Return what tells that ``kind`` has struck if it is armed, once. wanted: whether this is its moment."""
+    """Return what tells that ``kind`` has struck if it is armed, once. wanted: whether this is its
+    moment."""
     return armed.pop(kind).tell if wanted and kind in armed else None
 
 
 def wrap() -> None:
-    """Have the messages, the loads and the gradients of this process pass by the faults that are armed."""
+    """Have the messages, the loads and the gradients of this process pass by the faults that are
+    armed."""
     _wrap_messages()
     _wrap_loads()
     _wrap_gradients()
@@ -72,14 +85,20 @@ def _wrap_messages() -> None:
         if isinstance(header, Result) and (tell := take("stray")):
             tell("an answer to no request")
             header = Result(header.id + 10**9)
-        for kind in ("wrong", "nan", "huge") if isinstance(header, Result) and not isinstance(body, LoadResult) else ():
+        for kind in (
+            ("wrong", "nan", "huge")
+            if isinstance(header, Result) and not isinstance(body, LoadResult)
+            else ()
+        ):
             if kind in armed and body is not None:
                 body, text = SPOILERS[kind](body, random.Random(armed[kind].variant))
                 armed.pop(kind).tell(text)
         answer(service, header, body)
 
     def accepts(service: Service, header: Request, frames: list[Frame]) -> None:
-        lost = header.service == "load" and "unloaded" in armed and armed["unloaded"].variant % 2 == 1
+        lost = (
+            header.service == "load" and "unloaded" in armed and armed["unloaded"].variant % 2 == 1
+        )
         if tell := take("unloaded", lost):
             tell("a load was lost")
         else:
@@ -89,7 +108,8 @@ def _wrap_messages() -> None:
 
 
 def put(*places: tuple[Any, str, Any]) -> None:
-    """Put functions of this module in the places of others, in this process alone. places: owner, name and function."""
+    """Put functions of this module in the places of others, in this process alone. places: owner,
+    name and function."""
     for owner, name, function in places:
         setattr(owner, name, function)
 
@@ -109,12 +129,23 @@ def wrong(body: Any, rng: random.Random) -> tuple[Any, str]:
         case GenerateResult(samples=[first, *rest]):
             wrongs = {
                 "too few samples": rest,
-                "more tokens than log-probabilities": [replace(first, logprobs=first.logprobs[1:]), *rest],
+                "more tokens than log-probabilities": [
+                    replace(first, logprobs=first.logprobs[1:]),
+                    *rest,
+                ],
                 "more tokens than versions": [replace(first, versions=first.versions[1:]), *rest],
-                "a token that is not in the vocabulary": [replace(first, tokens=first.tokens + 10**6), *rest],
+                "a token that is not in the vocabulary": [
+                    replace(first, tokens=first.tokens + 10**6),
+                    *rest,
+                ],
                 "a version of the future": [replace(first, versions=first.versions + 1000), *rest],
                 "a sample without tokens": [
-                    replace(first, tokens=first.tokens[:0], logprobs=first.logprobs[:0], versions=first.versions[:0]),
+                    replace(
+                        first,
+                        tokens=first.tokens[:0],
+                        logprobs=first.logprobs[:0],
+                        versions=first.versions[:0],
+                    ),
                     *rest,
                 ],
             }
@@ -129,10 +160,15 @@ def nan(body: Any, rng: random.Random) -> tuple[Any, str]:
     match body:
         case JudgeResult():
             return replace(
-                body, judgements=[replace(j, scores=dict.fromkeys(j.scores, no)) for j in body.judgements]
+                body,
+                judgements=[
+                    replace(j, scores=dict.fromkeys(j.scores, no)) for j in body.judgements
+                ],
             ), "scores"
         case RetrieveResult():
-            return replace(body, passages=[[replace(p, score=no) for p in some] for some in body.passages]), "passages"
+            return replace(
+                body, passages=[[replace(p, score=no) for p in some] for some in body.passages]
+            ), "passages"
         case GenerateResult(samples=[first, *rest]):
             return replace(
                 body, samples=[replace(first, logprobs=first.logprobs * np.float32(no)), *rest]
@@ -146,11 +182,18 @@ def huge(body: Any, rng: random.Random) -> tuple[Any, str]:
     size = f"{len(text) / 2**20:.0f} MiB"
     match body:
         case JudgeResult(judgements=[first, *rest]):
-            return replace(body, judgements=[replace(first, explanation=text), *rest]), f"an explanation of {size}"
+            return replace(
+                body, judgements=[replace(first, explanation=text), *rest]
+            ), f"an explanation of {size}"
         case RetrieveResult(passages=[[first, *_], *rest]):
-            return replace(body, passages=[[replace(first, text=text)], *rest]), f"a passage of {size}"
+            return replace(
+                body, passages=[[replace(first, text=text)], *rest]
+            ), f"a passage of {size}"
         case GenerateResult(samples=[first, *rest]):
-            arrays = {name: np.resize(getattr(first, name), 2**20) for name in ("tokens", "logprobs", "versions")}
+            arrays = {
+                name: np.resize(getattr(first, name), 2**20)
+                for name in ("tokens", "logprobs", "versions")
+            }
             return replace(body, samples=[replace(first, **arrays), *rest]), "2^20 tokens"
     return body, "nothing"
 

@@ -1,4 +1,5 @@
-"""Which faults strike, where and in which order. A seed decides all of it, so that a run of chaos can be repeated."""
+"""Which faults strike, where and in which order. A seed decides all of it, so that a run of chaos
+can be repeated."""
 
 import random
 from collections.abc import Collection, Iterable, Iterator
@@ -20,8 +21,8 @@ WRITERS = ("scheduler", "learner-0", "learner-1")
 
 
 class Kind(msgspec.Struct, frozen=True):
-    """A kind of fault. share: how many of 100 faults are of this kind. places: the processes that it can strike. starts: whether processes start
-    again after it."""
+    """A kind of fault. share: how many of 100 faults are of this kind. places: the processes that
+    it can strike. starts: whether processes start again after it."""
 
     share: int
     places: tuple[str, ...]
@@ -31,16 +32,27 @@ class Kind(msgspec.Struct, frozen=True):
 
 KINDS: dict[str, Kind] = {
     "kill": Kind(4, EVERYWHERE, "SIGKILL", starts=True),
-    "exit": Kind(3, EVERYWHERE, "the process ends by itself with status 1; the launcher by SIGTERM", starts=True),
+    "exit": Kind(
+        3,
+        EVERYWHERE,
+        "the process ends by itself with status 1; the launcher by SIGTERM",
+        starts=True,
+    ),
     "stop": Kind(2, PROCESSES, "SIGSTOP for ever", starts=True),
     "hang": Kind(2, EVERYWHERE, "no thread runs any more (the launcher: for 5 s)", starts=True),
     "diverge": Kind(1, ("learner-0", "learner-1"), "a gradient is NaN", starts=True),
     "part": Kind(1, ("learner-1",), "the ranks lose their connections to each other", starts=True),
     "full": Kind(1, ("disk",), "the disk is full for a moment", starts=True),
-    "read-only": Kind(1, ("disk",), "the run is resumed on a disk that cannot be written", starts=True),
+    "read-only": Kind(
+        1, ("disk",), "the run is resumed on a disk that cannot be written", starts=True
+    ),
     "unwritable": Kind(2, WRITERS, "no file can be written by the process", starts=True),
-    "journal": Kind(2, ("disk",), "after a kill of everything, a file of the journal is cut short", starts=True),
-    "checkpoint": Kind(2, ("disk",), "after a kill of everything, the newest checkpoint is damaged", starts=True),
+    "journal": Kind(
+        2, ("disk",), "after a kill of everything, a file of the journal is cut short", starts=True
+    ),
+    "checkpoint": Kind(
+        2, ("disk",), "after a kill of everything, the newest checkpoint is damaged", starts=True
+    ),
     "pause": Kind(7, EVERYWHERE, "SIGSTOP for a second"),
     "slow": Kind(7, EVERYWHERE, "for two seconds the process runs a sixth of the time"),
     "clock": Kind(6, EVERYWHERE, "the process's date jumps by up to 30 days"),
@@ -48,11 +60,17 @@ KINDS: dict[str, Kind] = {
     "lose": Kind(8, ("scheduler", *WORKERS), "its next message is lost"),
     "twice": Kind(8, ("scheduler", *WORKERS), "its next message is sent twice"),
     "reorder": Kind(8, ("scheduler", *WORKERS), "its next two messages to one peer change places"),
-    "wrong": Kind(8, ("judges", "retriever", *ACTORS), "an answer has too few parts, or parts that cannot be"),
+    "wrong": Kind(
+        8, ("judges", "retriever", *ACTORS), "an answer has too few parts, or parts that cannot be"
+    ),
     "stray": Kind(5, WORKERS, "an answer goes to a request that was never made"),
     "nan": Kind(5, ("judges", "retriever", *ACTORS), "an answer has NaN for a number"),
-    "huge": Kind(3, ("judges", "retriever", *ACTORS), "an answer is longer than anything that is allowed"),
-    "unloaded": Kind(4, ACTORS, "new weights do not arrive, or are not taken although the answer says so"),
+    "huge": Kind(
+        3, ("judges", "retriever", *ACTORS), "an answer is longer than anything that is allowed"
+    ),
+    "unloaded": Kind(
+        4, ACTORS, "new weights do not arrive, or are not taken although the answer says so"
+    ),
 }
 
 
@@ -67,7 +85,9 @@ class Fault(msgspec.Struct, frozen=True):
 
 def places(of_one: Iterable[str], schedulers: int) -> tuple[str, ...]:
     """Return the places of a run with so many schedulers. of_one: those of a run with one."""
-    return tuple(called(name, n) for name in of_one for n in range(schedulers if name in OF_EACH else 1))
+    return tuple(
+        called(name, n) for name in of_one for n in range(schedulers if name in OF_EACH else 1)
+    )
 
 
 def _struck(kind: str, schedulers: int) -> tuple[str, ...]:
@@ -75,8 +95,11 @@ def _struck(kind: str, schedulers: int) -> tuple[str, ...]:
     return places(KINDS[kind].places, schedulers) + together
 
 
-def plan(seed: int, count: int, kinds: Collection[str] = KINDS.keys(), schedulers: int = 1) -> list[Fault]:
-    """Return ``count`` faults. Of every 100, each kind has its share; the places of a kind take turns."""
+def plan(
+    seed: int, count: int, kinds: Collection[str] = KINDS.keys(), schedulers: int = 1
+) -> list[Fault]:
+    """Return ``count`` faults. Of every 100, each kind has its share; the places of a kind take
+    turns."""
     rng = random.Random(seed)
     places = {kind: _turns(_struck(kind, schedulers), rng) for kind in sorted(kinds)}
     faults: list[Fault] = []
@@ -84,7 +107,8 @@ def plan(seed: int, count: int, kinds: Collection[str] = KINDS.keys(), scheduler
         deck = [kind for kind in sorted(kinds) for _ in range(KINDS[kind].share)]
         rng.shuffle(deck)
         faults += [
-            Fault(len(faults) + i, kind, next(places[kind]), rng.getrandbits(30)) for i, kind in enumerate(deck, 1)
+            Fault(len(faults) + i, kind, next(places[kind]), rng.getrandbits(30))
+            for i, kind in enumerate(deck, 1)
         ]
     return faults[:count]
 

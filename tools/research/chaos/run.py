@@ -1,4 +1,5 @@
-"""One run that is struck: it is launched, observed from outside, resumed when a fault has ended it, and brought to its end."""
+"""One run that is struck: it is launched, observed from outside, resumed when a fault has ended it,
+and brought to its end."""
 
 import contextlib
 import json
@@ -22,7 +23,8 @@ from wire import shards
 from wire.process import die_with
 
 PATIENCE_S = 300.0
-"""Seconds within which a run that was struck must have moved again: several starts of everything on a busy machine."""
+"""Seconds within which a run that was struck must have moved again: several starts of everything on
+a busy machine."""
 LOOK_S = 0.05
 
 
@@ -31,7 +33,8 @@ class Lost(AssertionError):
 
 
 class Run:
-    """A run in ``folder`` of the world in ``world``. ``launch`` and ``resume`` launch it; ``settle`` waits until it moves and is whole."""
+    """A run in ``folder`` of the world in ``world``. ``launch`` and ``resume`` launch it;
+    ``settle`` waits until it moves and is whole."""
 
     def __init__(self, world: Path, folder: Path, schedulers: int = 1):
         self.world, self.folder = world, folder
@@ -60,7 +63,8 @@ class Run:
             out.seek(self._said)
             return out.read().decode(errors="replace")
 
-    # ------------------------------------------------------------------------------------------ what is seen
+    # ------------------------------------------------------------------------------------------
+    # what is seen
 
     def version(self) -> int:
         """The newest version that every scheduler has a record of."""
@@ -79,15 +83,20 @@ class Run:
     def pids(self) -> dict[str, int]:
         """The processes of this launch by name, the launcher among them."""
         launched = record.read(self.folder)
-        members = launched.members if launched is not None and launched.pid == self.launcher.pid else {}
-        pids = {name: member.pid for name, member in members.items()} | {"launcher": self.launcher.pid}
+        members = (
+            launched.members if launched is not None and launched.pid == self.launcher.pid else {}
+        )
+        pids = {name: member.pid for name, member in members.items()} | {
+            "launcher": self.launcher.pid
+        }
         for pid in set(pids.values()) - set(self.seen):
             with contextlib.suppress(psutil.Error):
                 self.seen[pid] = psutil.Process(pid).create_time()
         return pids
 
     def whole(self) -> bool:
-        """Whether every process lives and every worker has answered its scheduler since that started."""
+        """Whether every process lives and every worker has answered its scheduler since that
+        started."""
         pids, reports = self.pids(), health.read_all(self.folder)
         if set(pids) != set(plan.places(plan.EVERYWHERE, len(self.homes))):
             return False
@@ -109,14 +118,21 @@ class Run:
         """The names of the schedulers."""
         return [shards.called("scheduler", number) for number in range(len(self.homes))]
 
-    def wait(self, condition: Callable[[], bool], awaited: str, patience_s: float = PATIENCE_S) -> float:
-        """Wait until ``condition`` holds and return the seconds. Raises Lost when the launcher ends or the patience does."""
+    def wait(
+        self, condition: Callable[[], bool], awaited: str, patience_s: float = PATIENCE_S
+    ) -> float:
+        """Wait until ``condition`` holds and return the seconds. Raises Lost when the launcher ends
+        or the patience does."""
         start = time.monotonic()
         while not condition():
             if self.launcher.poll() is not None:
-                raise Lost(f"the run ended with status {self.launcher.poll()} before {awaited}:\n{self.said()[-1500:]}")
+                raise Lost(
+                    f"the run ended with status {self.launcher.poll()} before {awaited}:\n{self.said()[-1500:]}"
+                )
             if time.monotonic() - start > patience_s:
-                raise Lost(f"{awaited} did not come within {patience_s:.0f} s:\n{self.said()[-1500:]}")
+                raise Lost(
+                    f"{awaited} did not come within {patience_s:.0f} s:\n{self.said()[-1500:]}"
+                )
             time.sleep(LOOK_S)
         return time.monotonic() - start
 
@@ -130,7 +146,9 @@ class Run:
         try:
             status = self.launcher.wait(patience_s)
         except subprocess.TimeoutExpired:
-            raise Lost(f"the launcher did not end within {patience_s:.0f} s:\n{self.said()[-1500:]}") from None
+            raise Lost(
+                f"the launcher did not end within {patience_s:.0f} s:\n{self.said()[-1500:]}"
+            ) from None
         end = time.monotonic() + 60
         while left := self.alive():
             if time.monotonic() > end:
@@ -139,12 +157,15 @@ class Run:
         return status
 
     def moves_or_ends(self) -> int | None:
-        """Wait until another update was made, or until the launcher has ended. Return its exit status, None if the run moves."""
+        """Wait until another update was made, or until the launcher has ended. Return its exit
+        status, None if the run moves."""
         mark = self.version() + 1
         end = time.monotonic() + PATIENCE_S
         while self.version() < mark and self.launcher.poll() is None:
             if time.monotonic() > end:
-                raise Lost(f"the run neither moved nor ended within {PATIENCE_S:.0f} s:\n{self.said()[-1500:]}")
+                raise Lost(
+                    f"the run neither moved nor ended within {PATIENCE_S:.0f} s:\n{self.said()[-1500:]}"
+                )
             time.sleep(LOOK_S)
         return None if self.launcher.poll() is None else self.ended()
 
@@ -153,11 +174,12 @@ class Run:
         self.pids()
         return [pid for pid, born in self.seen.items() if _born(pid) == born]
 
-    # ------------------------------------------------------------------------------------------ what is done
+    # ------------------------------------------------------------------------------------------
+    # what is done
 
     def order(self, place: str, kind: str, variant: int, patience_s: float = 120.0) -> str:
-        """Have a process strike itself, and return what it says about it. A process that was replaced before its moment came hands the order on.
-        Raises Lost if no moment came."""
+        """Have a process strike itself, and return what it says about it. A process that was
+        replaced before its moment came hands the order on. Raises Lost if no moment came."""
         message, ordered, end = (
             json.dumps({"kind": kind, "variant": variant}).encode(),
             0,
@@ -186,10 +208,13 @@ class Run:
         self.ended()
 
     def finish(self) -> int:
-        """Stop in order, as Ctrl-C does, then resume for three more updates. Return the exit status of the run's end."""
+        """Stop in order, as Ctrl-C does, then resume for three more updates. Return the exit status
+        of the run's end."""
         self.launcher.send_signal(signal.SIGINT)
         if (status := self.ended()) != 130:
-            raise Lost(f"Ctrl-C ended the run with status {status}, expected 130:\n{self.said()[-1500:]}")
+            raise Lost(
+                f"Ctrl-C ended the run with status {status}, expected 130:\n{self.said()[-1500:]}"
+            )
         self.resume("--set", f"scheduler.updates={self.version() + 3}")
         return self.ended()
 

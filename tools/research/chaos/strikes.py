@@ -1,4 +1,5 @@
-"""What each kind of fault does to a run, from outside. What strikes inside a process is in tools/research/chaos/inside.py."""
+"""What each kind of fault does to a run, from outside. What strikes inside a process is in
+tools/research/chaos/inside.py."""
 
 import os
 import random
@@ -19,7 +20,8 @@ PAUSE_S, UNWRITABLE_S, DYING_S = 1.0, 5.0, 60.0
 
 
 def strike(run: Run, fault: Fault) -> str:
-    """Strike, wait until the fault is over, resume the run if the fault has ended it, and return what happened."""
+    """Strike, wait until the fault is over, resume the run if the fault has ended it, and return
+    what happened."""
     rng = random.Random(fault.variant)
     match fault.kind:
         case "kill" | "exit" if fault.place == "launcher":
@@ -50,20 +52,26 @@ def _end_launcher(run: Run, number: signal.Signals) -> str:
     run.launcher.send_signal(number)
     status, expected = run.ended(), -number if number == signal.SIGKILL else INTERRUPTED
     if status != expected:
-        raise Lost(f"{number.name} ended the launcher with status {status}, expected {expected}:\n{run.said()[-1500:]}")
+        raise Lost(
+            f"{number.name} ended the launcher with status {status}, expected {expected}:\n{run.said()[-1500:]}"
+        )
     run.resume()
     return f"{number.name}, then resumed"
 
 
 def _refused(run: Run, words: tuple[str, ...], status: int) -> str:
-    """Return the line of the run's last words that names the cause. Raises Lost if none does, or if the run ended as if all were well."""
+    """Return the line of the run's last words that names the cause. Raises Lost if none does, or if
+    the run ended as if all were well."""
     lines = [line for line in run.said().splitlines() if any(word in line for word in words)]
     if not status or status == INTERRUPTED or not lines:
-        raise Lost(f"the run ended with status {status} and named none of {words}:\n{run.said()[-1500:]}")
+        raise Lost(
+            f"the run ended with status {status} and named none of {words}:\n{run.said()[-1500:]}"
+        )
     return lines[-1]
 
 
-# ------------------------------------------------------------------------------------------ the disk
+# ------------------------------------------------------------------------------------------ the
+# disk
 
 
 def mount(place: Path, options: str, first: bool = False) -> bool:
@@ -101,7 +109,9 @@ def _read_only(run: Run) -> str:
     end = time.monotonic() + DYING_S
     while not mount(disk, "ro"):  # a process that was killed while it started still holds its log
         if time.monotonic() > end:
-            raise Lost(f"{disk} could not be made read-only within {DYING_S:.0f} s: who writes there?")
+            raise Lost(
+                f"{disk} could not be made read-only within {DYING_S:.0f} s: who writes there?"
+            )
         time.sleep(0.05)
     run.resume()
     line = _refused(run, ("Read-only",), run.ended())
@@ -123,11 +133,13 @@ def _unwritable(run: Run, place: str) -> str:
     return "no file could grow, so that it ended"
 
 
-# ------------------------------------------------------------------------------------------ damaged files
+# ------------------------------------------------------------------------------------------ damaged
+# files
 
 
 def _journal(run: Run, rng: random.Random) -> str:
-    """Cut a file of the journal short. The run must refuse it, which a copy mends, or lose nothing by it."""
+    """Cut a file of the journal short. The run must refuse it, which a copy mends, or lose nothing
+    by it."""
     run.kill_all()
     every = [path for home in run.homes for path in home.glob("journal.sqlite*")]
     files = [path for path in every if path.suffix != ".sqlite-shm" and path.stat().st_size]

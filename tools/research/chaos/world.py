@@ -1,4 +1,5 @@
-"""The small world of a run of chaos: a policy that always searches, rules as judges, two actors and two ranks, an update in a fraction of a second."""
+"""The small world of a run of chaos: a policy that always searches, rules as judges, two actors and
+two ranks, an update in a fraction of a second."""
 
 import asyncio
 import json
@@ -23,7 +24,8 @@ FACTS = {
 QUESTIONS, STALENESS = 2, 1
 REPLACE_S = 8.0
 PACE_S = 0.1
-"""Seconds of each step of an episode, so that a run of many faults has no journal that nobody could read."""
+"""Seconds of each step of an episode, so that a run of many faults has no journal that nobody could
+read."""
 CONFIG = """
 name = "chaos"
 [model]
@@ -71,7 +73,8 @@ lora = {{ rank = 4, alpha = 8.0 }}
 
 
 class Searching(SearchQA):
-    """Every text that a policy with random weights writes is a search, so that the retriever is part of every tree."""
+    """Every text that a policy with random weights writes is a search, so that the retriever is
+    part of every tree."""
 
     def parse(self, text: str) -> Action:
         """Return a search for the text."""
@@ -84,9 +87,13 @@ class Searching(SearchQA):
 
 
 def make(folder: Path, schedulers: int = 1) -> Path:
-    """Write model, tasks, corpus, index and assets into ``folder``, and return the config of its runs."""
+    """Write model, tasks, corpus, index and assets into ``folder``, and return the config of its
+    runs."""
     make_tiny_policy(folder / "model", hidden=32, layers=2, heads=4, intermediate=64)
-    corpus = [{"id": str(i), "contents": f'"{land}"\nCapital: {town}'} for i, (land, town) in enumerate(FACTS.items())]
+    corpus = [
+        {"id": str(i), "contents": f'"{land}"\nCapital: {town}'}
+        for i, (land, town) in enumerate(FACTS.items())
+    ]
     tasks: list[dict[str, Any]] = [
         {"id": str(i), "question": f"What is the capital of {land}?", "golden_answers": [town]}
         for i, (land, town) in enumerate(FACTS.items())

@@ -1,7 +1,9 @@
-"""SLATE (arXiv 2602.23440): the variance of advantages from k actions after one prefix, against G whole trajectories.
+"""SLATE (arXiv 2602.23440): the variance of advantages from k actions after one prefix, against G
+whole trajectories.
 
-Every step reward comes from independent noise in {-1, 0, 1} with probabilities 1/4, 1/4, 1/2. A process says how the
-reward depends on earlier steps. Source: SLATE section 4 and appendix A.4-A.7; methods.md 5.
+Every step reward comes from independent noise in {-1, 0, 1} with probabilities 1/4, 1/4, 1/2. A
+process says how the reward depends on earlier steps. Source: SLATE section 4 and appendix A.4-A.7;
+methods.md 5.
 """
 
 import math
@@ -13,16 +15,27 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from tools.inspecting.figures import save
-from tools.research.theories import BATCHES, STANDARD_ERRORS, Estimate, Row, estimate, magnitude, show, together
+from tools.research.theories import (
+    BATCHES,
+    STANDARD_ERRORS,
+    Estimate,
+    Row,
+    estimate,
+    magnitude,
+    show,
+    together,
+)
 
 Array = NDArray[np.float64]
-Process = Callable[[list[Array], list[Array], Array], Array]  # (earlier noise, earlier rewards, noise) -> reward
+# (earlier noise, earlier rewards, noise) -> reward
+Process = Callable[[list[Array], list[Array], Array], Array]
 
 NOISE = np.array([-1.0, 0.0, 1.0, 1.0])
 HORIZONS = (2, 4, 8)
 GROUP = 5
 SELECTION = 0.7  # SLATE's eta: the temperature of the softmax by which a candidate is continued
-DEPENDENCE = 0.5  # the share of each earlier step's noise that is added to the mean of a later reward
+# the share of each earlier step's noise that is added to the mean of a later reward
+DEPENDENCE = 0.5
 
 
 def independent(_noises: list[Array], _rewards: list[Array], noise: Array) -> Array:
@@ -31,12 +44,14 @@ def independent(_noises: list[Array], _rewards: list[Array], noise: Array) -> Ar
 
 
 def prefix_dependent(noises: list[Array], _rewards: list[Array], noise: Array) -> Array:
-    """Return r_t = u_t + (u_1 + .. + u_{t-1}) / 2. A good step improves later steps (its covariance with the future is > 0)."""
+    """Return r_t = u_t + (u_1 + .. + u_{t-1}) / 2. A good step improves later steps (its covariance
+    with the future is > 0)."""
     return noise + DEPENDENCE * sum(noises)
 
 
 def cancelling(_noises: list[Array], rewards: list[Array], noise: Array) -> Array:
-    """Return r_t = u_t - (r_1 + .. + r_{t-1}). Each step takes back earlier gains (its covariance with the future is < 0)."""
+    """Return r_t = u_t - (r_1 + .. + r_{t-1}). Each step takes back earlier gains (its covariance
+    with the future is < 0)."""
     return noise - sum(rewards)
 
 
@@ -50,7 +65,9 @@ def draw(rng: np.random.Generator, *shape: int) -> Array:
     return NOISE[rng.integers(0, len(NOISE), size=shape, dtype=np.int8)]
 
 
-def trajectories(process: Process, horizon: int, group: int, groups: int, rng: np.random.Generator) -> Array:
+def trajectories(
+    process: Process, horizon: int, group: int, groups: int, rng: np.random.Generator
+) -> Array:
     """Draw the step rewards of whole trajectories, [steps, groups, group]."""
     noises: list[Array] = []
     rewards: list[Array] = []
@@ -61,8 +78,11 @@ def trajectories(process: Process, horizon: int, group: int, groups: int, rng: n
     return np.stack(rewards)
 
 
-def candidates(process: Process, horizon: int, k: int, groups: int, rng: np.random.Generator) -> Array:
-    """Draw the rewards of k actions after one shared prefix, [steps, groups, k]. The first action extends the prefix."""
+def candidates(
+    process: Process, horizon: int, k: int, groups: int, rng: np.random.Generator
+) -> Array:
+    """Draw the rewards of k actions after one shared prefix, [steps, groups, k]. The first action
+    extends the prefix."""
     noises: list[Array] = []
     rewards: list[Array] = []
     tried: list[Array] = []
@@ -75,21 +95,26 @@ def candidates(process: Process, horizon: int, k: int, groups: int, rng: np.rand
 
 
 def centred(values: Array) -> Array:
-    """Return the values minus the mean of their group, [..., group]. Both advantages of Theorem 1 have this form."""
+    """Return the values minus the mean of their group, [..., group]. Both advantages of Theorem 1
+    have this form."""
     return values - values.mean(axis=-1, keepdims=True)
 
 
 def variances(
     process: Process, horizon: int, k: int, group: int, groups: int, rng: np.random.Generator
 ) -> tuple[Array, float]:
-    """Estimate the variance of the truncated advantage, [steps], and the variance of the full-trajectory advantage (eq. 8)."""
+    """Estimate the variance of the truncated advantage, [steps], and the variance of the
+    full-trajectory advantage (eq. 8)."""
     truncated = centred(candidates(process, horizon, k, groups, rng))
     full = centred(trajectories(process, horizon, group, groups, rng).sum(axis=0))
     return (truncated**2).mean(axis=(1, 2)), float((full**2).mean())
 
 
-def variance_ratio(process: Process, horizon: int, rng: np.random.Generator, groups: int = 200_000) -> Estimate:
-    """Estimate truncated over full-trajectory variance for k = G = 5, averaged over the steps (eq. 9 claims at most 1/T)."""
+def variance_ratio(
+    process: Process, horizon: int, rng: np.random.Generator, groups: int = 200_000
+) -> Estimate:
+    """Estimate truncated over full-trajectory variance for k = G = 5, averaged over the steps (eq.
+    9 claims at most 1/T)."""
 
     def ratio(rng: np.random.Generator) -> float:
         truncated, full = variances(process, horizon, GROUP, GROUP, groups // BATCHES, rng)
@@ -98,8 +123,11 @@ def variance_ratio(process: Process, horizon: int, rng: np.random.Generator, gro
     return estimate(ratio, rng)
 
 
-def future_covariance(process: Process, horizon: int, rng: np.random.Generator, groups: int = 200_000) -> Estimate:
-    """Estimate the covariance of r_1, whose prefix is empty, with later rewards (assumption 1 requires it non-negative)."""
+def future_covariance(
+    process: Process, horizon: int, rng: np.random.Generator, groups: int = 200_000
+) -> Estimate:
+    """Estimate the covariance of r_1, whose prefix is empty, with later rewards (assumption 1
+    requires it non-negative)."""
 
     def covariance(rng: np.random.Generator) -> float:
         rewards = trajectories(process, horizon, 1, groups // BATCHES, rng)[..., 0]
@@ -109,7 +137,8 @@ def future_covariance(process: Process, horizon: int, rng: np.random.Generator, 
 
 
 def negated_variances(rng: np.random.Generator, groups: int = 200_000) -> Estimate:
-    """Estimate the truncated variance at step 1 and the full variance when the second step takes back the first, [2]."""
+    """Estimate the truncated variance at step 1 and the full variance when the second step takes
+    back the first, [2]."""
 
     def both(rng: np.random.Generator) -> list[float]:
         truncated, full = variances(negating, 2, GROUP, GROUP, groups // BATCHES, rng)
@@ -119,10 +148,12 @@ def negated_variances(rng: np.random.Generator, groups: int = 200_000) -> Estima
 
 
 def extended_variances(rng: np.random.Generator, groups: int = 200_000) -> Estimate:
-    """Estimate the truncated variance at step 2 of prefixes extended as SLATE extends them, and the full variance, [2].
+    """Estimate the truncated variance at step 2 of prefixes extended as SLATE extends them, and the
+    full variance, [2].
 
-    r_1 is +1 or -1 with equal probability. r_2 is +3 or -3 after r_1 = +1, and 0 after r_1 = -1. The continued candidate is
-    drawn by softmax(A / 0.7) (SLATE Algorithm 1), so prefixes with r_1 = +1 are more frequent than under the policy.
+    r_1 is +1 or -1 with equal probability. r_2 is +3 or -3 after r_1 = +1, and 0 after r_1 = -1.
+    The continued candidate is drawn by softmax(A / 0.7) (SLATE Algorithm 1), so prefixes with r_1 =
+    +1 are more frequent than under the policy.
     """
 
     def both(rng: np.random.Generator) -> list[float]:
@@ -130,7 +161,8 @@ def extended_variances(rng: np.random.Generator, groups: int = 200_000) -> Estim
         first, second = rng.choice((-1.0, 1.0), shape), rng.choice((-3.0, 3.0), shape)
         spread = first.std(axis=1, ddof=1, keepdims=True)
         advantage = centred(first) / (spread + 1e-6)
-        chosen = np.argmax(advantage / SELECTION + rng.gumbel(size=shape), axis=1)  # a draw from the softmax
+        # a draw from the softmax
+        chosen = np.argmax(advantage / SELECTION + rng.gumbel(size=shape), axis=1)
         after = np.take_along_axis(first, chosen[:, None], axis=1) > 0
         truncated, full = centred(second * after), centred(first + second * (first > 0))
         return [float((truncated**2).mean()), float((full**2).mean())]
@@ -139,7 +171,8 @@ def extended_variances(rng: np.random.Generator, groups: int = 200_000) -> Estim
 
 
 def chosen_share(k: int = GROUP) -> float:
-    """Return the exact probability that SLATE continues a candidate of r_1 = +1 in ``extended_variances``."""
+    """Return the exact probability that SLATE continues a candidate of r_1 = +1 in
+    ``extended_variances``."""
     share = 0.0
     for good in range(k + 1):
         rewards = np.repeat((1.0, -1.0), (good, k - good))
@@ -148,8 +181,11 @@ def chosen_share(k: int = GROUP) -> float:
     return share
 
 
-def mean_advantage_ratio(horizon: int, group: int, rng: np.random.Generator, groups: int = 20_000) -> Estimate:
-    """Estimate (1/k) truncated over (1/G) full variance at k = G/T for independent steps (Proposition 2 claims 1)."""
+def mean_advantage_ratio(
+    horizon: int, group: int, rng: np.random.Generator, groups: int = 20_000
+) -> Estimate:
+    """Estimate (1/k) truncated over (1/G) full variance at k = G/T for independent steps
+    (Proposition 2 claims 1)."""
     k = group // horizon
 
     def ratio(rng: np.random.Generator) -> float:
@@ -160,11 +196,12 @@ def mean_advantage_ratio(horizon: int, group: int, rng: np.random.Generator, gro
 
 
 def correlations(horizon: int, rng: np.random.Generator, groups: int = 200_000) -> Estimate:
-    """Estimate how well each advantage predicts r_1 minus its group mean, for independent steps in groups of 5, [6].
+    """Estimate how well each advantage predicts r_1 minus its group mean, for independent steps in
+    groups of 5, [6].
 
-    The entries are the correlations of the full-trajectory advantage before and after division by the group's standard
-    deviation, the same two of the truncated advantage, and the variances of both after the division. Groups of equal
-    rewards cannot be divided and are left out.
+    The entries are the correlations of the full-trajectory advantage before and after division by
+    the group's standard deviation, the same two of the truncated advantage, and the variances of
+    both after the division. Groups of equal rewards cannot be divided and are left out.
     """
 
     def statistics(rng: np.random.Generator) -> list[float]:
@@ -176,7 +213,10 @@ def correlations(horizon: int, rng: np.random.Generator, groups: int = 200_000) 
             spread = advantage.std(axis=-1)
             kept = spread > 0
             divided = advantage[kept] / spread[kept, None]
-            coefficients += [_correlation(advantage, step_one), _correlation(divided, step_one[kept])]
+            coefficients += [
+                _correlation(advantage, step_one),
+                _correlation(divided, step_one[kept]),
+            ]
             scales.append(float((divided**2).mean()))
         return coefficients + scales
 
@@ -191,7 +231,9 @@ def rows(seed: int = 0) -> list[Row]:
 
 def _theorem_1(rng: np.random.Generator) -> list[Row]:
     inverse = [1 / horizon for horizon in HORIZONS]
-    dependent = [1 / sum((1 + DEPENDENCE * later) ** 2 for later in range(horizon)) for horizon in HORIZONS]
+    dependent = [
+        1 / sum((1 + DEPENDENCE * later) ** 2 for later in range(horizon)) for horizon in HORIZONS
+    ]
     results = []
     for claim, process, expected in (
         ("SLATE Thm 1: variance ratio at T=2/4/8, independent steps: 1/T", independent, inverse),
@@ -201,8 +243,16 @@ def _theorem_1(rng: np.random.Generator) -> list[Row]:
         ratios = together(variance_ratio(process, horizon, rng) for horizon in HORIZONS)
         results.append(Row(claim, str(ratios), show(expected), ratios.near(expected)))
     for claim, process, expected in (
-        ("SLATE Thm 1: Cov(r_1, later), prefix-dependent means, T=4", prefix_dependent, 3 * DEPENDENCE * NOISE.var()),
-        ("SLATE Thm 1: Cov(r_1, later), steps cancel the past: assumption 1 fails", cancelling, -NOISE.var()),
+        (
+            "SLATE Thm 1: Cov(r_1, later), prefix-dependent means, T=4",
+            prefix_dependent,
+            3 * DEPENDENCE * NOISE.var(),
+        ),
+        (
+            "SLATE Thm 1: Cov(r_1, later), steps cancel the past: assumption 1 fails",
+            cancelling,
+            -NOISE.var(),
+        ),
     ):
         covariance = future_covariance(process, 4, rng)
         results.append(Row(claim, str(covariance), show(expected), covariance.near(expected)))
@@ -253,11 +303,16 @@ def _proposition_2(rng: np.random.Generator) -> list[Row]:
     ratios = together(mean_advantage_ratio(horizon, group, rng) for horizon, group in cases)
     expected = [(1 - horizon / group) / (1 - 1 / group) for horizon, group in cases]
     claim = "SLATE Prop 2: per-mean variance ratio at k=G/T, (T,G)=(4,20)/(2,10)/(5,50): below 1"
-    literal = float(np.abs(centred(candidates(independent, 4, GROUP, 1000, rng)).mean(axis=-1)).max())
+    literal = float(
+        np.abs(centred(candidates(independent, 4, GROUP, 1000, rng)).mean(axis=-1)).max()
+    )
     return [
         Row(claim, str(ratios), show(expected), ratios.near(expected)),
         Row(
-            "SLATE Prop 2: largest |mean of the centred advantages|: always 0", magnitude(literal), "0", literal < 1e-12
+            "SLATE Prop 2: largest |mean of the centred advantages|: always 0",
+            magnitude(literal),
+            "0",
+            literal < 1e-12,
         ),
     ]
 
@@ -274,9 +329,16 @@ def figures(folder: Path) -> None:
         ("steps that cancel the past", cancelling, "^"),
     ):
         rng = np.random.default_rng(0)
-        ratios = [variance_ratio(process, int(horizon), rng, groups=40_000).value for horizon in horizons]
+        ratios = [
+            variance_ratio(process, int(horizon), rng, groups=40_000).value for horizon in horizons
+        ]
         axes.plot(horizons, ratios, mark, markersize=5, label=name)
-    axes.set(yscale="log", xlabel="steps T", ylabel="truncated / full variance", title="SLATE Theorem 1, k = G = 5")
+    axes.set(
+        yscale="log",
+        xlabel="steps T",
+        ylabel="truncated / full variance",
+        title="SLATE Theorem 1, k = G = 5",
+    )
     axes.legend(frameon=False, fontsize=8)
     save(figure, folder / "theory-slate.svg")
 

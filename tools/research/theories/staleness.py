@@ -1,11 +1,14 @@
-"""The bias and the noise of every off-policy correction as its data gets older, without sampling error.
+"""The bias and the noise of every off-policy correction as its data gets older, without sampling
+error.
 
-A sequence has four tokens of three choices, in two turns of two tokens. One third of the sequences succeed (return 1). The
-policy has one row of logits per pair of position and previous token, so learning on one sequence moves the policy on
-others. All 81 sequences are enumerated, so the policy gradient is exact, and so are the mean and the variance of a correction's
-gradient estimate from a sequence that an older policy sampled. ``behaviour`` is the policy that sampled. ``current`` is ahead of
-it by a number of exact gradient steps, the staleness. The proximal policy equals ``current``, as at the start of an update. The
-advantage is the return minus the mean return under ``behaviour``, as a large group would measure it.
+A sequence has four tokens of three choices, in two turns of two tokens. One third of the sequences
+succeed (return 1). The policy has one row of logits per pair of position and previous token, so
+learning on one sequence moves the policy on others. All 81 sequences are enumerated, so the policy
+gradient is exact, and so are the mean and the variance of a correction's gradient estimate from a
+sequence that an older policy sampled. ``behaviour`` is the policy that sampled. ``current`` is
+ahead of it by a number of exact gradient steps, the staleness. The proximal policy equals
+``current``, as at the start of an update. The advantage is the return minus the mean return under
+``behaviour``, as a large group would measure it.
 """
 
 from functools import cache
@@ -27,7 +30,8 @@ ACTIONS, TOKENS, TOKENS_PER_TURN = 3, 4, 2
 SEQUENCES, STATES = ACTIONS**TOKENS, 1 + ACTIONS * (TOKENS - 1)
 STALENESS = (0, 1, 2, 4, 8, 16)
 SHOWN = 8  # the staleness at which corrections are compared with each other
-STEP = 1.5  # sixteen steps double the chance of success and move the policy past every default bound
+# sixteen steps double the chance of success and move the policy past every default bound
+STEP = 1.5
 TASKS = 10  # every number is a mean over this many random tasks
 UNTRUNCATED = 1e9  # a bound that no ratio comes near
 BOUNDS = (1.0, 1.25, 1.5, 2.0, UNTRUNCATED)
@@ -37,15 +41,17 @@ UNBIASED = load("tis", {"level": "sequence", "upper": UNTRUNCATED})
 
 
 class Task(msgspec.Struct, frozen=True):
-    """The return of every sequence, [sequences], and the logits of the policy that samples the sequences, [states, actions]."""
+    """The return of every sequence, [sequences], and the logits of the policy that samples the
+    sequences, [states, actions]."""
 
     returns: Array
     behaviour: Array
 
 
 class Measured(msgspec.Struct, frozen=True):
-    """An estimator of the gradient, in units of the exact gradient's norm: the norm of its bias, the cosine between its mean
-    and the exact gradient, and the standard deviation of one sequence's estimate (the root of the summed variances)."""
+    """An estimator of the gradient, in units of the exact gradient's norm: the norm of its bias,
+    the cosine between its mean and the exact gradient, and the standard deviation of one sequence's
+    estimate (the root of the summed variances)."""
 
     bias: float
     cosine: float
@@ -57,7 +63,8 @@ Stale = list[tuple[Task, Array]]  # tasks, each with the current logits
 
 @cache
 def paths() -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the states and actions of the sequences in lexicographic order, [sequences, tokens] each."""
+    """Return the states and actions of the sequences in lexicographic order, [sequences, tokens]
+    each."""
     actions = np.indices((ACTIONS,) * TOKENS).reshape(TOKENS, SEQUENCES).T
     states = np.zeros_like(actions)
     states[:, 1:] = 1 + ACTIONS * np.arange(TOKENS - 1) + actions[:, :-1]
@@ -87,8 +94,8 @@ def chances(logits: Array) -> Array:
 
 
 def given_prefix(logits: Array, values: Array) -> Array:
-    """Return E[values | the tokens before t], [sequences, tokens]. Column t of ``values`` [sequences, tokens] is averaged over
-    the sequences with the same first t tokens."""
+    """Return E[values | the tokens before t], [sequences, tokens]. Column t of ``values``
+    [sequences, tokens] is averaged over the sequences with the same first t tokens."""
     chance, means = chances(logits), np.empty((SEQUENCES, TOKENS))
     for t in range(TOKENS):
         block, weight = values[:, t].reshape(ACTIONS**t, -1), chance.reshape(ACTIONS**t, -1)
@@ -97,16 +104,19 @@ def given_prefix(logits: Array, values: Array) -> Array:
 
 
 def values(task: Task, logits: Array) -> Array:
-    """Return V before every token: the expected return of the policy with ``logits`` after that prefix, [sequences, tokens]."""
+    """Return V before every token: the expected return of the policy with ``logits`` after that
+    prefix, [sequences, tokens]."""
     return given_prefix(logits, _each_token(task.returns))
 
 
 def estimates(logits: Array, weights: Array) -> Array:
-    """Return each sequence's sum over tokens of weight x score, [sequences, states, actions]. weights: [sequences, tokens]."""
+    """Return each sequence's sum over tokens of weight x score, [sequences, states, actions].
+    weights: [sequences, tokens]."""
     states, actions = paths()
     scores = np.eye(ACTIONS)[actions] - np.exp(log_policy(logits))[states]
     gradients = np.zeros((SEQUENCES, STATES, ACTIONS))
-    gradients[np.arange(SEQUENCES)[:, None], states] = weights[..., None] * scores  # no state comes twice in a sequence
+    # no state comes twice in a sequence
+    gradients[np.arange(SEQUENCES)[:, None], states] = weights[..., None] * scores
     return gradients
 
 
@@ -116,7 +126,8 @@ def exact_gradient(task: Task, logits: Array) -> Array:
 
 
 def stale(tasks: list[Task], staleness: int) -> Stale:
-    """Return each task with the logits that are ``staleness`` exact gradient steps ahead of its behaviour policy."""
+    """Return each task with the logits that are ``staleness`` exact gradient steps ahead of its
+    behaviour policy."""
     pairs = []
     for task in tasks:
         logits = task.behaviour
@@ -126,19 +137,26 @@ def stale(tasks: list[Task], staleness: int) -> Stale:
     return pairs
 
 
-def token_weights(correction: Corrected, current: Array, behaviour: Array, advantages: Array) -> Array:
-    """Return the derivative of each token's surrogate by its log current, [sequences, tokens]. current and behaviour are
-    log-probabilities; they and ``advantages`` are [sequences, tokens]."""
+def token_weights(
+    correction: Corrected, current: Array, behaviour: Array, advantages: Array
+) -> Array:
+    """Return the derivative of each token's surrogate by its log current, [sequences, tokens].
+    current and behaviour are log-probabilities; they and ``advantages`` are [sequences, tokens]."""
     leaf = torch.from_numpy(current.ravel()).requires_grad_()
     segments = {"turn": _segments(TOKENS_PER_TURN), "sequence": _segments(TOKENS)}
     logprobs = Logprobs(leaf, leaf.detach(), torch.from_numpy(behaviour.ravel()), segments)
     with torch.enable_grad():
-        (gradient,) = torch.autograd.grad(correction(logprobs, torch.from_numpy(advantages.ravel())).term.sum(), leaf)
+        (gradient,) = torch.autograd.grad(
+            correction(logprobs, torch.from_numpy(advantages.ravel())).term.sum(), leaf
+        )
     return gradient.numpy().reshape(SEQUENCES, TOKENS)
 
 
-def measure(task: Task, logits: Array, correction: Corrected, advantages: Array | None = None) -> Measured:
-    """Compare the correction's gradient over the sequences of ``behaviour`` with the exact gradient at ``logits``.
+def measure(
+    task: Task, logits: Array, correction: Corrected, advantages: Array | None = None
+) -> Measured:
+    """Compare the correction's gradient over the sequences of ``behaviour`` with the exact gradient
+    at ``logits``.
 
     advantages: [sequences, tokens]; by default the return minus its mean under ``behaviour``.
     """
@@ -160,7 +178,8 @@ def average(data: Stale, correction: Corrected) -> Measured:
 
 
 def with_current_baseline(data: Stale, correction: Corrected) -> Measured:
-    """Return the mean of ``measure`` when the mean return of ``current`` is subtracted, as an up-to-date critic would do."""
+    """Return the mean of ``measure`` when the mean return of ``current`` is subtracted, as an
+    up-to-date critic would do."""
     measured = []
     for task, logits in data:
         advantages = _each_token(task.returns - chances(logits) @ task.returns)
@@ -169,18 +188,25 @@ def with_current_baseline(data: Stale, correction: Corrected) -> Measured:
 
 
 def with_vtrace_advantages(data: Stale) -> Measured:
-    """Measure the untruncated token ratio with V-trace's advantages (no bounds, critic of the behaviour policy)."""
+    """Measure the untruncated token ratio with V-trace's advantages (no bounds, critic of the
+    behaviour policy)."""
     token = load("tis", {"upper": UNTRUNCATED})
-    return _mean([measure(task, logits, token, off_policy(task, logits, "vtrace")[0]) for task, logits in data])
+    return _mean(
+        [
+            measure(task, logits, token, off_policy(task, logits, "vtrace")[0])
+            for task, logits in data
+        ]
+    )
 
 
 def off_policy(
     task: Task, logits: Array, kind: str, critic: Array | None = None, **bounds: float
 ) -> tuple[Array, Array]:
-    """Return the advantages and value targets of learner/targets.py with gamma = lambda = 1, [sequences, tokens] each.
+    """Return the advantages and value targets of learner/targets.py with gamma = lambda = 1,
+    [sequences, tokens] each.
 
-    kind: "gae", "vtrace" (``bounds`` rho_max and c_max, none by default) or "retrace". critic: values [sequences,
-    tokens], by default the values of ``behaviour``.
+    kind: "gae", "vtrace" (``bounds`` rho_max and c_max, none by default) or "retrace". critic:
+    values [sequences, tokens], by default the values of ``behaviour``.
     """
     critic = values(task, task.behaviour) if critic is None else critic
     ratios = log_probs(logits) - log_probs(task.behaviour)
@@ -199,7 +225,8 @@ def off_policy(
 
 
 def target_bias(data: Stale, kind: str, exact_critic: bool, **bounds: float) -> float:
-    """Return the root mean square of E[value target | prefix] - V of current, over the tasks and the prefixes of ``behaviour``.
+    """Return the root mean square of E[value target | prefix] - V of current, over the tasks and
+    the prefixes of ``behaviour``.
 
     exact_critic: the critic is V of current; otherwise V of ``behaviour``.
     """
@@ -234,9 +261,14 @@ def rows(seed: int = 0) -> list[Row]:
 def _drift(data: dict[int, Stale]) -> Row:
     divergences = []
     for pairs in data.values():
-        apart = [(log_probs(task.behaviour) - log_probs(logits)).sum(axis=1) for task, logits in pairs]
+        apart = [
+            (log_probs(task.behaviour) - log_probs(logits)).sum(axis=1) for task, logits in pairs
+        ]
         divergences.append(
-            np.mean([chances(pair[0].behaviour) @ gap for pair, gap in zip(pairs, apart, strict=True)]) / TOKENS
+            np.mean(
+                [chances(pair[0].behaviour) @ gap for pair, gap in zip(pairs, apart, strict=True)]
+            )
+            / TOKENS
         )
     return Row(
         f"Staleness: KL(behaviour || current) a token, {_steps()} steps",
@@ -259,20 +291,27 @@ def _by_staleness(data: dict[int, Stale]) -> list[Row]:
 
 
 def _at_one_staleness(pairs: Stale) -> list[Row]:
-    """Return bias, cosine, deviation, and the number of sequences whose mean has noise as large as its bias."""
+    """Return bias, cosine, deviation, and the number of sequences whose mean has noise as large as
+    its bias."""
     limit, results = average(pairs, UNBIASED).deviation, []
     for name in CORRECTIONS:
         correction = load(name, {})
         measured = average(pairs, correction)
-        claim = f"Staleness {SHOWN}: bias / cosine / deviation / batch of {name} ({correction.level})"
+        claim = (
+            f"Staleness {SHOWN}: bias / cosine / deviation / batch of {name} ({correction.level})"
+        )
         numbers = f"{show([measured.bias, measured.cosine], 3)} / {measured.deviation:.2f} / {(measured.deviation / measured.bias) ** 2:.0f}"
         results.append(Row(claim, numbers, f"deviation < {limit:.2f}", measured.deviation < limit))
     return results
 
 
 def _levels_and_bounds(pairs: Stale) -> list[Row]:
-    levels = [average(pairs, load("tis", {"level": level, "upper": UNTRUNCATED})) for level in LEVELS]
-    bounds = [average(pairs, load("tis", {"level": "sequence", "upper": upper})) for upper in BOUNDS]
+    levels = [
+        average(pairs, load("tis", {"level": level, "upper": UNTRUNCATED})) for level in LEVELS
+    ]
+    bounds = [
+        average(pairs, load("tis", {"level": "sequence", "upper": upper})) for upper in BOUNDS
+    ]
     ladders = (
         ("no bound, level token / turn / sequence", levels),
         ("sequence, bound 1 / 1.25 / 1.5 / 2 / none", bounds),
@@ -280,12 +319,25 @@ def _levels_and_bounds(pairs: Stale) -> list[Row]:
     results = []
     for name, ladder in ladders:
         bias, deviation = [m.bias for m in ladder], [m.deviation for m in ladder]
-        claims = ((f"Staleness {SHOWN}: bias of tis, {name}", bias, "falls to 0", np.all(np.diff(bias) < 0)),)
+        claims = (
+            (
+                f"Staleness {SHOWN}: bias of tis, {name}",
+                bias,
+                "falls to 0",
+                np.all(np.diff(bias) < 0),
+            ),
+        )
         claims += (
-            (f"Staleness {SHOWN}: deviation of tis, {name}", deviation, "rises", np.all(np.diff(deviation) > 0)),
+            (
+                f"Staleness {SHOWN}: deviation of tis, {name}",
+                deviation,
+                "rises",
+                np.all(np.diff(deviation) > 0),
+            ),
         )
         results += [
-            Row(claim, show(measured, 3), expected, bool(agrees)) for claim, measured, expected, agrees in claims
+            Row(claim, show(measured, 3), expected, bool(agrees))
+            for claim, measured, expected, agrees in claims
         ]
     return results
 
@@ -294,10 +346,14 @@ def _findings(data: dict[int, Stale]) -> list[Row]:
     names = {name: load(name, {}) for name in CORRECTIONS}
     bias = {name: average(data[SHOWN], correction).bias for name, correction in names.items()}
     worse = [name for name, measured in bias.items() if measured > bias["none"]]
-    clip, near = (average(data[STALENESS[-1]], names[name]).cosine for name in ("ppo_clip", "decoupled"))
+    clip, near = (
+        average(data[STALENESS[-1]], names[name]).cosine for name in ("ppo_clip", "decoupled")
+    )
     token = load("tis", {"upper": UNTRUNCATED})
     plain, vtraced = average(data[SHOWN], token).bias, with_vtrace_advantages(data[SHOWN]).bias
-    kept_up = [with_current_baseline(data[SHOWN], correction).bias for correction in (names["none"], token)]
+    kept_up = [
+        with_current_baseline(data[SHOWN], correction).bias for correction in (names["none"], token)
+    ]
     return [
         Row(
             f"Staleness {SHOWN}: corrections with more bias than none",
@@ -339,16 +395,21 @@ def _targets(pairs: Stale) -> list[Row]:
     results = []
     for name, kind, bounds in TARGETS:
         biases = [target_bias(pairs, kind, exact, **bounds) for exact in (False, True)]
-        zeros = {"vtrace without bounds": (True, True), "vtrace, c_max 1": (False, True)}.get(name, (False, False))
+        zeros = {"vtrace without bounds": (True, True), "vtrace, c_max 1": (False, True)}.get(
+            name, (False, False)
+        )
         agrees = all((bias < EXACT) == zero for bias, zero in zip(biases, zeros, strict=True))
         expected = " / ".join("0" if zero else "> 0" for zero in zeros)
         claim = f"Staleness {SHOWN}: bias of value targets, stale / exact critic: {name}"
-        results.append(Row(claim, show(np.where(np.array(biases) < EXACT, 0.0, biases)), expected, agrees))
+        results.append(
+            Row(claim, show(np.where(np.array(biases) < EXACT, 0.0, biases)), expected, agrees)
+        )
     return results
 
 
 def figures(folder: Path) -> None:
-    """Write corrections-bias.svg (bias against staleness) and corrections-tradeoff.svg (bias against deviation)."""
+    """Write corrections-bias.svg (bias against staleness) and corrections-tradeoff.svg (bias
+    against deviation)."""
     data = {staleness: stale(random_tasks(0), staleness) for staleness in STALENESS}
     _bias_figure(data, folder / "corrections-bias.svg")
     _tradeoff_figure(data[SHOWN], folder / "corrections-tradeoff.svg")
@@ -360,7 +421,9 @@ def _bias_figure(data: dict[int, Stale], path: Path) -> None:
     for index, (label, correction) in enumerate(_lines().items()):
         bias = [average(pairs, correction).bias for pairs in data.values()]
         style = MARKS[index] + ("-", "--", ":")[index % 3]
-        axes.plot(range(len(STALENESS)), bias, style, color=_colour(index), markersize=5, label=label)
+        axes.plot(
+            range(len(STALENESS)), bias, style, color=_colour(index), markersize=5, label=label
+        )
     axes.set_xticks(range(len(STALENESS)), [str(staleness) for staleness in STALENESS])
     axes.set(xlabel="staleness, gradient steps", ylabel="||bias|| / ||exact gradient||")
     axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
@@ -370,15 +433,33 @@ def _bias_figure(data: dict[int, Stale], path: Path) -> None:
 def _tradeoff_figure(pairs: Stale, path: Path) -> None:
     figure = Figure(figsize=(7.6, 4.2))
     axes = figure.subplots()
-    bounds = [average(pairs, load("tis", {"level": "sequence", "upper": upper})) for upper in BOUNDS]
+    bounds = [
+        average(pairs, load("tis", {"level": "sequence", "upper": upper})) for upper in BOUNDS
+    ]
     axes.plot([m.deviation for m in bounds], [m.bias for m in bounds], ".-", color="0.6", zorder=1)
     for bound, measured in zip(("1", "1.25", "1.5", "2", "none"), bounds, strict=True):
-        axes.annotate(bound, (measured.deviation, measured.bias), xytext=(4, 4), textcoords="offset points", fontsize=7)
+        axes.annotate(
+            bound,
+            (measured.deviation, measured.bias),
+            xytext=(4, 4),
+            textcoords="offset points",
+            fontsize=7,
+        )
     axes.plot([], [], ".-", color="0.6", label="tis (sequence), by bound")
     for index, (label, correction) in enumerate(_lines().items()):
         measured = average(pairs, correction)
-        axes.plot(measured.deviation, measured.bias, MARKS[index], color=_colour(index), markersize=6, label=label)
-    axes.set(xlabel="standard deviation of one sequence / ||exact gradient||", ylabel="||bias|| / ||exact gradient||")
+        axes.plot(
+            measured.deviation,
+            measured.bias,
+            MARKS[index],
+            color=_colour(index),
+            markersize=6,
+            label=label,
+        )
+    axes.set(
+        xlabel="standard deviation of one sequence / ||exact gradient||",
+        ylabel="||bias|| / ||exact gradient||",
+    )
     axes.set_title(f"staleness {SHOWN}", fontsize=10)
     axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
     save(figure, path)

@@ -1,4 +1,5 @@
-"""The games of GEM (``pip install gem-llm``), with all that was said so far in view, as the games themselves expect."""
+"""The games of GEM (``pip install gem-llm``), with all that was said so far in view, as the games
+themselves expect."""
 
 from typing import Any
 

@@ -1,5 +1,6 @@
-"""The sets of reasoning-gym (``pip install reasoning-gym``) in a process of their own: some evaluate what the policy writes as a formula, which may take
-for ever, and some make other questions of the same seed where Python's hashes differ."""
+"""The sets of reasoning-gym (``pip install reasoning-gym``) in a process of their own: some
+evaluate what the policy writes as a formula, which may take for ever, and some make other questions
+of the same seed where Python's hashes differ."""
 
 import copy
 import functools
@@ -8,7 +9,8 @@ from typing import Any
 
 
 class Reasoning:
-    """name: of a set. The other arguments are its settings. The action is the answer, and the reward its score."""
+    """name: of a set. The other arguments are its settings. The action is the answer, and the
+    reward its score."""
 
     copies = False  # a question is in the cache below
 
@@ -24,7 +26,7 @@ class Reasoning:
         """Score an answer; one at which the library fails scores 0."""
         try:
             score = float(self.questions.score_answer(action, copy.deepcopy(self.entry)))
-        except Exception:  # noqa: BLE001 a set may raise anything for an answer that it cannot read
+        except Exception:  # noqa: BLE001
             score = 0.0
         return "", score, True, float(score >= 1)
 

@@ -1,4 +1,5 @@
-"""Text adventures that TextWorld makes (``pip install textworld``, which brings jericho under the GPL: no package of this project needs it)."""
+"""Text adventures that TextWorld makes (``pip install textworld``, which brings jericho under the
+GPL: no package of this project needs it)."""
 
 import functools
 import os
@@ -12,8 +13,9 @@ _STATUS = re.compile(r"\s*>[^\n]*\Z")
 
 
 class TextWorld:
-    """The arguments are fields of ``textworld.GameOptions``: nb_rooms, nb_objects, quest_length, quest_breadth. The player reads the goal and all that was
-    said so far. A step's reward is its part of the greatest score."""
+    """The arguments are fields of ``textworld.GameOptions``: nb_rooms, nb_objects, quest_length,
+    quest_breadth. The player reads the goal and all that was said so far. A step's reward is its
+    part of the greatest score."""
 
     copies = False  # the interpreter of the game is native code
 
@@ -31,7 +33,9 @@ class TextWorld:
             feedback=True, score=True, max_score=True, won=True, objective=True, description=True
         )
         with tempfile.TemporaryDirectory() as folder:
-            for name, content in _files(self.library, tuple(sorted(self.arguments.items())), seed).items():
+            for name, content in _files(
+                self.library, tuple(sorted(self.arguments.items())), seed
+            ).items():
                 Path(folder, name).write_bytes(content)
             self.environment = self.library.start(os.path.join(folder, "game.z8"), infos)
             first = self.environment.reset()

@@ -1,12 +1,16 @@
-"""What another Python runs for ``OtherPython``: ``python worker.py MODULE:CLASS ARGUMENTS KEPT``. It needs the standard library alone.
+"""What another Python runs for ``OtherPython``: ``python worker.py MODULE:CLASS ARGUMENTS KEPT``.
+It needs the standard library alone.
 
-A request is a line [id, seed, actions so far, action] of stdin, and its answer a line of what stands after the action; an action of null asks for what
-stands before. So a request says all that it needs: nothing is lost with this process, and the objects in its cache only save time.
+A request is a line [id, seed, actions so far, action] of stdin, and its answer a line of what
+stands after the action; an action of null asks for what stands before. So a request says all that
+it needs: nothing is lost with this process, and the objects in its cache only save time.
 
-The class has ``begin(seed)``, which returns what the player sees first, and ``turn(action)``, which returns (what the player sees, reward, whether the
-episode has ended), and after an end success (1 or 0) as a fourth if the game knows; it raises ValueError for an action that it refuses. What the player
-sees is all that it needs to know, because nothing else is shown to it. An episode has an object of its own, and ``copies = False`` in the
-class says that ``copy.deepcopy`` of one does not play on alike.
+The class has ``begin(seed)``, which returns what the player sees first, and ``turn(action)``, which
+returns (what the player sees, reward, whether the episode has ended), and after an end success (1
+or 0) as a fourth if the game knows; it raises ValueError for an action that it refuses. What the
+player sees is all that it needs to know, because nothing else is shown to it. An episode has an
+object of its own, and ``copies = False`` in the class says that ``copy.deepcopy`` of one does not
+play on alike.
 """
 
 import collections
@@ -26,7 +30,8 @@ except ModuleNotFoundError:
 
 
 class Live:
-    """A game in the middle of an episode, with the random state of the process as the game left it behind."""
+    """A game in the middle of an episode, with the random state of the process as the game left it
+    behind."""
 
     def __init__(self, kind: Any, arguments: dict[str, Any], seed: int):
         random.seed(seed)
@@ -51,12 +56,15 @@ def _dice() -> tuple[Any, Any]:
 
 
 class Games:
-    """Games by their seed and actions. kept: the most of them; the one that was used longest ago leaves."""
+    """Games by their seed and actions. kept: the most of them; the one that was used longest ago
+    leaves."""
 
     def __init__(self, kind: Any, arguments: dict[str, Any], kept: int):
         self.kind, self.arguments, self.kept = kind, arguments, kept
         self.copies = getattr(kind, "copies", True)
-        self._cache: collections.OrderedDict[tuple[int, tuple[str, ...]], Live] = collections.OrderedDict()
+        self._cache: collections.OrderedDict[tuple[int, tuple[str, ...]], Live] = (
+            collections.OrderedDict()
+        )
 
     def answer(self, seed: int, actions: list[str], action: str | None) -> dict[str, Any]:
         """Return what a request asks for."""
@@ -104,7 +112,7 @@ def main(place: str, arguments: str, kept: str) -> None:
         number, *request = json.loads(line)
         try:
             answer = games.answer(*request)
-        except Exception as error:  # noqa: BLE001 a game may raise anything, and others go on
+        except Exception as error:  # noqa: BLE001
             traceback.print_exc()
             answer = {"failed": f"{type(error).__name__}: {error}"}
         answers.write(json.dumps({"id": number, **answer}) + "\n")

@@ -1,4 +1,5 @@
-"""The only model classes a test server knows: sglang otherwise imports all of its some two hundred models at start."""
+"""The only model classes a test server knows: sglang otherwise imports all of its some two hundred
+models at start."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Methods of answering a question. Each is a file with ``async def answer(tree, ctx, how)``; all use the same engine and retriever.
+"""Methods of answering a question. Each is a file with ``async def answer(tree, ctx, how)``; all
+use the same engine and retriever.
 
-Every generation is a chosen action of the question's tree. The last action ends the response that is scored. The constant ``RETRIEVES``
-says whether the method asks for passages.
+Every generation is a chosen action of the question's tree. The last action ends the response that
+is scored. The constant ``RETRIEVES`` says whether the method asks for passages.
 """
 
 import hashlib
@@ -23,11 +24,13 @@ from wire.messages import Passage
 PROMPTS = Path(__file__).parent.parent / "prompts"
 ANSWERED = ["</answer>"]
 _THOUGHT = re.compile(r"^(\s*<think>)?.*?</think>|^\s*<think>.*", re.DOTALL)
-"""The thinking that a model writes first. The template may have opened the block already, and the end of the block may be missing."""
+"""The thinking that a model writes first. The template may have opened the block already, and the
+end of the block may be missing."""
 
 
 class How(msgspec.Struct, frozen=True):
-    """topk: passages per search. budget: most searches per question, for search most turns. forced: a used-up budget forces an answer."""
+    """topk: passages per search. budget: most searches per question, for search most turns. forced:
+    a used-up budget forces an answer."""
 
     topk: int = 3
     budget: int = 4
@@ -52,22 +55,30 @@ def digest(name: str) -> str:
     return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:12]
 
 
-# ---------------------------------------------------------------------------------------------- shared by the methods
+# ----------------------------------------------------------------------------------------------
+# shared by the methods
 
 
 def filled(name: str, **values: str) -> str:
-    """A prompt file with its placeholders {key} filled in. Placeholders inside the values are left alone."""
+    """A prompt file with its placeholders {key} filled in. Placeholders inside the values are left
+    alone."""
     template = (PROMPTS / f"{name}.txt").read_text().strip()
     return re.sub("{(" + "|".join(values) + ")}", lambda match: values[match[1]], template)
 
 
 def documents(passages: Iterable[Passage]) -> str:
     """The passages, numbered, one per line, as a search shows them (methods.md 1.5)."""
-    return "\n".join(f"Doc {i}(Title: {p.title}) {p.text}" for i, p in enumerate(passages, 1)) or "No results found."
+    return (
+        "\n".join(f"Doc {i}(Title: {p.title}) {p.text}" for i, p in enumerate(passages, 1))
+        or "No results found."
+    )
 
 
-async def ask(tree: Tree, ctx: Context, prompt: str, stop: Sequence[str] = ANSWERED, thinking: bool = True) -> Node:
-    """Ask a separate prompt, a child of the tree's empty root. Returns the reply. thinking: False for an intermediate step."""
+async def ask(
+    tree: Tree, ctx: Context, prompt: str, stop: Sequence[str] = ANSWERED, thinking: bool = True
+) -> Node:
+    """Ask a separate prompt, a child of the tree's empty root. Returns the reply. thinking: False
+    for an intermediate step."""
     thinking = thinking and ctx.settings.thinking
     text = ctx.shop.text.prompt([{"role": "user", "content": prompt.replace(SPLIT, " ")}], thinking)
     root = tree.nodes.get(0) or tree.add(None, "prompt", np.zeros(0, np.int32), "")

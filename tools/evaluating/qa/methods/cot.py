@@ -1,4 +1,5 @@
-"""Chain of thought (Wei et al., 2022): reasoning, then the answer, without retrieval. An instruction replaces the worked examples."""
+"""Chain of thought (Wei et al., 2022): reasoning, then the answer, without retrieval. An
+instruction replaces the worked examples."""
 
 from scheduler.context import Context
 from scheduler.tree import Tree

@@ -1,12 +1,15 @@
-"""IRCoT (Trivedi et al., 2022) alternates retrieval and chain of thought: each new sentence of reasoning is the next query.
+"""IRCoT (Trivedi et al., 2022) alternates retrieval and chain of thought: each new sentence of
+reasoning is the next query.
 
-1. Retrieve with the question. 2. Write the next sentence of reasoning from the passages so far; a sentence with "answer is" ends the
-loop. 3. Retrieve with the sentence, add the new passages, and repeat from 2 until ``budget`` searches are made. 4. Read all passages and
-answer, in a separate chat (the paper's separate reader).
+1. Retrieve with the question. 2. Write the next sentence of reasoning from the passages so far; a
+sentence with "answer is" ends the loop. 3. Retrieve with the sentence, add the new passages, and
+repeat from 2 until ``budget`` searches are made. 4. Read all passages and answer, in a separate
+chat (the paper's separate reader).
 
-Simplified: an instruction replaces worked examples with distractors. A sentence ends at its first full stop before a space, or at the
-end of the line, so an abbreviation may cut it. The reader reasons before it answers. A thinking model is asked for a sentence without
-thinking; any thinking that it writes nevertheless is removed.
+Simplified: an instruction replaces worked examples with distractors. A sentence ends at its first
+full stop before a space, or at the end of the line, so an abbreviation may cut it. The reader
+reasons before it answers. A thinking model is asked for a sentence without thinking; any thinking
+that it writes nevertheless is removed.
 """
 
 import re
@@ -30,14 +33,23 @@ async def answer(tree: Tree, ctx: Context, how: How) -> None:
     kept: dict[str, Passage] = {}
     _keep(kept, await ctx.retrieve(question, how.topk))
     while searches < how.budget:
-        prompt = filled("ircot_reason", documents=documents(kept.values()), question=question, reasoning=thoughts)
-        sentence = first_sentence(spoken((await ask(tree, ctx, prompt, stop=_SENTENCE_ENDS, thinking=False)).text))
+        prompt = filled(
+            "ircot_reason",
+            documents=documents(kept.values()),
+            question=question,
+            reasoning=thoughts,
+        )
+        sentence = first_sentence(
+            spoken((await ask(tree, ctx, prompt, stop=_SENTENCE_ENDS, thinking=False)).text)
+        )
         thoughts = f"{thoughts} {sentence}".strip()
         if not sentence or "answer is" in sentence.lower():
             break
         _keep(kept, await ctx.retrieve(sentence, how.topk))
         searches += 1
-    await ask(tree, ctx, filled("ircot_read", documents=documents(kept.values()), question=question))
+    await ask(
+        tree, ctx, filled("ircot_read", documents=documents(kept.values()), question=question)
+    )
 
 
 def _keep(kept: dict[str, Passage], passages: list[Passage]) -> None:
@@ -47,7 +59,8 @@ def _keep(kept: dict[str, Passage], passages: list[Passage]) -> None:
 
 
 def first_sentence(text: str) -> str:
-    """The text up to the first full stop, question or exclamation mark before a space, else the first line."""
+    """The text up to the first full stop, question or exclamation mark before a space, else the
+    first line."""
     line = text.strip().split("\n")[0]
     whole = _SENTENCE.match(line)
     return whole[1].strip() if whole else line.strip()

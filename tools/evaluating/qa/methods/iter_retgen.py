@@ -1,7 +1,8 @@
-"""Iter-RetGen (Shao et al., 2023): each round retrieves with the reply of the round before, joined with the question, and answers again.
+"""Iter-RetGen (Shao et al., 2023): each round retrieves with the reply of the round before, joined
+with the question, and answers again.
 
-The first round retrieves with the question alone. ``budget`` is the number of rounds; the last reply is the answer. Simplified: an instruction
-replaces the worked examples.
+The first round retrieves with the question alone. ``budget`` is the number of rounds; the last
+reply is the answer. Simplified: an instruction replaces the worked examples.
 """
 
 import re

@@ -1,4 +1,5 @@
-"""Retrieval-augmented generation (Lewis et al., 2020), as in the papers' tables: the question is the query, then the passages are read.
+"""Retrieval-augmented generation (Lewis et al., 2020), as in the papers' tables: the question is
+the query, then the passages are read.
 
 Simplified: retriever and reader are used as they are; they are not trained together.
 """

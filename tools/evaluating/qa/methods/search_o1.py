@@ -1,12 +1,16 @@
-"""Search-o1 (Li et al., 2025): searches inside one chain of reasoning, with each result condensed by a separate generation.
+"""Search-o1 (Li et al., 2025): searches inside one chain of reasoning, with each result condensed
+by a separate generation.
 
-The model writes a query inside its reasoning. A second prompt ("reason in documents") gets the passages, the reasoning so far and the
-query. The extract that it writes, not the passages, is inserted, and the reasoning continues. ``budget`` counts the searches that were
-made. A repeated query, or one beyond the budget, gets a notice and costs no search; after the second kind of notice the model replies once
-more. After ``budget`` + 5 queries of any kind the question ends (the paper's code: 10 searches, 15 turns).
+The model writes a query inside its reasoning. A second prompt ("reason in documents") gets the
+passages, the reasoning so far and the query. The extract that it writes, not the passages, is
+inserted, and the reasoning continues. ``budget`` counts the searches that were made. A repeated
+query, or one beyond the budget, gets a notice and costs no search; after the second kind of notice
+the model replies once more. After ``budget`` + 5 queries of any kind the question ends (the paper's
+code: 10 searches, 15 turns).
 
-Simplified: the project's <search> tags and a <result> block replace the paper's markers. There is no worked example. The second prompt
-sees the last 2,000 characters of the reasoning, not a selection of its steps, and is asked without thinking. No answer is forced.
+Simplified: the project's <search> tags and a <result> block replace the paper's markers. There is
+no worked example. The second prompt sees the last 2,000 characters of the reasoning, not a
+selection of its steps, and is asked without thinking. No answer is forced.
 """
 
 import re
@@ -42,13 +46,19 @@ async def answer(tree: Tree, ctx: Context, how: How) -> None:
         else:
             result = await _condensed(tree, ctx, node, query, how.topk)
             searched.add(query)
-        node = await say(tree, ctx, show(tree, ctx, node, f"\n<result> {result} </result>\n"), _STOP)
+        node = await say(
+            tree, ctx, show(tree, ctx, node, f"\n<result> {result} </result>\n"), _STOP
+        )
 
 
 async def _condensed(tree: Tree, ctx: Context, node: Node, query: str, topk: int) -> str:
     passages = await ctx.retrieve(query, topk)
-    reasoning = "".join(above.text for above in tree.path(node) if above.kind != "prompt")[-_SHOWN_REASONING:]
-    prompt = filled("search_o1_documents", reasoning=reasoning, query=query, documents=documents(passages))
+    reasoning = "".join(above.text for above in tree.path(node) if above.kind != "prompt")[
+        -_SHOWN_REASONING:
+    ]
+    prompt = filled(
+        "search_o1_documents", reasoning=reasoning, query=query, documents=documents(passages)
+    )
     return spoken((await ask(tree, ctx, prompt, stop=[], thinking=False)).text)
 
 
