@@ -6,9 +6,8 @@ import re
 from judges.exact_match import normalize
 
 _FUNCTION_WORDS = frozenset(
-    (  # noqa: SIM905
-        "of in is was and to what which who whose by for on it its with at from that this s name country"
-    ).split()
+    "of in is was and to what which who whose by for on it its with at from that this s name "
+    "country".split()
 )
 _HALF = 0.5
 _INFORMATION = re.compile(r"</?information>")

@@ -197,9 +197,9 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "http://x"}}
     ],
 )  # fmt: skip
 async def test_what_cannot_be_answered_is_refused_in_its_shape(
-    door: Door,
+    door: Door,  # noqa: F811
     body: Any,
-    said: str,  # noqa: F811
+    said: str,
 ) -> None:
     status, text = await door.post("messages", body)
     answer = json.loads(text)

@@ -15,7 +15,7 @@ chestnut chocolate christmas coffee cognac copper coral cranberry cream crystal 
 graphite grass gray green grey heather indigo ivory ivy khaki lavender lemon leopard light lilac lime magenta maroon mauve merlot midnight mint
 mocha multicolor mushroom mustard natural navy nude olive orange peach pewter pink plum purple rainbow red rose royal rust sand sapphire seashell
 silver skull slate steel stone stonewash sunflower tan taupe teal tiger turquoise violet walnut wheat white wine yellow
-""".split()  # noqa: SIM905
+""".split()
 """The 102 colour words of the released code, in its order."""
 ALIKE = 85
 """Texts with a larger token set ratio count as equal."""
