@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from scheduler.journal import Journal
+from coppice.scheduler.ledger.journal import Journal
+from coppice.wire import frontier
+from coppice.wire.messages import Turn
 from tests import tiny
 from tests.e2e.test_run import (
     ROOT,
@@ -19,8 +21,6 @@ from tests.e2e.test_run import (
     undeclared,
     wait_for_update,
 )
-from wire import frontier
-from wire.messages import Turn
 
 UPDATES, TREES = 3, 4
 

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from scheduler.exporter import declaration
-from scheduler.journal import Journal
+from coppice.scheduler.ledger.journal import Journal
+from coppice.scheduler.telemetry.exporter import declaration
+from coppice.tools.evaluating.versions import chosen
+from coppice.tools.inspecting.audit import audit
+from coppice.wire import frontier
 from tests import tiny
-from tools.evaluating.versions import chosen
-from tools.inspecting.audit import audit
-from wire import frontier
 
 ROOT = Path(__file__).parent.parent.parent
 UPDATES, QUESTIONS = 3, 3
@@ -95,7 +95,7 @@ def prepare(folder: Path) -> None:
 
 
 def launch(config: Path, run: Path, *arguments: str, folder: Path = ROOT) -> subprocess.Popen[str]:
-    """tools/launch as the first of a process group of its own, started in ``folder``."""
+    """coppice launch as the first of a process group of its own, started in ``folder``."""
     command = [
         sys.executable,
         "-c",
@@ -327,7 +327,7 @@ def test_ctrl_c_stops_cleanly_and_says_how_to_go_on(config: Path, tmp_path: Path
     process.send_signal(signal.SIGINT)
     out = finish(process)
     assert process.returncode == 130, out
-    assert f"tools/launch --resume {run}" in out
+    assert f"coppice launch --resume {run}" in out
     assert not left_over(run)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from scheduler.journal import Journal
+from coppice.scheduler.ledger.journal import Journal
 from tests import tiny
 from tests.conversations import WORDS
 from tests.e2e.test_run import (

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from scheduler.journal import Journal
+from coppice.scheduler.ledger.journal import Journal
 from tests import tiny
 from tests.e2e.test_run import ROOT, finish, launch, left_over
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from learner.config import LearnerConfig
-from tools.launching.processes import _meeting
+from coppice.learner.config import LearnerConfig
+from coppice.tools.launching.processes import _meeting
 
 ROOT = Path(__file__).parent.parent.parent
 RANK = """

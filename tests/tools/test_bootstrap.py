@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tools import bootstrap
-from tools.bootstrap import ROOT
+from coppice.tools import bootstrap
+from coppice.tools.bootstrap import ROOT
 
 SHOW = "import os; print(os.environ['ONEDNN_PRIMITIVE_CACHE_CAPACITY'], os.environ['LRU_CACHE_CAPACITY'])"
 

@@ -4,7 +4,7 @@ import resource
 import subprocess
 import sys
 
-from wire.process import FILES
+from coppice.wire.process import FILES
 
 BEGUN = """
 import resource

@@ -5,12 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from learner import corrections, schemes
-from scheduler import strategies
-from tools.bootstrap import ROOT
-from tools.launching import rules
-from tools.launching.config import ConfigError, load
-from tools.launching.method import mismatch
+from coppice.learner import schemes
+from coppice.learner.update import corrections
+from coppice.scheduler.growth import strategies
+from coppice.tools.bootstrap import ROOT
+from coppice.tools.launching import rules
+from coppice.tools.launching.config import ConfigError, load
+from coppice.tools.launching.method import mismatch
 
 SLATE, PPR, GAME = (
     ROOT / "configs" / f"{name}.toml" for name in ("slate-tiny", "ppr-cpu", "vpr-tictactoe-cpu")

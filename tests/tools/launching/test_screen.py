@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from coppice.tools.launching.command import arguments, main
+from coppice.tools.launching.screen import WIDEST, Screen
+from coppice.tools.launching.table import _LEAST, BLOCK, COLUMNS, Progress, Table, spoken
 from tests.terminals import output, seen
-from tools.launching.command import arguments, main
-from tools.launching.screen import WIDEST, Screen
-from tools.launching.table import _LEAST, BLOCK, COLUMNS, Progress, Table, spoken
 
 ROOT = Path(__file__).parent.parent.parent.parent
 UPDATES = 50
@@ -317,7 +317,11 @@ def test_a_tracker_that_cannot_work_is_refused_before_the_set_up(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("tools.launching.command.prepare", lambda config: pytest.fail("set up"))
-    monkeypatch.setattr("scheduler.tracking.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr(
+        "coppice.tools.launching.command.prepare", lambda config: pytest.fail("set up")
+    )
+    monkeypatch.setattr(
+        "coppice.scheduler.telemetry.tracking.importlib.util.find_spec", lambda name: None
+    )
     assert main([*flags, "--run-folder", str(tmp_path / "run")]) == 2
     assert said in capsys.readouterr().err

@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from scheduler.health import NAME, Health, Queue, WorkerHealth
-from tools.launching import watchdog
-from tools.launching.watchdog import HELD_UP_S, SCHEDULER, Watchdog, stacks, where
+from coppice.scheduler.telemetry.health import NAME, Health, Queue, WorkerHealth
+from coppice.tools.launching import watchdog
+from coppice.tools.launching.watchdog import HELD_UP_S, SCHEDULER, Watchdog, stacks, where
 
 LIMIT, STALL = 100.0, 1000.0
 PIDS = {SCHEDULER: 2**22 + 1, "judges": 2**22 + 2, "learner-0": 2**22 + 3}
