@@ -1,12 +1,12 @@
-"""Set-up of a fresh machine with the standard library only: a virtual environment with the project
-in it, then run there.
+"""Set-up of a checkout with the standard library only: a virtual environment with the project in it,
+in which the command starts again.
 
 The executables of tools/ import this file as ``bootstrap``, because Python puts their own folder on
-its path; all other files as ``tools.bootstrap``.
+its path; all other files as ``coppice.tools.bootstrap``.
 
 The environment is made anew only when pyproject.toml asks for something else than it holds;
 otherwise this costs milliseconds. COPPICE_VENV places it elsewhere, COPPICE_EXTRA chooses cpu or
-gpu.
+gpu. An installed wheel is in its environment already.
 """
 
 from __future__ import annotations
@@ -19,11 +19,15 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import MutableMapping
+from collections.abc import Iterable, MutableMapping
 from pathlib import Path
 from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parent.parent
+"""The checkout, or the package in an environment. Both hold the rooms and configs/."""
+CHECKOUT = (ROOT / "pyproject.toml").exists()
+SOURCE = ROOT / "src" if CHECKOUT else ROOT.parent
+"""The folder from which the package is imported; in a checkout it holds nothing else."""
 _KERNEL_CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "32", "LRU_CACHE_CAPACITY": "32"}
 """Limits on the kernels that oneDNN and torch cache per shape. Without limits a bfloat16 process on
 a CPU, whose shapes hardly repeat, grows by a gigabyte in some hundred updates and is no faster
@@ -40,12 +44,26 @@ def ensure(*extras: str) -> None:
     if sys.version_info < (3, 11):
         sys.exit(f"Coppice needs Python 3.11 or newer; this is {sys.version.split()[0]}")
     _open_standard_files()
-    strange = _same_everywhere(os.environ)
+    again = _same_everywhere(os.environ)
     # a command started again keeps its id
     if not os.environ.get("COPPICE_STARTED", "").startswith(f"{os.getpid()} "):
         os.environ["COPPICE_STARTED"] = f"{os.getpid()} {time.monotonic()}"
     for limit, kernels in _KERNEL_CACHES.items():
         os.environ.setdefault(limit, kernels)  # every process that the command starts inherits it
+    python = _environment(extras) if CHECKOUT else Path(sys.executable)
+    # With -S the prefix is never the environment's, so the interpreter itself counts too.
+    inside = Path(sys.prefix).resolve() == python.parents[1].resolve()
+    again = again or (CHECKOUT and not inside and Path(sys.executable) != python)
+    if again and python.exists():
+        if CHECKOUT:
+            os.environ["PYTHONPATH"] = str(SOURCE)
+        os.execv(python, [str(python), *sys.orig_argv[1:]])
+    if str(SOURCE) not in sys.path:
+        sys.path.insert(0, str(SOURCE))
+
+
+def _environment(extras: Iterable[str]) -> Path:
+    """Make the environment if it lacks something; return its Python."""
     venv = Path(os.environ.get("COPPICE_VENV", ROOT / ".venv"))
     stamp, python = venv / ".coppice", venv / "bin" / "python"
     installed = _installed(stamp)
@@ -56,13 +74,7 @@ def ensure(*extras: str) -> None:
     wanted = sorted({os.environ.get("COPPICE_EXTRA") or _hardware(installed), *extras})
     if not installed >= {_mark(), *wanted} and not _asks_for_help():
         _install(venv, stamp, wanted)
-    # With -S the prefix is never the environment's, so the interpreter itself counts too.
-    inside = Path(sys.prefix).resolve() == venv.resolve() or Path(sys.executable) == python
-    if python.exists() and (strange or not inside):
-        os.environ["PYTHONPATH"] = str(ROOT)
-        os.execv(python, [str(python), *sys.orig_argv[1:]])
-    if str(ROOT) not in sys.path:
-        sys.path.insert(0, str(ROOT))
+    return python
 
 
 def start(place: str, *extras: str) -> NoReturn:
@@ -106,18 +118,18 @@ def _same_everywhere(shell: MutableMapping[str, str]) -> bool:
     if encoding := shell.get("PYTHONIOENCODING", "").partition(":")[0]:
         # a sign that the encoding lacks becomes a question mark
         shell["PYTHONIOENCODING"] = f"{encoding}:replace"
-    strange = shell != before
+    changed = shell != before
     direct = shell.get("no_proxy") or shell.get("NO_PROXY") or ""
     # a run's own servers are on this machine, which a proxy does not reach
     if "127.0.0.1" not in direct:
         shell["no_proxy"] = shell["NO_PROXY"] = f"{direct},127.0.0.1,localhost".lstrip(",")
-    return strange
+    return changed
 
 
 def _hardware(installed: set[str]) -> str:
     """Return "gpu" where nvidia-smi lists a GPU or the environment is made for one, else "cpu":
     nvidia-smi alone also comes without a GPU."""
-    sys.path.insert(0, str(ROOT))
+    sys.path.insert(0, str(SOURCE))
     from coppice.wire.hardware import visible_gpus
 
     return "gpu" if "gpu" in installed or (shutil.which("nvidia-smi") and visible_gpus()) else "cpu"

@@ -1,16 +1,13 @@
-"""The command coppice completion: print a script with which a shell completes the commands of tools/.
-shtab writes it from their parsers."""
+"""The command coppice completion: print a script with which a shell completes ``coppice``. shtab
+writes it from the parsers."""
 
 import argparse
-import importlib
-import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import shtab
 
-from coppice.tools.bootstrap import ROOT
+from coppice.tools import main as commands
 from coppice.wire.options import command_parser
 
 EXAMPLES = """\
@@ -39,13 +36,19 @@ _coppice_config_files() { [[ $1 == */* ]] && compgen -f -- "$1" || compgen -G "c
 }
 
 
-def parsers() -> Iterator[argparse.ArgumentParser]:
-    """Yield the parser of every executable of tools/, from the module that the executable starts."""
-    for path in sorted((ROOT / "tools").iterdir()):
-        if path.is_file() and (
-            module := re.search(r'^    start\("([\w.]+):', path.read_text(), re.MULTILINE)
-        ):
-            yield importlib.import_module(module[1]).parser()
+def whole() -> argparse.ArgumentParser:
+    """Return the parser of ``coppice`` with all its subcommands."""
+    parser = argparse.ArgumentParser("coppice")
+    top = parser.add_subparsers()
+    of_dev = top.add_parser("dev", help="for developers of Coppice").add_subparsers()
+    for name, inner in commands.parsers():
+        if " --" in name:  # its flag belongs to the command before it
+            continue
+        mark(inner)
+        place = of_dev if name.startswith("dev ") else top
+        what = commands.COMMANDS[name][1]
+        place.add_parser(name.removeprefix("dev "), parents=[inner], add_help=False, help=what)
+    return parser
 
 
 def mark(parser: argparse.ArgumentParser) -> None:
@@ -64,30 +67,14 @@ def mark(parser: argparse.ArgumentParser) -> None:
 
 
 def script(shell: str) -> str:
-    """Return the script for a shell. A command is known by its path: from the project's folder, and
-    whole."""
-    parts = [PREAMBLE[shell]]
-    for parser in parsers():
-        mark(parser)
-        text = shtab.complete(parser, shell)
-        whole, function = ROOT / parser.prog, f"_shtab_{shtab.wordify(parser.prog)}"
-        if shell == "bash":
-            text += f"\ncomplete -o bashdefault -F {function} ./{parser.prog} '{whole}'"
-        elif shell == "zsh":
-            text += (
-                # zsh takes ./ for a path below the folder
-                f"\ncompdef {function} '{ROOT}/./{parser.prog}' '{whole}'"
-            )
-        else:  # fish finds a command with a slash by its whole path only
-            text = text.replace(f"complete -c {parser.prog}", f"complete -p '{whole}'")
-        parts.append(text)
-    return "\n".join(parts)
+    """Return the script for a shell."""
+    return PREAMBLE[shell] + shtab.complete(whole(), shell)
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of coppice completion."""
     parser = command_parser(
-        "coppice completion", "Print a script that completes these commands in a shell.", EXAMPLES
+        "coppice completion", "Print a script that completes this command in a shell.", EXAMPLES
     )
     parser.add_argument(
         "shell", choices=sorted(PREAMBLE), metavar="SHELL", help="bash, zsh or fish"

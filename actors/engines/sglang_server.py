@@ -14,6 +14,7 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
+import coppice
 from coppice.actors.config import ActorsConfig
 from coppice.actors.engines.sglang_api import FIXED, NO_DUMPS, Facts, Http, arguments
 from coppice.wire.faults import InfrastructureFault
@@ -21,7 +22,7 @@ from coppice.wire.process import free_port
 
 log = logging.getLogger("actors.sglang.server")
 
-_ROOT = Path(__file__).resolve().parents[2]
+_SOURCE = Path(coppice.__file__).parent.parent
 _STEP_S = 0.5
 _GRACE_S = 7.0
 """Seconds that the server gets to end. They are fewer than the launcher gives an actor to end."""
@@ -58,11 +59,11 @@ class Launched:
     async def start(self) -> None:
         """Start the server and wait until it answers. Raises InfrastructureFault with the end of
         its log when it does not."""
-        own = {"PYTHONPATH": str(_ROOT), "PYTHONUNBUFFERED": "1", "SGL_FORCE_SHUTDOWN": "1"}
+        own = {"PYTHONPATH": str(_SOURCE), "PYTHONUNBUFFERED": "1", "SGL_FORCE_SHUTDOWN": "1"}
         environment = NO_DUMPS | os.environ | own | self.config.environment
         if "PYTHONPATH" in self.config.environment:
             environment["PYTHONPATH"] = (
-                f"{self.config.environment['PYTHONPATH']}{os.pathsep}{_ROOT}"
+                f"{self.config.environment['PYTHONPATH']}{os.pathsep}{_SOURCE}"
             )
         environment |= FIXED
         python = self.config.python or sys.executable

@@ -5,13 +5,14 @@ from pathlib import Path
 
 import msgspec
 
-from coppice.tools.bootstrap import ROOT
+from coppice.tools.bootstrap import CHECKOUT, ROOT
 from coppice.wire.numbers import Count, Natural, Positive, Share
 
 
 def cache_folder() -> Path:
-    """Return the folder that COPPICE_CACHE names, or .cache in the checkout."""
-    return Path(os.environ.get("COPPICE_CACHE", ROOT / ".cache")).resolve()
+    """Return the folder that COPPICE_CACHE names, else .cache in a checkout, else the user's."""
+    usual = ROOT / ".cache" if CHECKOUT else Path.home() / ".cache" / "coppice"
+    return Path(os.environ.get("COPPICE_CACHE", usual)).resolve()
 
 
 class WarmStart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

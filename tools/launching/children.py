@@ -7,7 +7,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from coppice.tools.bootstrap import ROOT
+from coppice.tools.bootstrap import SOURCE
 from coppice.tools.launching import watchdog
 from coppice.tools.launching.failures import Cause, Rate, cause_of
 from coppice.tools.launching.nodes import Away, Nodes
@@ -62,7 +62,7 @@ class Child:
             "MKL_NUM_THREADS": threads,
             "TOKENIZERS_PARALLELISM": "false",
         }
-        paths = [path for path in (self.spec.environment.get("PYTHONPATH"), str(ROOT)) if path]
+        paths = [path for path in (self.spec.environment.get("PYTHONPATH"), str(SOURCE)) if path]
         environment |= {"PYTHONPATH": os.pathsep.join(paths)}
         environment |= {"PYTHONUNBUFFERED": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
         process_file = str(self.run / "processes" / f"{self.spec.file}.json")

@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from coppice.tools.bootstrap import ROOT
+from coppice.tools.bootstrap import SOURCE
 from coppice.tools.launching import watchdog
 from coppice.wire.keys import write_private
 from coppice.wire.process import die_with
@@ -111,11 +111,11 @@ class Holder:
         """Start the process, and return the host's name and the process's number. meeting: where
         the learner's ranks meet."""
         file, self._own = await asyncio.to_thread(place, delivery)
-        paths = [path for path in (delivery.environment.get("PYTHONPATH"), str(ROOT)) if path]
+        paths = [path for path in (delivery.environment.get("PYTHONPATH"), str(SOURCE)) if path]
         environment = os.environ | delivery.environment | {"PYTHONPATH": os.pathsep.join(paths)}
         if meeting is not None:
             environment |= {"MASTER_ADDR": meeting[0], "MASTER_PORT": str(meeting[1])}
-        launcher, where = os.getpid(), delivery.folder if os.path.isdir(delivery.folder) else ROOT
+        launcher, where = os.getpid(), delivery.folder if os.path.isdir(delivery.folder) else SOURCE
 
         def alone() -> None:
             os.setsid()

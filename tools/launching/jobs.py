@@ -8,12 +8,14 @@ job that is started again goes on with its run.
 import math
 import re
 import shlex
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import yaml
 
-from coppice.tools.bootstrap import ROOT
+from coppice.tools.bootstrap import CHECKOUT, ROOT, SOURCE
 from coppice.tools.launching.config import ConfigError
 from coppice.tools.launching.settings import Config
 
@@ -23,7 +25,7 @@ GRACE_S = 120
 """Seconds before the end of its time at which SLURM sends SIGTERM, for the learner's last
 checkpoint: to the script alone, which has the launcher stop in order. ``srun`` would send it to all
 processes of the step at once, and Ray would die before the run had ended."""
-_STOP = "import pathlib, sys; from tools.launching import control; print(control.stop(pathlib.Path(sys.argv[1])))"
+_STOP = "import pathlib, sys; from coppice.tools.launching import control; print(control.stop(pathlib.Path(sys.argv[1])))"
 _SHARED = "/runs"
 """Where the pods see the shared volume."""
 
@@ -87,19 +89,20 @@ def slurm(config: Config, given: list[str]) -> str:
         *c.options,
     ]
     head = "\n".join(f"#SBATCH {option}" for option in options)
+    bin = "${COPPICE_VENV:-$PWD/.venv}/bin" if CHECKOUT else f"{sys.prefix}/bin"
     return f"""#!/bin/bash
 {head}
 set -euo pipefail
-cd {shlex.quote(str(ROOT))}
+cd {shlex.quote(str(ROOT if CHECKOUT else Path.cwd()))}
 run=${{1:-{shlex.quote(config.runs)}/{name}-$SLURM_JOB_ID}}
 launch=(coppice launch {first})
 if [ -f "$run/config.json" ]; then launch=(coppice launch {later}); fi
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-export RAY_USAGE_STATS_ENABLED=0 PATH=${{COPPICE_VENV:-$PWD/.venv}}/bin:$PATH  # Ray starts itself by its name
+export RAY_USAGE_STATS_ENABLED=0 PATH={bin}:$PATH  # Ray starts itself by its name
 srun --kill-on-bad-exit=1 ray symmetric-run --address "$first:{PORT}" \\
   --min-nodes "$SLURM_JOB_NUM_NODES" --num-cpus={c.cpus} --num-gpus={c.gpus} -- "${{launch[@]}}" &
 step=$!
-trap 'PYTHONPATH=$PWD python -c "{_STOP}" "$run" || kill $step' TERM
+trap 'PYTHONPATH={SOURCE} python -c "{_STOP}" "$run" || kill $step' TERM
 wait $step || wait $step  # the signal ends the first
 """
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from coppice.tools.bootstrap import ROOT
+from coppice.tools.bootstrap import SOURCE
 from coppice.tools.launching.config import ConfigError
 from coppice.tools.launching.failures import Cause
 from coppice.tools.launching.holder import Delivery, Holder, Report
@@ -162,7 +162,7 @@ class Nodes:
         address = config.cluster.on if "://" in config.cluster.on else "auto"
         quiet = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": False}
         try:
-            ray.init(address, runtime_env={"env_vars": {"PYTHONPATH": str(ROOT)}}, **quiet)
+            ray.init(address, runtime_env={"env_vars": {"PYTHONPATH": str(SOURCE)}}, **quiet)
         except (ConnectionError, ray.exceptions.RayError) as error:
             raise ConfigError(
                 f"cluster.on = {config.cluster.on!r}: no Ray cluster answers ({str(error).splitlines()[0]}): start one with `ray start --head`,"

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from coppice.research import theories
 from coppice.research.theories import STANDARD_ERRORS, Row, differences, main, oprl, ppr, slate, vpr
 
 GROUPS = 20_000
@@ -274,7 +275,7 @@ def test_the_command_prints_a_table_and_returns_1_when_a_row_disagrees(
 def test_the_plots_are_well_formed_and_the_same_in_every_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tools.research.theories, "_module", {"ppr": ppr, "oprl": oprl}.__getitem__)
+    monkeypatch.setattr(theories, "_module", {"ppr": ppr, "oprl": oprl}.__getitem__)
     for name in ("a", "b"):
         assert main(["ppr", "oprl", "--figures", str(tmp_path / name)]) == 0
     for plot in ("theory-ppr.svg", "theory-oprl.svg"):

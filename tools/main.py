@@ -1,0 +1,92 @@
+"""The command ``coppice``. Each subcommand is a module with ``parser`` and ``main``, imported when
+it is asked for; a flag may choose another module (``coppice watch --audit``)."""
+
+import argparse
+import difflib
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+
+from coppice.tools.bootstrap import ensure
+from coppice.wire.options import command_parser
+
+COMMANDS = {
+    "launch": ("tools.launching.command", "train a policy, or go on with a run"),
+    "watch": ("tools.inspecting.watch", "show a run live, and pause, drain or stop it"),
+    "watch --status": ("tools.launching.command", "explain a run on one page"),
+    "watch --audit": ("tools.inspecting.audit", "check that every task was trained exactly once"),
+    "trees": ("tools.inspecting.dump", "print prefix trees of a run, or query them"),
+    "report": ("tools.inspecting.report", "draw the curves of runs on one page"),
+    "report --trace": ("tools.inspecting.trace", "write a window of a run for Perfetto"),
+    "evaluate": ("tools.evaluating", "measure a policy on a game or questions, or a judge"),
+    "serve": ("judges.serve", "plug a judge into a live run"),
+    "serve --model": ("tools.launching.serve_model", "serve a model to OpenAI's clients"),
+    "plan": ("tools.planning.command", "predict what a run takes"),
+    "index": ("tools.defaults.index_corpus", "build a retrieval index"),
+    "sft": ("tools.finetuning.command", "fine-tune a judge or a policy"),
+    "export": ("tools.inspecting.export", "write the policy of a run for transformers"),
+    "completion": ("tools.shells", "print a script that completes this command in a shell"),
+    "dev bench": ("research.benches", "measure benchmarks, each a ratio with a goal"),
+    "dev chaos": ("research.chaos", "strike a small run with faults"),
+    "dev theory": ("research.theories", "measure what the papers claim"),
+    "dev replicate": ("research.replication", "run a study of several arms and seeds"),
+    "dev gpu-check": ("research.gpu_checks", "run every check that needs a GPU"),
+    "dev test": ("tools.check", "lint, type-check and test the project"),
+}
+"""Subcommand, perhaps with the flag that chooses it -> module of the package, help."""
+_NEEDS_DEV = ("dev test", "dev gpu-check")
+EXAMPLES = """\
+  coppice launch --actors 4 --learner 4     train the default run
+  coppice trees RUN                         look at its trees
+  coppice COMMAND --help                    options and examples of a command"""
+
+
+def parsers() -> Iterator[tuple[str, argparse.ArgumentParser]]:
+    """Yield each command of ``COMMANDS`` with its parser."""
+    for name in COMMANDS:
+        yield name, _module(name).parser()
+
+
+def main() -> int:
+    """Run the subcommand of the command line and return its exit status."""
+    words = sys.argv[1:]
+    if words[:1] == ["dev"] and len(words) > 1:
+        words[:2] = [f"dev {words[1]}"]
+    name, options = words[0] if words else "", words[1:]
+    if name in ("", "dev", "-h", "--help"):
+        parser().print_help()
+        return 0 if name else 2
+    if name not in COMMANDS or " --" in name:
+        near = difflib.get_close_matches(name, COMMANDS, 1)
+        guess = f"did you mean {near[0]!r}?" if near else "coppice --help lists the commands"
+        sys.exit(f"coppice: {name!r} is no command; {guess}")
+    for flag in options:
+        if f"{name} {flag}" in COMMANDS:
+            name = f"{name} {flag}"
+            if flag != "--status":  # launch has this flag itself
+                options.remove(flag)
+            break
+    ensure(*(["dev"] if name in _NEEDS_DEV else []))
+    sys.argv[1:] = options
+    return _main(name)()
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return a parser that knows the names of the subcommands, for help and for errors."""
+    parser = command_parser("coppice", "Train language-model agents on prefix trees.", EXAMPLES)
+    shown = [name for name in COMMANDS if not name.startswith("dev ")]
+    listed = "\n".join(f"  {name:<16} {COMMANDS[name][1]}" for name in shown)
+    of_dev = "\n".join(f"  {n:<16} {COMMANDS[n][1]}" for n in COMMANDS if n.startswith("dev "))
+    parser.epilog = (
+        f"commands:\n{listed}\n\nfor developers of Coppice:\n{of_dev}\n\n{parser.epilog}"
+    )
+    parser.add_argument("command", metavar="COMMAND", help="one of those below")
+    return parser
+
+
+def _module(name: str):
+    return importlib.import_module(f"coppice.{COMMANDS[name][0]}")
+
+
+def _main(name: str) -> Callable[[], int]:
+    return _module(name).plug_in if name == "serve" else _module(name).main
