@@ -257,9 +257,9 @@ def chosen(names: Sequence[str], sglang: bool) -> list[Check]:
 
 
 EXAMPLES = """\
-  coppice dev gpu-check                             everything that fits this GPU
+  coppice dev gpu-check                            everything that fits this GPU
   coppice dev gpu-check tree-training contract      two of them
-  coppice dev gpu-check --record docs/gpu.md        write the results into the page"""
+  coppice dev gpu-check --record docs/gpu.md  write the results into the page"""
 
 
 def parser() -> argparse.ArgumentParser:

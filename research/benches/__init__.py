@@ -16,8 +16,8 @@ from coppice.wire.options import checked, command_parser, option
 
 EXAMPLES = """\
   coppice dev bench prefill tree_training               two of them
-  coppice dev bench memory --json                       with every measured value
-  coppice dev bench decode --set rounds=1               an unknown setting is refused"""
+  coppice dev bench memory --json                      with every measured value
+  coppice dev bench decode --set rounds=1       an unknown setting is refused"""
 
 
 def _known() -> list[str]:

@@ -292,7 +292,7 @@ def ours(
     command = [
         sys.executable,
         "-c",
-        "import sys; from tools.launching.command import main; sys.exit(main())",
+        "import sys; from coppice.tools.launching.command import main; sys.exit(main())",
     ]
     command += ["--config", str(folder / "peer.toml"), "--run-folder", str(folder / "run")]
     for key, value in _settings(load, model, dtype, counted + 2, rank_threads).items():

@@ -30,7 +30,7 @@ SETTINGS = {
 
 
 EXAMPLES = """\
-  coppice dev chaos --list                          every kind of fault and its share
+  coppice dev chaos --list                     every kind of fault and its share
   coppice dev chaos --faults 1000 --seed 1          ten runs of 100 faults each
   coppice dev chaos --faults 20 --only journal checkpoint
   coppice dev chaos --faults 100 --schedulers 2     runs of two schedulers"""

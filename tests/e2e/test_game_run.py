@@ -143,7 +143,7 @@ def test_chains_against_two_opponents_train_to_the_end(config: Path, tmp_path: P
     dump = [
         sys.executable,
         "-c",
-        "import sys; from tools.inspecting.dump import main; sys.exit(main())",
+        "import sys; from coppice.tools.inspecting.dump import main; sys.exit(main())",
         str(run),
     ]
     shown = subprocess.run(dump, cwd=ROOT, capture_output=True, text=True, check=True).stdout

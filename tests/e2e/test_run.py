@@ -99,7 +99,7 @@ def launch(config: Path, run: Path, *arguments: str, folder: Path = ROOT) -> sub
     command = [
         sys.executable,
         "-c",
-        "import sys; from tools.launching.command import main; sys.exit(main())",
+        "import sys; from coppice.tools.launching.command import main; sys.exit(main())",
     ]
     command += [
         *([] if "--resume" in arguments else ["--config", str(config), "--run-folder", str(run)]),
@@ -224,7 +224,7 @@ def test_a_run_trains_to_its_end_and_leaves_what_it_promises(
     dump = [
         sys.executable,
         "-c",
-        "import sys; from tools.inspecting.dump import main; sys.exit(main())",
+        "import sys; from coppice.tools.inspecting.dump import main; sys.exit(main())",
         str(run),
     ]
     shown = subprocess.run(dump, cwd=ROOT, capture_output=True, text=True, check=True).stdout

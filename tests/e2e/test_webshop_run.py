@@ -84,7 +84,7 @@ def test_a_run_in_the_shop_trains_on_its_rewards_and_shows_its_pages(tmp_path: P
     dump = [
         sys.executable,
         "-c",
-        "import sys; from tools.inspecting.dump import main; sys.exit(main())",
+        "import sys; from coppice.tools.inspecting.dump import main; sys.exit(main())",
         str(run),
         "--full",
     ]

@@ -208,7 +208,7 @@ async def front() -> AsyncIterator[tuple[str, Shelf]]:
     shelf = Shelf()
     async with serving(application(shelf)) as url:
         code = (
-            "import sys; from judges.retriever import http_server; from aiohttp import web;"
+            "import sys; from coppice.judges.retriever import http_server; from aiohttp import web;"
             " web.run_app, run = (lambda app, host, port: run(app, host=host, port=0, print=lambda text: print(text, flush=True))), web.run_app;"
             f" sys.argv = ['server', '--index', '{url}']; http_server.main()"
         )

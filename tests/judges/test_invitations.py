@@ -18,8 +18,8 @@ from tests.services import bench
 
 ROOT = Path(__file__).parent.parent.parent
 PLUG = """
-from judges.base import Judge
-from wire.messages import Judgement
+from coppice.judges.base import Judge
+from coppice.wire.messages import Judgement
 class Mine(Judge):
     name, columns = "mine", ("reward",)
     async def score(self, turns):

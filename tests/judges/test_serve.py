@@ -230,8 +230,8 @@ async def test_the_judge_process_of_the_launcher_serves_built_in_and_own_judges_
     tmp_path: Path,
 ) -> None:
     (tmp_path / "own.py").write_text(
-        "from judges.base import Judge\n"
-        "from wire.messages import Judgement\n"
+        "from coppice.judges.base import Judge\n"
+        "from coppice.wire.messages import Judgement\n"
         "class Fixed(Judge):\n"
         "    name, columns = 'fixed', ('outcome',)\n"
         "    def __init__(self, value): self.value = value\n"
@@ -336,7 +336,7 @@ def test_options_of_oracles_and_opponents_are_refused_by_their_key(spec: str) ->
 def test_a_class_that_is_no_judge_or_has_no_name_or_columns_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str
 ) -> None:
-    (tmp_path / "half_made.py").write_text(f"from judges.base import Judge\n{body}\n")
+    (tmp_path / "half_made.py").write_text(f"from coppice.judges.base import Judge\n{body}\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.delitem(sys.modules, "half_made", raising=False)
@@ -357,7 +357,7 @@ def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     run = tmp_path / "run"
     RunKeys.create(run / "keys")
     (run / "endpoint").write_text("tcp://127.0.0.1:1")
-    body = "from judges.base import Judge\nclass Plain(Judge): name, columns = 'plain', ('a',)\nmade = Plain()\n"
+    body = "from coppice.judges.base import Judge\nclass Plain(Judge): name, columns = 'plain', ('a',)\nmade = Plain()\n"
     (tmp_path / "plugs.py").write_text(body)
     (tmp_path / "torn.py").write_text("class (")
     monkeypatch.chdir(tmp_path)

@@ -14,7 +14,7 @@ from coppice.tools.launching.processes import _meeting
 ROOT = Path(__file__).parent.parent.parent
 RANK = """
 import json, os, psutil, torch
-from learner.ranks import Ranks
+from coppice.learner.model.ranks import Ranks
 ranks = Ranks(60)
 told = ranks.broadcast(b"tensors only" if ranks.rank == 0 else None).decode()
 total = float(ranks.add(torch.ones(1) * (ranks.rank + 1)))

@@ -163,7 +163,7 @@ _WRITER = """
 import sys
 from pathlib import Path
 from typing import Any
-from scheduler.journal import Journal, JournalError
+from coppice.scheduler.ledger.journal import Journal, JournalError
 from tests.scheduler.test_journal import small
 journal = Journal(Path(sys.argv[1]))
 for number in range(100000):

@@ -10,7 +10,7 @@ BEGUN = """
 import resource
 hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
 resource.setrlimit(resource.RLIMIT_NOFILE, (100, hard))
-from wire.process import begin
+from coppice.wire.process import begin
 begin()
 print(*resource.getrlimit(resource.RLIMIT_NOFILE))
 """

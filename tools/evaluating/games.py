@@ -65,7 +65,7 @@ EXAMPLES = """\
   coppice evaluate tictactoe --run RUN --games 200       a run's newest weights
   coppice evaluate sudoku --run RUN --version best       its best ones
   coppice evaluate minesweeper --baseline random         what chance reaches
-  coppice evaluate sokoban --endpoint http://127.0.0.1:30000/v1 --endpoint-model m
+  coppice evaluate sokoban --endpoint http://127.0.0.1:9/v1 --endpoint-model m
 coppice evaluate qa --help: question answering
 coppice evaluate nvprocess --help: judges of processes"""
 

@@ -260,7 +260,7 @@ def _faults(tree: Tree) -> Iterator[str]:
 
 
 EXAMPLES = """\
-  coppice watch --audit RUN && echo sound        the exit status is 1 if a rule is broken
+  coppice watch --audit RUN && echo sound  status 1: a rule is broken
 docs/troubleshooting.md says what each rule means"""
 
 

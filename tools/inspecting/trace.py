@@ -18,7 +18,7 @@ from coppice.wire.atomic import write_whole
 from coppice.wire.options import command_parser
 
 EXAMPLES = """\
-  coppice report --trace RUN --out trace.json                the newest start of a run
+  coppice report --trace RUN --out trace.json          the newest start of a run
   coppice report --trace RUN --from 60 --to 90 --out t.json  half a minute of it
 then open the file at ui.perfetto.dev; nothing of it leaves your browser"""
 LEARNER = "learner"

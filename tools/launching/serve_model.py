@@ -123,7 +123,7 @@ def _quiet() -> None:
 
 
 EXAMPLES = """\
-  coppice serve --model FOLDER                        at http://127.0.0.1:30000/v1
+  coppice serve --model FOLDER                      at http://127.0.0.1:30000/v1
   coppice serve --model FOLDER --port 0 --threads 2   any free port, two threads
   coppice serve --model FOLDER --host 0.0.0.0 --api-key-env MY_KEY"""
 

@@ -21,8 +21,8 @@ from coppice.tools.planning.prediction import Split
 from coppice.wire.options import checked, command_parser, known, option
 
 EXAMPLES = """\
-  coppice plan --config configs/slate-7b.toml --gpus 8 --gpu h100 --assume turns=3
-  coppice plan --config configs/ppr-7b.toml --gpus 8 --gpu h200 --assume price=3.5
+  coppice plan --config configs/slate-7b.toml --gpus 8 --assume turns=3
+  coppice plan --config configs/ppr-7b.toml --gpu h200 --assume price=3.5
   coppice plan --run runs/NAME-TIME --set scheduler.strategy_options.k=8
   coppice plan --against runs/NAME-TIME          what it predicts of a run"""
 UNPROVEN = """\

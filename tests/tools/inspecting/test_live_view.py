@@ -458,7 +458,11 @@ def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 def test_the_help_fits_80_columns_and_ends_with_examples() -> None:
-    command = [sys.executable, "-c", "from tools.inspecting.watch import main; main(['--help'])"]
+    command = [
+        sys.executable,
+        "-c",
+        "from coppice.tools.inspecting.watch import main; main(['--help'])",
+    ]
     said = subprocess.run(
         command, env=os.environ | {"COLUMNS": "80"}, capture_output=True, text=True, check=True
     ).stdout

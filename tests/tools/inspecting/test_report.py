@@ -262,7 +262,7 @@ def test_the_newest_trees_alone_are_read_of_a_long_run(
 
 
 def test_the_help_fits_a_terminal_and_ends_with_examples() -> None:
-    code = "from tools.inspecting.report import main; main(['--help'])"
+    code = "from coppice.tools.inspecting.report import main; main(['--help'])"
     environment = os.environ | {"COLUMNS": "80", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True

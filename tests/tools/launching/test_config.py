@@ -520,7 +520,7 @@ def test_a_name_that_is_not_there_is_refused_with_the_nearest(override: str, sai
 
 
 _GRADED = """
-from judges.base import Judge
+from coppice.judges.base import Judge
 
 
 class Graded(Judge):
@@ -617,7 +617,7 @@ def test_the_documented_ways_to_a_judge_of_ones_own_load(
 def test_a_config_is_checked_without_torch() -> None:
     """The launcher holds no memory for what it does not compute; a correction is looked up as
     everything else."""
-    code = "import sys; from learner import corrections, schemes; corrections.load('tis', {'upper': 3.0}); schemes.load('slate', {});"
+    code = "import sys; from coppice.learner.update import corrections; from coppice.learner import schemes; corrections.load('tis', {'upper': 3.0}); schemes.load('slate', {});"
     subprocess.run(
         [sys.executable, "-c", f"{code} assert 'torch' not in sys.modules"], check=True, cwd=ROOT
     )

@@ -210,7 +210,7 @@ def test_the_schedulers_lines_are_read_to_the_end_though_one_place_does_not_take
 
 
 def test_a_terminal_that_is_gone_stops_no_launcher() -> None:
-    code = "from tools.launching.screen import Screen; s = Screen(0); [s.say(f'line {i}') for i in range(3)]; s.say('x' * 100_000)"
+    code = "from coppice.tools.launching.screen import Screen; s = Screen(0); [s.say(f'line {i}') for i in range(3)]; s.say('x' * 100_000)"
     reader, writer = os.pipe()
     process = subprocess.Popen([sys.executable, "-c", code], stdout=writer, stderr=subprocess.PIPE)
     os.close(writer)

@@ -8,7 +8,7 @@ from coppice.tools.launching.command import arguments, resolve
 from coppice.tools.launching.config import DEFAULT_CONFIG, ConfigError, load
 
 JUDGE = """
-from judges.base import Judge
+from coppice.judges.base import Judge
 
 class Brevity(Judge):
     name, columns = "brevity", ("think", "query", "answer")

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parent.parent.parent.parent
 UPDATES = 50
 SHOW = """
 import sys
-from tools.launching.screen import Screen
+from coppice.tools.launching.screen import Screen
 Screen(int(sys.argv[1])).relay(sys.stdin.buffer if len(sys.argv) < 3 else open(sys.argv[2], "rb"), open(sys.argv[2] + ".out", "wb"))
 """
 
@@ -178,9 +178,9 @@ def test_neither_a_cut_off_record_nor_a_letter_that_the_terminal_lacks_ends_the_
     assert (tmp_path / "copy").read_text() == '{"version":1.0,"sco\nem 0.5 ±0.1\nnext\n'
 
 
-CALL = "import sys; from tools.launching import command; {}; sys.exit(command.main(sys.argv[1:]))"
+CALL = "import sys; from coppice.tools.launching import command; {}; sys.exit(command.main(sys.argv[1:]))"
 SET_UP = (
-    "from tools.launching.assets import Assets; import subprocess;"
+    "from coppice.tools.launching.assets import Assets; import subprocess;"
     " command.prepare = lambda c: (subprocess.run(['echo', 'set up']), Assets('MODEL', 'T', 'H', 'I'))[1];"
     ' command.supervise = lambda run, make, screen, nodes: screen._take(\'{"version":1.0,"learner/groups":3.0}\') and 0'
 )

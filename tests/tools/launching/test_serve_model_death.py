@@ -19,8 +19,8 @@ pytestmark = pytest.mark.slow
 
 DYING = """
 import sys
-from actors.engines.local import LocalEngine
-from tools.launching import judge_model, serve_model
+from coppice.actors.engines.local import LocalEngine
+from coppice.tools.launching import judge_model, serve_model
 
 def boom(*_):
     raise ERROR("boom")

@@ -327,7 +327,7 @@ def test_a_shape_stands_for_a_model_that_is_not_here(
 
 
 def test_a_plan_loads_no_torch() -> None:
-    code = "import sys; from tools.planning import command; sys.exit(str('torch' in sys.modules))"
+    code = "import sys; from coppice.tools.planning import command; sys.exit(str('torch' in sys.modules))"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, check=False, capture_output=True, text=True
     )

@@ -242,7 +242,7 @@ def _title(spec: str, options: dict[str, Any]) -> str:
 
 EXAMPLES = """\
   coppice evaluate nvprocess --judge slate_rules --baseline random
-  coppice evaluate nvprocess --judge my_judge:Brevity --name mine --bench f.jsonl"""
+  coppice evaluate nvprocess --judge my_judge:Brevity --bench f.jsonl"""
 
 
 def parser() -> argparse.ArgumentParser:
