@@ -74,9 +74,8 @@ class _Waiting(subprocess.Popen):  # pyright: ignore[reportMissingTypeArgument]
     loading a model."""
 
     def __init__(self, command: list[str], **given: object):
-        super().__init__(
-            [command[0], "-c", "input()", *command[1:]], stdin=subprocess.PIPE, **given
-        )  # pyright: ignore
+        waiting = [command[0], "-c", "input()", *command[1:]]
+        super().__init__(waiting, stdin=subprocess.PIPE, **given)  # pyright: ignore
 
 
 def test_a_plain_key_is_no_setting_anywhere() -> None:

@@ -80,10 +80,10 @@ def test_a_stopped_judge_is_replaced_and_a_killed_launcher_leaves_no_process_por
     assert "it is stopped (state T)" in failure.cause
     pids = {member.pid for member in launched.members.values()}
     ports = [
-        c.laddr.port
+        c.laddr.port  # pyright: ignore
         for c in psutil.net_connections("tcp")
         if c.pid in pids and c.status == "LISTEN"
-    ]  # pyright: ignore[reportAttributeAccessIssue]
+    ]
     assert ports
     process.send_signal(signal.SIGKILL)
     process.communicate()

@@ -117,12 +117,12 @@ def test_more_lists_find_more_and_few_lists_may_hold_fewer_than_topk(
     build(
         corpus,
         tmp_path / "i",
-        encoder,
+        encoder,  # pyright: ignore
         kind="IVF512,Flat",
         search="nprobe=2",
         vectors=flat,
         progress=False,
-    )  # pyright: ignore[reportArgumentType]
+    )
     exact, few, all_lists = (
         found(flat, encoder),
         found(tmp_path / "i", encoder),
@@ -166,9 +166,8 @@ def test_what_faiss_cannot_build_is_refused_and_leaves_nothing(
     kind: str, search: str, message: str, corpus: Path, flat: Path, encoder: Numbers, tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        build(
-            corpus, tmp_path / "i", encoder, kind=kind, search=search, vectors=flat, progress=False
-        )  # pyright: ignore[reportArgumentType]
+        args = (corpus, tmp_path / "i", encoder)
+        build(*args, kind=kind, search=search, vectors=flat, progress=False)  # pyright: ignore
     assert list(tmp_path.iterdir()) == []
 
 

@@ -132,8 +132,9 @@ async def test_turns_nobody_waits_for_any_more_are_not_scored() -> None:
     judge = Length(batch=1)
     batcher = Batcher(judge)
     first, second, third = (
-        asyncio.create_task(batcher.handle(turns(q), None)) for q in ("a", "bb", "ccc")
-    )  # pyright: ignore[reportArgumentType]
+        asyncio.create_task(batcher.handle(turns(q), None))  # pyright: ignore
+        for q in ("a", "bb", "ccc")
+    )
     await judge.entered.wait()
     second.cancel()
     await asyncio.gather(second, return_exceptions=True)

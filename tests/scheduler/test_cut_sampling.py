@@ -28,9 +28,9 @@ from coppice.wire.support import decode
 class Silent(LocalEngine):
     """An engine that does not report what it left."""
 
-    async def generate(
+    async def generate(  # pyright: ignore
         self, request: GenerateRequest, on_tokens: OnTokens | None = None
-    ) -> GenerateResult:  # pyright: ignore
+    ) -> GenerateResult:
         result = await super().generate(request, on_tokens)
         return msgspec.structs.replace(
             result,
@@ -50,8 +50,14 @@ async def actions(
     settings = SchedulerConfig(max_action_tokens=12, **sampling)  # pyright: ignore[reportArgumentType]
     journal = Journal(folder / "journal.sqlite")
     shop = Shop(
-        services, journal, Text(str(llama)), SearchQA("short"), settings, Counter(), lambda *_: None
-    )  # pyright: ignore[reportArgumentType]
+        services,  # pyright: ignore
+        journal,
+        Text(str(llama)),
+        SearchQA("short"),
+        settings,
+        Counter(),
+        lambda *_: None,
+    )
     tree = Tree(0, "t", split)
     context = Context(shop, Task("t", "Who?", ["me"]), tree, random.Random(0))
     await services.start()

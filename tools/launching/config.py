@@ -55,7 +55,13 @@ class ConfigError(ValueError):
 def load(path: Path, overrides: list[str]) -> Config:
     """The config of a TOML file, over the file that it ``extends``, with ``a.b=value`` overrides
     (``a.b=null`` takes a key or section away). Raises ConfigError."""
-    return convert(_read(path), overrides)
+    return convert(_read(_found(path)), overrides)
+
+
+def _found(path: Path) -> Path:
+    """Return a file that exists, or the shipped one of that name; ``path`` if there is neither."""
+    places = (path, ROOT / path, ROOT / "configs" / path)
+    return next((place for place in places if place.exists()), path)
 
 
 def _read(path: Path, *heirs: Path) -> dict[str, Any]:
