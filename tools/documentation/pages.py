@@ -34,7 +34,7 @@ files, where browsers start no workers."""
 def page_of(path: str, reference: dict[str, list[str]]) -> str:
     """Return the place in the site, as "page.md" or "page.md#anchor", of a file or folder of the
     repository."""
-    name = path.removesuffix(".py").replace("/", ".")
+    name = "coppice." + path.removesuffix(".py").replace("/", ".")
     for page, names in reference.items():
         if name in names:
             return f"reference/{page}.md#{name}"

@@ -73,7 +73,7 @@ def test_fields_and_parameters_become_rows_with_types_and_defaults(tmp_path: Pat
     "module",
     [
         "coppice.scheduler.config",
-        "scheduler.calls",
+        "coppice.scheduler.dispatch.calls",
         "coppice.actors.config",
         "coppice.judges.config",
         "coppice.learner.config",

@@ -25,7 +25,7 @@ from coppice.tools.documentation.pages import (
 CHROMIUM = (
     shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 )
-REFERENCE = {"learner": ["learner.table", "learner.schemes"]}
+REFERENCE = {"learner": ["coppice.learner.update.table", "coppice.learner.schemes"]}
 
 
 @pytest.mark.parametrize(
@@ -37,9 +37,9 @@ REFERENCE = {"learner": ["learner.table", "learner.schemes"]}
         ("docs/replication/slate.md", "replication/slate.md"),
         ("docs/figures/watch.svg", "figures/watch.svg"),
         ("docs/notebook.ipynb", "notebook.ipynb.md"),
-        ("learner/update/table.py", "reference/learner.md#learner.table"),
-        ("learner/update/kl.py", "source/learner/kl.py.md"),
-        ("learner/schemes", "reference/learner.md#learner.schemes"),
+        ("learner/update/table.py", "reference/learner.md#coppice.learner.update.table"),
+        ("learner/update/kl.py", "source/learner/update/kl.py.md"),
+        ("learner/schemes", "reference/learner.md#coppice.learner.schemes"),
         ("LICENSE", "source/LICENSE.md"),
     ],
 )
@@ -56,7 +56,11 @@ def test_every_file_of_the_repository_has_its_place_in_the_site(path: str, page:
         ("watch.md#keys", "docs/dump.md", "watch.md#keys"),
         ("../CONTRIBUTING.md", "docs/status.md", "CONTRIBUTING.md"),
         ("../README.md#the-house", "docs/status.md", "README.md#the-house"),
-        ("../learner/table.py", "docs/extend.md", "reference/learner.md#learner.table"),
+        (
+            "../learner/update/table.py",
+            "docs/extend.md",
+            "reference/learner.md#coppice.learner.update.table",
+        ),
         (
             "../../configs/sao-tiny.toml",
             "docs/replication/trees.md",
