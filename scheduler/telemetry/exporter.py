@@ -15,6 +15,7 @@ from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, Any
 
+import coppice
 from coppice.scheduler.telemetry import terminal
 from coppice.scheduler.telemetry.health import Health
 from coppice.wire.atomic import write_whole
@@ -22,7 +23,7 @@ from coppice.wire.atomic import write_whole
 if TYPE_CHECKING:
     from prometheus_client.core import GaugeMetricFamily
 
-PAGE = Path(__file__).parent.parent / "docs" / "metrics.md"
+PAGE = Path(coppice.__file__).with_name("metrics.md")
 
 
 @functools.cache

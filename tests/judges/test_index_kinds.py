@@ -165,8 +165,8 @@ def test_the_lists_of_ivfpq_grow_with_the_root_of_the_corpus(
 def test_what_faiss_cannot_build_is_refused_and_leaves_nothing(
     kind: str, search: str, message: str, corpus: Path, flat: Path, encoder: Numbers, tmp_path: Path
 ) -> None:
+    args = (corpus, tmp_path / "i", encoder)
     with pytest.raises(ValueError, match=message):
-        args = (corpus, tmp_path / "i", encoder)
         build(*args, kind=kind, search=search, vectors=flat, progress=False)  # pyright: ignore
     assert list(tmp_path.iterdir()) == []
 

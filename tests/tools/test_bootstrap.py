@@ -40,7 +40,7 @@ def test_every_process_of_a_tool_inherits_the_limits_of_the_kernel_caches_and_th
     assert started.stdout == "32 7\n"
 
 
-@pytest.mark.parametrize("tool", ["launch", "evaluate"])
+@pytest.mark.parametrize("tool", ["launch", "dump"])
 def test_the_tools_start_where_python_does_not_put_a_scripts_folder_on_its_path(tool: str) -> None:
     shell = os.environ | {"PYTHONSAFEPATH": "1", "COPPICE_VENV": sys.prefix}
     shell.pop("PYTHONPATH", None)
@@ -51,9 +51,7 @@ def test_the_tools_start_where_python_does_not_put_a_scripts_folder_on_its_path(
     assert "usage: " in started.stdout
 
 
-@pytest.mark.parametrize(
-    ("tool", "said"), [("test", "--quick"), ("gpu_check", "--record FILE"), ("launch", "module")]
-)
+@pytest.mark.parametrize(("tool", "said"), [("test", "--quick"), ("launch", "module")])
 @pytest.mark.parametrize("packages", [[], ["old"]])
 def test_a_help_installs_nothing(tool: str, said: str, packages: list[str], tmp_path: Path) -> None:
     if packages:  # an environment for an earlier pyproject.toml, in which nothing was installed

@@ -115,7 +115,10 @@ def told() -> Iterator[tuple[str, str]]:
                         texts = (
                             text
                             for text in templates(node)
-                            if " " in text and not text.startswith("coppice launch --resume")
+                            if " " in text
+                            and not text.startswith(
+                                ("coppice launch --resume", f"coppice launch: {HOLE}")
+                            )
                         )
                         yield from ((f"{name}: {function}", text) for text in texts)
 

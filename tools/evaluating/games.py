@@ -329,7 +329,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _report(flags: argparse.Namespace, match: Match, out: Path, arguments: list[str]) -> int:
     again = shlex.join(
-        ["coppice evaluate", *arguments, *([] if flags.out else ["--out", str(out)])]
+        ["coppice", "evaluate", *arguments, *([] if flags.out else ["--out", str(out)])]
     )
     result = conduct(lambda: Evaluation(match, out, flags.concurrency), again, "played")
     if isinstance(result, int):

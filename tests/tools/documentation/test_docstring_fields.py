@@ -10,7 +10,7 @@ from coppice.tools.documentation.fields import Fields, described, readable
 ROOT = Path(__file__).parents[3]
 
 
-def loaded(module: str, place: Path = ROOT) -> griffe.Module:
+def loaded(module: str, place: Path = ROOT / "src") -> griffe.Module:
     extensions = griffe.load_extensions(Fields)
     module_ = griffe.load(
         module, search_paths=[place], extensions=extensions, allow_inspection=False

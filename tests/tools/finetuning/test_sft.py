@@ -909,8 +909,8 @@ def test_the_commands_of_the_docs_are_commands(name: str) -> None:
         if line.startswith(("coppice sft", "coppice evaluate"))
     ]
     assert said
-    for tool, *arguments in said:
-        if tool == "coppice sft":
+    for _, command, *arguments in said:
+        if command == "sft":
             parser().parse_args(
                 [found for found in arguments if not found.startswith("[") and found != "..]"]
             )

@@ -107,7 +107,7 @@ def test_the_script_starts_the_same_command_on_rays_first_node_and_goes_on_when_
     asked = ["--resume", str(run)] if again else [
         "--actors", "4", "--set", 'judges.outside=["a b"]', "--cluster", "ray", "--run-folder", str(run)
     ]  # fmt: skip
-    assert launch == ["coppice launch", *asked]
+    assert launch == ["coppice", "launch", *asked]
     lines = [line for line in script.splitlines() if line.startswith("#SBATCH")]
     assert {"#SBATCH --nodes=1", "#SBATCH --gpus-per-node=8", "#SBATCH --partition=h100"} <= set(
         lines

@@ -166,7 +166,7 @@ def main(arguments: list[str]) -> int:
         print(f"coppice evaluate qa: {error}", file=sys.stderr)
         return 2
     again = shlex.join(
-        ["coppice evaluate", "qa", *arguments, *([] if flags.out else ["--out", str(out)])]
+        ["coppice", "evaluate", "qa", *arguments, *([] if flags.out else ["--out", str(out)])]
     )
 
     def evaluation() -> Evaluation:
