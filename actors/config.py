@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from wire.numbers import Count, Natural, Positive
+from coppice.wire.numbers import Count, Natural, Positive
 
 
 class SGLangConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -1,6 +1,6 @@
 """An actor process: it offers an engine as the services ``generate`` and ``load``.
 
-``python -m actors.worker PROCESS.json``
+``python -m coppice.actors.worker PROCESS.json``
 """
 
 import asyncio
@@ -10,15 +10,15 @@ from pathlib import Path
 
 import msgspec
 
-from actors.config import ActorProcess
-from actors.engines import registry
-from actors.engines.base import Engine
-from wire import loop, storage
-from wire.faults import InfrastructureFault
-from wire.keys import PeerKeys
-from wire.messages import GenerateRequest, GenerateResult, LoadRequest, LoadResult
-from wire.process import begin
-from wire.service import Call, Service
+from coppice.actors.config import ActorProcess
+from coppice.actors.engines import registry
+from coppice.actors.engines.base import Engine
+from coppice.wire import loop, storage
+from coppice.wire.faults import InfrastructureFault
+from coppice.wire.keys import PeerKeys
+from coppice.wire.messages import GenerateRequest, GenerateResult, LoadRequest, LoadResult
+from coppice.wire.process import begin
+from coppice.wire.service import Call, Service
 
 log = logging.getLogger("actors.worker")
 

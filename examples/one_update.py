@@ -18,25 +18,25 @@ import tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, set_seed
 from transformers.utils import logging
 
-from actors.config import ActorsConfig
-from actors.engines.local import LocalEngine
-from actors.environments.base import Action, Environment, Task, Tools, Transition
-from judges.base import Judge
-from learner.batches import Inbox
-from learner.config import LearnerConfig, LearnerProcess, LoraConfig
-from learner.publish import publish
-from learner.ranks import Ranks
-from learner.table import build
-from learner.trainer import Trainer
-from scheduler.config import SchedulerConfig
-from scheduler.context import Context
-from scheduler.journal import Journal
-from scheduler.services import Shop
-from scheduler.strategies import slate
-from scheduler.text import Text
-from scheduler.tree import Tree
-from tools.evaluating.in_process import InProcess
-from wire.messages import JudgedTurn, Judgement, LoadRequest, TrainGroup, TreeClosed, Turn
+from coppice.actors.config import ActorsConfig
+from coppice.actors.engines.local import LocalEngine
+from coppice.actors.environments.base import Action, Environment, Task, Tools, Transition
+from coppice.judges.base import Judge
+from coppice.learner.config import LearnerConfig, LearnerProcess, LoraConfig
+from coppice.learner.model.publish import publish
+from coppice.learner.model.ranks import Ranks
+from coppice.learner.update.batches import Inbox
+from coppice.learner.update.table import build
+from coppice.learner.update.trainer import Trainer
+from coppice.scheduler.config import SchedulerConfig
+from coppice.scheduler.growth.context import Context
+from coppice.scheduler.growth.services import Shop
+from coppice.scheduler.growth.strategies import slate
+from coppice.scheduler.growth.text import Text
+from coppice.scheduler.growth.tree import Tree
+from coppice.scheduler.ledger.journal import Journal
+from coppice.tools.evaluating.in_process import InProcess
+from coppice.wire.messages import JudgedTurn, Judgement, LoadRequest, TrainGroup, TreeClosed, Turn
 
 QUESTIONS, CANDIDATES, STEPS = 8, 5, 3
 

@@ -6,12 +6,12 @@ import reprlib
 from collections.abc import Sequence
 from typing import Any
 
-from wire.faults import InfrastructureFault
-from wire.messages import JudgedTurn, Judgement
+from coppice.wire.faults import InfrastructureFault
+from coppice.wire.messages import JudgedTurn, Judgement
 
 
 class Judge:
-    """Subclass this, set ``name`` and ``columns``, and write ``score``. ``tools/serve
+    """Subclass this, set ``name`` and ``columns``, and write ``score``. ``coppice serve
     my_module:MyJudge --run RUN`` plugs your judge in.
 
     A judge is started once, scores until the worker is drained, and is closed. columns: the names

@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 
-from wire.numbers import Count, Natural, Positive
+from coppice.wire.numbers import Count, Natural, Positive
 
 SERVED = "served"
 """An endpoint with this url asks the model of [judges.model]."""
@@ -31,7 +31,7 @@ class JudgeModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class JudgesConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Section [judges]. use: constructor options by built-in name or "module:Class". One process
     serves judges and speakers, another the built-in opponents. outside: names of judges, opponents
-    and speakers that the run needs and ``tools/serve ... --run RUN`` serves. model: the model that
+    and speakers that the run needs and ``coppice serve ... --run RUN`` serves. model: the model that
     an endpoint with the url "served" asks; it has a process of its own."""
 
     use: dict[str, dict[str, Any]] = msgspec.field(

@@ -3,7 +3,7 @@ and about what a search showed."""
 
 import re
 
-from judges.exact_match import normalize
+from coppice.judges.exact_match import normalize
 
 _FUNCTION_WORDS = frozenset(
     "of in is was and to what which who whose by for on it its with at from that this s name "

@@ -4,8 +4,8 @@ import re
 import string
 from collections import Counter
 
-from judges.base import RuleJudge
-from wire.messages import JudgedTurn, Judgement
+from coppice.judges.base import RuleJudge
+from coppice.wire.messages import JudgedTurn, Judgement
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)

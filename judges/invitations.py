@@ -1,7 +1,7 @@
-"""tools/serve --invite and --revoke: what a judge on another machine needs to reach this run, and
+"""coppice serve --invite and --revoke: what a judge on another machine needs to reach this run, and
 no more.
 
-They belong to tools/serve because it stands at both ends: the owner of the run invites with it and
+They belong to coppice serve because it stands at both ends: the owner of the run invites with it and
 the guest serves with it.
 """
 
@@ -11,14 +11,14 @@ from pathlib import Path
 
 import msgspec
 
-from wire.keys import RunKeys, write_private
-from wire.sockets import is_loopback
+from coppice.wire.keys import RunKeys, write_private
+from coppice.wire.sockets import is_loopback
 
 _EVERY_ADDRESS = ("0.0.0.0", "[::]", "*")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of invitations to those of tools/serve."""
+    """Add the flags of invitations to those of coppice serve."""
     group = parser.add_argument_group("invitations (with --run)")
     group.add_argument(
         "--invite",
@@ -50,7 +50,7 @@ def run(asked: argparse.Namespace) -> int:
         )
     except (FileNotFoundError, NotADirectoryError) as error:
         raise FileNotFoundError(
-            f"{asked.run} is not a started run ({error}): start it with tools/launch first"
+            f"{asked.run} is not a started run ({error}): start it with coppice launch first"
         ) from None
     if asked.revoke:
         keys.revoke(asked.revoke)
@@ -67,7 +67,7 @@ def run(asked: argparse.Namespace) -> int:
     # On the other stream, so that the invitation can be redirected to a file.
     print(
         f"{name} may offer {asked.invite} and nothing else. The guest saves the line as a file that only the guest can read and runs"
-        f" tools/serve module:Class --invite-file FILE. Take it back: tools/serve --run {asked.run} --revoke {name}",
+        f" coppice serve module:Class --invite-file FILE. Take it back: coppice serve --run {asked.run} --revoke {name}",
         file=sys.stderr,
     )
     if is_loopback(invitation.endpoint):

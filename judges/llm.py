@@ -7,10 +7,10 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any, Literal
 
-from judges.base import Judge
-from wire.faults import DataFault, InfrastructureFault
-from wire.http import CHAT, NoAnswer, Reached
-from wire.messages import JudgedTurn, Judgement
+from coppice.judges.base import Judge
+from coppice.wire.faults import DataFault, InfrastructureFault
+from coppice.wire.http import CHAT, NoAnswer, Reached
+from coppice.wire.messages import JudgedTurn, Judgement
 
 _MODELS = "/models"
 _LOOK_S = 0.5
@@ -26,7 +26,7 @@ class ChatEndpoint(Reached, frozen=True, forbid_unknown_fields=True):
     patience_s: limit of all attempts for one reply, including the wait for a free place. It must be
     less than scheduler.judge_deadline_s, so that a missing reply becomes an invalid judgement and
     not a failed call. constrain: the request field that makes the server keep a reply to the
-    judge's form: "sglang" (also for tools/serve-model), "vllm", or "" for a server that cannot.
+    judge's form: "sglang" (also for coppice serve --model), "vllm", or "" for a server that cannot.
     wait_s: seconds to wait at the start until a server has loaded its model (it then answers
     /models); 0 does not check.
     """

@@ -13,9 +13,9 @@ each turn's text once per trajectory.
 import re
 from collections.abc import Mapping
 
-from judges import templates as files
-from judges.llm import ChatEndpoint, ChatJudge
-from wire.messages import JudgedTurn, Judgement
+from coppice.judges import templates as files
+from coppice.judges.llm import ChatEndpoint, ChatJudge
+from coppice.wire.messages import JudgedTurn, Judgement
 
 _SCORE = re.compile(r"<final_score>((?:(?!<final_score>).)*?)</final_score>", re.DOTALL)
 _PAIR = re.compile(r"\s*([0-9]{1,9})\s*,\s*([0-9]{1,9})\s*")

@@ -29,10 +29,10 @@ import re
 import textwrap
 from typing import Literal
 
-from judges.base import RuleJudge
-from judges.evidence import content_words, finds, holds, parts, passages, said, shown
-from judges.exact_match import normalize
-from wire.messages import JudgedTurn, Judgement
+from coppice.judges.base import RuleJudge
+from coppice.judges.evidence import content_words, finds, holds, parts, passages, said, shown
+from coppice.judges.exact_match import normalize
+from coppice.wire.messages import JudgedTurn, Judgement
 
 Graded = tuple[int, str]
 """The points of one principle (0 to 2) and the reason in words."""

@@ -13,9 +13,9 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
-from judges.base import Judge
-from judges.pprm import query_and_response
-from wire.messages import JudgedTurn, Judgement
+from coppice.judges.base import Judge
+from coppice.judges.pprm import query_and_response
+from coppice.wire.messages import JudgedTurn, Judgement
 
 
 class RewardModel(Judge):

@@ -1,7 +1,7 @@
 """A judge as a worker process: it batches requests (at most ``judge.batch`` turns), checks scores
 and classifies faults.
 
-The launcher starts ``python -m judges.serve PROCESS.json``. ``tools/serve module:Class --run RUN``
+The launcher starts ``python -m coppice.judges.serve PROCESS.json``. ``coppice serve module:Class --run RUN``
 plugs a judge into a live run, and ``judges.invitations`` lets one in from another machine.
 """
 
@@ -17,39 +17,46 @@ from typing import Any
 
 import msgspec
 
-from judges import invitations
-from judges.base import Judge, checked
-from judges.players import Player
-from judges.speakers import Speaker
-from wire import loop, options
-from wire.faults import DataFault, Fault, InfrastructureFault
-from wire.keys import Invitation, PeerKeys
-from wire.messages import JudgedTurn, Judgement, JudgeRequest, JudgeResult, PlayResult, SpeakResult
-from wire.options import command_parser
-from wire.process import begin
-from wire.service import Call, Handler, Service
+from coppice.judges import invitations
+from coppice.judges.base import Judge, checked
+from coppice.judges.players import Player
+from coppice.judges.speakers import Speaker
+from coppice.wire import loop, options
+from coppice.wire.faults import DataFault, Fault, InfrastructureFault
+from coppice.wire.keys import Invitation, PeerKeys
+from coppice.wire.messages import (
+    JudgedTurn,
+    Judgement,
+    JudgeRequest,
+    JudgeResult,
+    PlayResult,
+    SpeakResult,
+)
+from coppice.wire.options import command_parser
+from coppice.wire.process import begin
+from coppice.wire.service import Call, Handler, Service
 
 BUILT_IN = {
-    "exact_match": "judges.exact_match:ExactMatch",
-    "slate_rules": "judges.slate_rules:SlateRules",
-    "slate": "judges.slate:Slate",
-    "slate_em": "judges.slate_em:SlateEm",
-    "pprm": "judges.pprm:Pprm",
-    "pprm_rules": "judges.pprm_rules:PprmRules",
-    "reward_model": "judges.reward_model:RewardModel",
-    "sotopia": "judges.sotopia:SotopiaJudge",
-    "sotopia_rules": "judges.sotopia_rules:SotopiaRules",
-    "tictactoe": "judges.oracles.tictactoe:TicTacToeOracle",
-    "sudoku": "judges.oracles.sudoku:SudokuOracle",
-    "minesweeper": "judges.oracles.minesweeper:MinesweeperOracle",
-    "sokoban": "judges.oracles.sokoban:SokobanOracle",
-    "webshop": "judges.oracles.webshop:WebShopOracle",
+    "exact_match": "coppice.judges.exact_match:ExactMatch",
+    "slate_rules": "coppice.judges.slate_rules:SlateRules",
+    "slate": "coppice.judges.slate:Slate",
+    "slate_em": "coppice.judges.slate_em:SlateEm",
+    "pprm": "coppice.judges.pprm:Pprm",
+    "pprm_rules": "coppice.judges.pprm_rules:PprmRules",
+    "reward_model": "coppice.judges.reward_model:RewardModel",
+    "sotopia": "coppice.judges.sotopia:SotopiaJudge",
+    "sotopia_rules": "coppice.judges.sotopia_rules:SotopiaRules",
+    "tictactoe": "coppice.judges.oracles.tictactoe:TicTacToeOracle",
+    "sudoku": "coppice.judges.oracles.sudoku:SudokuOracle",
+    "minesweeper": "coppice.judges.oracles.minesweeper:MinesweeperOracle",
+    "sokoban": "coppice.judges.oracles.sokoban:SokobanOracle",
+    "webshop": "coppice.judges.oracles.webshop:WebShopOracle",
 }
 PLAYERS = {
-    "tictactoe_mcts": "judges.oracles.tictactoe:MctsPlayer",
-    "tictactoe_minimax": "judges.oracles.tictactoe:MinimaxPlayer",
+    "tictactoe_mcts": "coppice.judges.oracles.tictactoe:MctsPlayer",
+    "tictactoe_minimax": "coppice.judges.oracles.tictactoe:MinimaxPlayer",
 }
-SPEAKERS = {"chat": "judges.speakers:Chat", "frozen": "judges.speakers:Frozen"}
+SPEAKERS = {"chat": "coppice.judges.speakers:Chat", "frozen": "coppice.judges.speakers:Frozen"}
 KINDS = {"judge": BUILT_IN, "player": PLAYERS, "speaker": SPEAKERS}
 """The built-in judges, opponents and speakers. They are imported only when a run uses them."""
 Worker = Judge | Player | Speaker
@@ -261,21 +268,21 @@ def connection(run: Path, role: str = "judge") -> tuple[str, PeerKeys]:
         return (run / "endpoint").read_text().strip(), PeerKeys.load(run / "keys", role)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise FileNotFoundError(
-            f"{run} is not a started run ({error}): start it with tools/launch first"
+            f"{run} is not a started run ({error}): start it with coppice launch first"
         ) from None
 
 
 EXAMPLES = """\
-  tools/serve my_judge:Brevity --run RUN              a judge of your own
-  tools/serve pprm --run RUN --option max_tokens=512  a built-in one
-  tools/serve --run RUN --invite judge.brevity --to invitation.json
-  tools/serve my_judge:Brevity --invite-file invitation.json"""
+  coppice serve my_judge:Brevity --run RUN              a judge of your own
+  coppice serve pprm --run RUN --option max_tokens=512  a built-in one
+  coppice serve --run RUN --invite judge.brevity --to invitation.json
+  coppice serve my_judge:Brevity --invite-file invitation.json"""
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of tools/serve."""
+    """Return the parser of coppice serve."""
     parser = command_parser(
-        "tools/serve",
+        "coppice serve",
         "Plug a judge, an opponent or a speaker into a live run,\nor invite one from another machine.",
         EXAMPLES,
     )
@@ -300,7 +307,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def plug_in(arguments: list[str] | None = None) -> int:
-    """Run the command tools/serve and return its exit status."""
+    """Run the command coppice serve and return its exit status."""
     command = parser()
     asked = command.parse_args(arguments)
     begin()
@@ -312,7 +319,7 @@ def plug_in(arguments: list[str] | None = None) -> int:
         endpoint, keys = _reached(asked)
         worker = make_worker(asked.judge, dict(options.option(text) for text in asked.option))
     except (OSError, ValueError) as error:
-        print(f"tools/serve: {error}", file=sys.stderr)
+        print(f"coppice serve: {error}", file=sys.stderr)
         return 2
     offered = service_of(worker) + (f" {list(worker.columns)}" if isinstance(worker, Judge) else "")
     while True:
@@ -324,7 +331,7 @@ def plug_in(arguments: list[str] | None = None) -> int:
         except (Fault, OSError) as error:
             before, endpoint = endpoint, _endpoint_now(asked)
             if endpoint in (before, ""):
-                print(f"tools/serve: {error}", file=sys.stderr)
+                print(f"coppice serve: {error}", file=sys.stderr)
                 return 1
 
 

@@ -13,9 +13,9 @@ context once, and per prompt only the graded text.
 import asyncio
 import re
 
-from judges.llm import ChatEndpoint, ChatJudge
-from judges.templates import fill, read
-from wire.messages import JudgedTurn, Judgement
+from coppice.judges.llm import ChatEndpoint, ChatJudge
+from coppice.judges.templates import fill, read
+from coppice.wire.messages import JudgedTurn, Judgement
 
 _SCORE = re.compile(r"<score>(.*?)</score>", re.DOTALL)
 _TERNARY = re.compile(r"\s*([+-]?1|[+-]?0)\s*")

@@ -5,9 +5,9 @@ An answer scores 1 for an exact match and 0 otherwise; a search scores 0. It mus
 ``slate_rules`` with ``query = "format"``.
 """
 
-from judges.base import RuleJudge
-from judges.exact_match import exact_match
-from wire.messages import JudgedTurn, Judgement
+from coppice.judges.base import RuleJudge
+from coppice.judges.exact_match import exact_match
+from coppice.wire.messages import JudgedTurn, Judgement
 
 
 class SlateEm(RuleJudge):

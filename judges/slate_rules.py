@@ -13,10 +13,10 @@ empty.
 
 from typing import Literal
 
-from judges.base import RuleJudge
-from judges.evidence import finds, shown
-from judges.exact_match import exact_match, f1, normalize
-from wire.messages import JudgedTurn, Judgement
+from coppice.judges.base import RuleJudge
+from coppice.judges.evidence import finds, shown
+from coppice.judges.exact_match import exact_match, f1, normalize
+from coppice.wire.messages import JudgedTurn, Judgement
 
 _HALF = 0.5
 

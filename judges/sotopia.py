@@ -12,10 +12,10 @@ from typing import Any, Literal
 
 import msgspec
 
-from actors.environments.sotopia.conversation import DIMENSIONS, Conversation, history
-from judges.llm import ChatEndpoint, ChatJudge
-from judges.templates import fill, read
-from wire.messages import JudgedTurn, Judgement
+from coppice.actors.environments.sotopia.conversation import DIMENSIONS, Conversation, history
+from coppice.judges.llm import ChatEndpoint, ChatJudge
+from coppice.judges.templates import fill, read
+from coppice.wire.messages import JudgedTurn, Judgement
 
 _FENCE = re.compile(r"\s*```(?:json)?\s*(\{.*\})\s*```\s*", re.DOTALL)
 _AGENTS = ("agent_1", "agent_2")

@@ -11,11 +11,11 @@ import re
 
 import msgspec
 
-from actors.environments.sotopia.conversation import Conversation
-from actors.environments.sotopia.scenarios import Condition
-from judges.base import RuleJudge
-from wire.faults import DataFault
-from wire.messages import JudgedTurn, Judgement
+from coppice.actors.environments.sotopia.conversation import Conversation
+from coppice.actors.environments.sotopia.scenarios import Condition
+from coppice.judges.base import RuleJudge
+from coppice.wire.faults import DataFault
+from coppice.wire.messages import JudgedTurn, Judgement
 
 
 def holds(condition: Condition, own: list[str], other: list[str]) -> bool:

@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from wire.numbers import Count, Discount, Natural, NotNegative, Positive, Share
+from coppice.wire.numbers import Count, Discount, Natural, NotNegative, Positive, Share
 
 
 class LoraConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -36,7 +36,7 @@ class OptimizerConfig(msgspec.Struct, frozen=True):
 
 class AdaptiveKl(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Section [learner.adaptive_kl]: PPO's adaptive KL coefficient (Ziegler et al. 2019;
-    learner/kl.py).
+    learner/update/kl.py).
 
     target: the KL to the initial policy that is aimed at, in nats per token. horizon: the number of
     trajectories over which an error of the KL changes the coefficient by about as much.
@@ -143,8 +143,8 @@ class LearnerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     machines. sharding: whether each rank holds the whole model ("replicate"), all ranks together
     hold one copy ("fsdp"), or some neighbours do ("hybrid"). shard_ranks: how many neighbours hold
     a copy of a hybrid learner (0: the ranks of one machine). scheme: a module of learner/schemes;
-    correction: a function of learner/corrections.py; scheme_options, correction_options: their
-    keyword arguments. aggregation: how token terms are weighted (learner/objective.py); "auto" is
+    correction: a function of learner/update/corrections.py; scheme_options, correction_options: their
+    keyword arguments. aggregation: how token terms are weighted (learner/update/objective.py); "auto" is
     the aggregation with which the correction is defined ("trajectory" for gspo, none for the
     others), else that of the scheme's source (docs/learner.md). constant_tokens: the divisor of
     aggregation "constant". mean_over_steps: divide the weight of each token by the number of its
@@ -152,9 +152,9 @@ class LearnerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     minibatches optimizer steps, each on its share of the questions. target_kl: the update's
     remaining steps of the policy are left out when its KL to the proximal policy exceeds this (0:
     never). kl_coef, kl_estimator: weight and estimator of the KL to the initial policy in the loss
-    (learner/kl.py). kl_reward_coef: weight of the k1 KL that is subtracted from the reward.
+    (learner/update/kl.py). kl_reward_coef: weight of the k1 KL that is subtracted from the reward.
     adaptive_kl: adapts all weights of the KL. reward_scale, reward_clip, soft_overlong: change the
-    reward before the scheme reads it (learner/rewards.py). advantage_scale, advantage_clip: change
+    reward before the scheme reads it (learner/update/rewards.py). advantage_scale, advantage_clip: change
     the advantages after the scheme. A clip of 0 clips nothing. overlong_filter: a trajectory with
     an action that the token limit cut carries no loss. entropy_coef: weight of the entropy bonus.
     attention: the backend that computes attention over a forest ("auto": cascade on a CPU, flex on

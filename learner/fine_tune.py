@@ -1,7 +1,7 @@
 """Supervised fine-tuning of a causal language model, full or with LoRA. Only completion tokens
 enter the loss.
 
-Packing reads a batch as one forest (learner/trees.py). Equal prefixes, such as a common
+Packing reads a batch as one forest (learner/forest/trees.py). Equal prefixes, such as a common
 instruction, are computed once, and no row attends to another row. The loss is the mean over the
 batch's completion tokens, no matter how the batch is cut into forwards.
 """
@@ -22,13 +22,13 @@ from peft import LoraConfig, get_peft_model
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from learner.attention import FOREST, NAME, Layout
-from learner.head import token_logprobs
-from learner.model import check_head
-from learner.trees import Path as TokenPath
-from learner.trees import cuts, micro_batches, pack
-from wire.atomic import drafted
-from wire.hardware import compute_dtype
+from coppice.learner.forest.attention import FOREST, NAME, Layout
+from coppice.learner.forest.head import token_logprobs
+from coppice.learner.forest.trees import Path as TokenPath
+from coppice.learner.forest.trees import cuts, micro_batches, pack
+from coppice.learner.model.model import check_head
+from coppice.wire.atomic import drafted
+from coppice.wire.hardware import compute_dtype
 
 _LINES = 10
 """The approximate number of progress lines per training."""

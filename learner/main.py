@@ -1,6 +1,6 @@
 """The learner process. Rank 0 is the service worker (train, close), and all ranks train.
 
-``tools/launch`` runs ``python -m learner.main PROCESS.json`` with RANK, WORLD_SIZE and
+``coppice launch`` runs ``python -m coppice.learner.main PROCESS.json`` with RANK, WORLD_SIZE and
 COPPICE_RANKS, a new file where the ranks of one machine meet. On several machines ``torchrun ... -m
 learner.main PROCESS.json`` runs it with MASTER_ADDR and MASTER_PORT instead (docs/learner.md).
 Every rank needs the run folder under the same path: rank 0 reads the endpoint and its key there,
@@ -18,19 +18,19 @@ from pathlib import Path
 import msgspec
 import torch
 
-from learner import checkpoint
-from learner.batches import Inbox
-from learner.config import LearnerProcess
-from learner.giver import Giver
-from learner.model import TreeModel
-from learner.publish import Published, announce, publish
-from learner.ranks import Ranks
-from learner.trainer import Batch, Trainer
-from wire import arrays, loop, shards, storage
-from wire.keys import PeerKeys
-from wire.messages import Closed, Result, Trained, TrainGroup, TreeClosed
-from wire.process import begin
-from wire.service import UNBOUNDED, Call, Handler, Service
+from coppice.learner.config import LearnerProcess
+from coppice.learner.model import checkpoint
+from coppice.learner.model.giver import Giver
+from coppice.learner.model.model import TreeModel
+from coppice.learner.model.publish import Published, announce, publish
+from coppice.learner.model.ranks import Ranks
+from coppice.learner.update.batches import Inbox
+from coppice.learner.update.trainer import Batch, Trainer
+from coppice.wire import arrays, loop, shards, storage
+from coppice.wire.keys import PeerKeys
+from coppice.wire.messages import Closed, Result, Trained, TrainGroup, TreeClosed
+from coppice.wire.process import begin
+from coppice.wire.service import UNBOUNDED, Call, Handler, Service
 
 log = logging.getLogger("learner.main")
 

@@ -4,10 +4,10 @@ from typing import Annotated, Any
 
 import msgspec
 
-from scheduler.dispatch import DispatchConfig
-from wire.declared import Equal
-from wire.numbers import Count, Natural, NotNegative, Positive
-from wire.shards import Shard
+from coppice.scheduler.dispatch.dispatcher import DispatchConfig
+from coppice.wire.declared import Equal
+from coppice.wire.numbers import Count, Natural, NotNegative, Positive
+from coppice.wire.shards import Shard
 
 UNJUDGED = "none"
 """The value of scheduler.judge for a run that learns from outcomes alone: no turn is judged."""
@@ -37,8 +37,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     the distribution whole). max_action_tokens: the limit of one action. thinking: ask for a
     thinking block, if the chat template has that switch. updates: how many the run makes.
     questions_per_update: trees per update. max_staleness: the updates that trees are old in the
-    mean at most (scheduler/pacing.py). dynamic_sampling_budget: how many questions without any
-    spread of the reward may be replaced for an update (scheduler/dynamic_sampling.py; 0: none).
+    mean at most (scheduler/ledger/pacing.py). dynamic_sampling_budget: how many questions without any
+    spread of the reward may be replaced for an update (scheduler/growth/dynamic_sampling.py; 0: none).
     shards: the number of schedulers that share the learner (docs/performance.md, "Beyond one event
     loop"). bind: the ZeroMQ address on which workers connect; port 0 is any free one.
     generate_deadline_s: seconds until a generate call fails. judge_deadline_s: the same for calls

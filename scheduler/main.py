@@ -1,8 +1,8 @@
 """The scheduler process: evaluate, grow trees under pacing, stream groups, spread new weights,
 evaluate again, sum up.
 
-``python -m scheduler.main PROCESS.json``. The run ends with a summary, with an error that says what
-failed, or by a signal; ``tools/launch --resume`` continues it after a signal.
+``python -m coppice.scheduler.main PROCESS.json``. The run ends with a summary, with an error that says what
+failed, or by a signal; ``coppice launch --resume`` continues it after a signal.
 """
 
 import asyncio
@@ -17,35 +17,37 @@ from pathlib import Path
 
 import msgspec
 
-import scheduler
-from actors.environments import registry
-from scheduler import nothing_learnt, report, resume, tasks, terminal
-from scheduler.config import UNJUDGED, SchedulerProcess
-from scheduler.crashes import Crashes
-from scheduler.dispatch import Dispatcher, Transport, Worker
-from scheduler.examination import WORK, Examination
-from scheduler.exporter import Exporter
-from scheduler.fleet import Fleet
-from scheduler.forest import Forest
-from scheduler.health import PAUSED, Health, Reporter, Standing, joined, read_all
-from scheduler.journal import Journal, JournalError
-from scheduler.judged import Judged
-from scheduler.metrics import Metrics
-from scheduler.pacing import Pacing
-from scheduler.phases import LEARNER, LOADING, Phases, Training, learner_seconds
-from scheduler.services import Shop
-from scheduler.spread import Spread, Weights
-from scheduler.stream import Stream
-from scheduler.survivors import sparing
-from scheduler.text import Text
-from scheduler.together import together
-from scheduler.tracking import FINISH_S, STOP_S, Trackers
-from scheduler.tree import Tree
-from wire import loop, published, shards
-from wire.faults import Fault, InfrastructureFault
-from wire.keys import RunKeys
-from wire.messages import Trained, Turn
-from wire.process import begin
+from coppice import scheduler
+from coppice.actors.environments import registry
+from coppice.scheduler.config import UNJUDGED, SchedulerProcess
+from coppice.scheduler.dispatch.dispatcher import Dispatcher, Transport, Worker
+from coppice.scheduler.evaluation.examination import WORK, Examination
+from coppice.scheduler.growth import tasks
+from coppice.scheduler.growth.crashes import Crashes
+from coppice.scheduler.growth.forest import Forest
+from coppice.scheduler.growth.services import Shop
+from coppice.scheduler.growth.text import Text
+from coppice.scheduler.growth.tree import Tree
+from coppice.scheduler.ledger import resume
+from coppice.scheduler.ledger.journal import Journal, JournalError
+from coppice.scheduler.ledger.pacing import Pacing
+from coppice.scheduler.ledger.stream import Stream
+from coppice.scheduler.ledger.survivors import sparing
+from coppice.scheduler.telemetry import nothing_learnt, report, terminal
+from coppice.scheduler.telemetry.exporter import Exporter
+from coppice.scheduler.telemetry.fleet import Fleet
+from coppice.scheduler.telemetry.health import PAUSED, Health, Reporter, Standing, joined, read_all
+from coppice.scheduler.telemetry.judged import Judged
+from coppice.scheduler.telemetry.metrics import Metrics
+from coppice.scheduler.telemetry.phases import LEARNER, LOADING, Phases, Training, learner_seconds
+from coppice.scheduler.telemetry.spread import Spread, Weights
+from coppice.scheduler.telemetry.together import together
+from coppice.scheduler.telemetry.tracking import FINISH_S, STOP_S, Trackers
+from coppice.wire import loop, published, shards
+from coppice.wire.faults import Fault, InfrastructureFault
+from coppice.wire.keys import RunKeys
+from coppice.wire.messages import Trained, Turn
+from coppice.wire.process import begin
 
 log = logging.getLogger("scheduler.main")
 

@@ -10,15 +10,15 @@ from typing import Any
 
 import numpy as np
 
-from actors.environments.agents.environment import Agent
-from actors.environments.base import Task
-from scheduler.config import SchedulerConfig
-from scheduler.context import Context
-from scheduler.journal import Journal
-from scheduler.services import Shop
-from scheduler.text import Text
-from scheduler.tree import Node, Tree
-from wire.messages import (
+from coppice.actors.environments.agents.environment import Agent
+from coppice.actors.environments.base import Task
+from coppice.scheduler.config import SchedulerConfig
+from coppice.scheduler.growth.context import Context
+from coppice.scheduler.growth.services import Shop
+from coppice.scheduler.growth.text import Text
+from coppice.scheduler.growth.tree import Node, Tree
+from coppice.scheduler.ledger.journal import Journal
+from coppice.wire.messages import (
     GenerateRequest,
     GenerateResult,
     Judgement,

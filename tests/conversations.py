@@ -3,8 +3,8 @@ data.environment."""
 
 import zlib
 
-from actors.environments.base import Action
-from actors.environments.sotopia.environment import Sotopia, State
+from coppice.actors.environments.base import Action
+from coppice.actors.environments.sotopia.environment import Sotopia, State
 
 WORDS = (
     "Amber and fox: 42 euros, 9 percent, 7 hours, 8 o'clock.",

@@ -2,8 +2,8 @@
 
 import zlib
 
-from actors.environments.base import Action
-from actors.environments.tictactoe import State, TicTacToe
+from coppice.actors.environments.base import Action
+from coppice.actors.environments.tictactoe import State, TicTacToe
 
 
 class AnyText(TicTacToe):

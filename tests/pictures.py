@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from actors.environments.base import SPLIT, Action, Environment, Task, Tools, Transition
+from coppice.actors.environments.base import SPLIT, Action, Environment, Task, Tools, Transition
 
 
 def png(pixels: np.ndarray) -> bytes:

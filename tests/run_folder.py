@@ -7,17 +7,17 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from scheduler import report
-from scheduler.calls import Event
-from scheduler.evaluation import Estimate, HeldOut
-from scheduler.journal import Journal
-from scheduler.metrics import Metrics
-from scheduler.phases import Training
-from scheduler.tree import Tree
-from tools.launching import environment
-from tools.launching.config import DEFAULT_CONFIG, load, saved
-from wire.messages import Turn
-from wire.shards import Shard
+from coppice.scheduler.dispatch.calls import Event
+from coppice.scheduler.evaluation.evaluation import Estimate, HeldOut
+from coppice.scheduler.growth.tree import Tree
+from coppice.scheduler.ledger.journal import Journal
+from coppice.scheduler.telemetry import report
+from coppice.scheduler.telemetry.metrics import Metrics
+from coppice.scheduler.telemetry.phases import Training
+from coppice.tools.launching import environment
+from coppice.tools.launching.config import DEFAULT_CONFIG, load, saved
+from coppice.wire.messages import Turn
+from coppice.wire.shards import Shard
 
 GENERATED_S, WAITED_S = 1.0, 0.25
 

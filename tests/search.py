@@ -3,10 +3,10 @@ in data.environment, and a judge of theirs."""
 
 import zlib
 
-from actors.environments.base import Action
-from actors.environments.search_qa import SearchQA, State
-from judges.base import RuleJudge
-from wire.messages import JudgedTurn, Judgement
+from coppice.actors.environments.base import Action
+from coppice.actors.environments.search_qa import SearchQA, State
+from coppice.judges.base import RuleJudge
+from coppice.wire.messages import JudgedTurn, Judgement
 
 SEARCHES = 2
 

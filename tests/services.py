@@ -9,11 +9,11 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from scheduler.dispatch import DispatchConfig, Dispatcher
-from scheduler.placement import Load, Place, roomy
-from wire.keys import RunKeys
-from wire.messages import SERVICES
-from wire.service import Handler, Service
+from coppice.scheduler.dispatch.dispatcher import DispatchConfig, Dispatcher
+from coppice.scheduler.dispatch.placement import Load, Place, roomy
+from coppice.wire.keys import RunKeys
+from coppice.wire.messages import SERVICES
+from coppice.wire.service import Handler, Service
 
 
 class EchoRequest(msgspec.Struct, frozen=True):

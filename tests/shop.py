@@ -2,8 +2,8 @@
 
 import zlib
 
-from actors.environments.base import Action
-from actors.environments.webshop.environment import State, WebShop
+from coppice.actors.environments.base import Action
+from coppice.actors.environments.webshop.environment import State, WebShop
 
 
 class AnyText(WebShop):

@@ -94,7 +94,7 @@ def imported(path: Path, paths: dict[str, Path]) -> set[str]:
 
 def test_reading_a_config_imports_nothing_that_computes() -> None:
     code = (
-        "import sys; from tools.launching.config import DEFAULT_CONFIG, load; load(DEFAULT_CONFIG, []);"
+        "import sys; from coppice.tools.launching.config import DEFAULT_CONFIG, load; load(DEFAULT_CONFIG, []);"
         " sys.exit(str(sorted({'torch', 'faiss', 'peft', 'transformers'} & set(sys.modules))))"
     )
     done = subprocess.run(

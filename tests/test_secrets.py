@@ -10,13 +10,13 @@ import msgspec
 import psutil
 import pytest
 
-from tools.launching import config, processes
-from tools.launching.assets import Assets
-from tools.launching.children import Child
-from tools.launching.processes import Process, key_variables
-from wire.faults import InfrastructureFault
-from wire.http import JsonClient
-from wire.published import inside
+from coppice.tools.launching import config, processes
+from coppice.tools.launching.assets import Assets
+from coppice.tools.launching.children import Child
+from coppice.tools.launching.processes import Process, key_variables
+from coppice.wire.faults import InfrastructureFault
+from coppice.wire.http import JsonClient
+from coppice.wire.published import inside
 
 ROOT = Path(__file__).parent.parent
 SECRET = "planted-6f1c0b7e4d2a"

@@ -13,28 +13,29 @@ import msgspec
 import numpy as np
 import pytest
 
-from actors.environments import registry
-from actors.environments.base import Environment, Task
-from judges.base import Judge
-from judges.exact_match import ExactMatch
-from judges.oracles.minesweeper import MinesweeperOracle
-from judges.oracles.sokoban import SokobanOracle
-from judges.oracles.sudoku import SudokuOracle
-from judges.oracles.tictactoe import TicTacToeOracle
-from judges.oracles.webshop import WebShopOracle
-from judges.pprm_rules import PprmRules
-from judges.slate_rules import SlateRules
-from judges.sotopia_rules import SotopiaRules
-from learner import schemes, table
-from scheduler import strategies
-from scheduler.config import SchedulerConfig
-from scheduler.context import Context
-from scheduler.journal import Journal
-from scheduler.services import Shop
-from scheduler.text import Text
-from scheduler.tree import Tree
-from tools.launching.method import mismatch
-from wire.messages import (
+from coppice.actors.environments import registry
+from coppice.actors.environments.base import Environment, Task
+from coppice.judges.base import Judge
+from coppice.judges.exact_match import ExactMatch
+from coppice.judges.oracles.minesweeper import MinesweeperOracle
+from coppice.judges.oracles.sokoban import SokobanOracle
+from coppice.judges.oracles.sudoku import SudokuOracle
+from coppice.judges.oracles.tictactoe import TicTacToeOracle
+from coppice.judges.oracles.webshop import WebShopOracle
+from coppice.judges.pprm_rules import PprmRules
+from coppice.judges.slate_rules import SlateRules
+from coppice.judges.sotopia_rules import SotopiaRules
+from coppice.learner import schemes
+from coppice.learner.update import table
+from coppice.scheduler.config import SchedulerConfig
+from coppice.scheduler.growth import strategies
+from coppice.scheduler.growth.context import Context
+from coppice.scheduler.growth.services import Shop
+from coppice.scheduler.growth.text import Text
+from coppice.scheduler.growth.tree import Tree
+from coppice.scheduler.ledger.journal import Journal
+from coppice.tools.launching.method import mismatch
+from coppice.wire.messages import (
     GenerateRequest,
     GenerateResult,
     JudgedTurn,

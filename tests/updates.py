@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from learner.config import LearnerConfig, LearnerProcess, LoraConfig
-from learner.ranks import Ranks
-from learner.trainer import Batch, Trainer
-from wire.messages import TrainGroup, TreeNode, Turn
+from coppice.learner.config import LearnerConfig, LearnerProcess, LoraConfig
+from coppice.learner.model.ranks import Ranks
+from coppice.learner.update.trainer import Batch, Trainer
+from coppice.wire.messages import TrainGroup, TreeNode, Turn
 
 
 def groups(

@@ -1,4 +1,4 @@
-"""The command tools/completion: print a script with which a shell completes the commands of tools/.
+"""The command coppice completion: print a script with which a shell completes the commands of tools/.
 shtab writes it from their parsers."""
 
 import argparse
@@ -10,13 +10,13 @@ from pathlib import Path
 
 import shtab
 
-from tools.bootstrap import ROOT
-from wire.options import command_parser
+from coppice.tools.bootstrap import ROOT
+from coppice.wire.options import command_parser
 
 EXAMPLES = """\
-  tools/completion bash > FILE     then, in ~/.bashrc: source FILE
-  tools/completion zsh > FILE      then, in ~/.zshrc: eval "$(<FILE)"
-  tools/completion fish > FILE     then, in config.fish: source FILE"""
+  coppice completion bash > FILE     then, in ~/.bashrc: source FILE
+  coppice completion zsh > FILE      then, in ~/.zshrc: eval "$(<FILE)"
+  coppice completion fish > FILE     then, in config.fish: source FILE"""
 # Below, runs of the folder runs/ and configs of configs/ are offered first, and a path that is
 # typed is completed as a path.
 RUNS = {
@@ -85,9 +85,9 @@ def script(shell: str) -> str:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of tools/completion."""
+    """Return the parser of coppice completion."""
     parser = command_parser(
-        "tools/completion", "Print a script that completes these commands in a shell.", EXAMPLES
+        "coppice completion", "Print a script that completes these commands in a shell.", EXAMPLES
     )
     parser.add_argument(
         "shell", choices=sorted(PREAMBLE), metavar="SHELL", help="bash, zsh or fish"

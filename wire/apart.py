@@ -10,7 +10,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-from wire.process import die_with
+from coppice.wire.process import die_with
 
 
 class Killed(Exception):

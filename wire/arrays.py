@@ -14,8 +14,8 @@ from typing import Any, NoReturn, TypeVar
 import msgspec
 import numpy as np
 
-from wire.faults import WireError
-from wire.messages import Message
+from coppice.wire.faults import WireError
+from coppice.wire.messages import Message
 
 Frame = bytes | memoryview
 Body = TypeVar("Body")

@@ -25,7 +25,7 @@ class SchemeNeeds(msgspec.Struct, frozen=True, kw_only=True):
     rewards), or only those whose "turns" have equal rewards. pushes_equal: the setting that ends
     it, if a question whose trajectories all earn the same gets an advantage other than 0 (by
     whitening over the batch); "" if it gets none. aggregation: how the source of the method weighs
-    the tokens of its loss (learner/objective.py).
+    the tokens of its loss (learner/update/objective.py).
     """
 
     columns: frozenset[str]

@@ -7,7 +7,7 @@ A malformed action of the policy is not a fault. It is ordinary data and is scor
 says.
 """
 
-from wire.messages import FaultKind
+from coppice.wire.messages import FaultKind
 
 
 class Fault(Exception):

@@ -1,7 +1,7 @@
 """The trained frontier of a checkpoint, as ``state.json`` holds it: which version trained each
 group, and the metrics of the newest updates.
 
-The learner writes it and restores from it; the scheduler and ``tools/audit`` read it.
+The learner writes it and restores from it; the scheduler and ``coppice watch --audit`` read it.
 """
 
 from pathlib import Path

@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 import aiohttp
 import msgspec
 
-from wire.faults import DataFault, InfrastructureFault
+from coppice.wire.faults import DataFault, InfrastructureFault
 
 CHAT = "/chat/completions"
 """The path of the chat protocol, below the URL that ends in /v1."""

@@ -67,7 +67,7 @@ class Invitation(PeerKeys, frozen=True, kw_only=True):
             return msgspec.json.decode(path.read_bytes(), type=cls)
         except msgspec.DecodeError as error:
             raise ValueError(
-                f"{path} is no invitation ({error}): expected the line that tools/serve --invite printed"
+                f"{path} is no invitation ({error}): expected the line that coppice serve --invite printed"
             ) from None
 
 

@@ -13,7 +13,7 @@ from typing import Literal
 
 import msgspec
 
-from wire.faults import InfrastructureFault
+from coppice.wire.faults import InfrastructureFault
 
 FILES = {"full": "model.safetensors", "lora": "adapter_model.safetensors"}
 NAME = "manifest.json"

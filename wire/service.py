@@ -17,10 +17,10 @@ from typing import Any
 
 import msgspec
 
-from wire.arrays import Frame, Limits, decode_body, decode_header, encode
-from wire.faults import Fault, InfrastructureFault, WireError
-from wire.keys import PeerKeys
-from wire.messages import (
+from coppice.wire.arrays import Frame, Limits, decode_body, decode_header, encode
+from coppice.wire.faults import Fault, InfrastructureFault, WireError
+from coppice.wire.keys import PeerKeys
+from coppice.wire.messages import (
     SERVICES,
     Cancel,
     Drain,
@@ -33,7 +33,7 @@ from wire.messages import (
     Request,
     Result,
 )
-from wire.sockets import Dealer
+from coppice.wire.sockets import Dealer
 
 log = logging.getLogger("wire.service")
 

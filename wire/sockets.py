@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable
 import zmq
 import zmq.auth.thread
 
-from wire.arrays import Frame, Limits
-from wire.keys import Grant, PeerKeys, RunKeys
-from wire.messages import SERVICES
+from coppice.wire.arrays import Frame, Limits
+from coppice.wire.keys import Grant, PeerKeys, RunKeys
+from coppice.wire.messages import SERVICES
 
 _MORE = zmq.NOBLOCK | zmq.SNDMORE
 _BURST = 64

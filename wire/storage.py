@@ -14,9 +14,9 @@ from typing import Any
 
 import fsspec
 
-from wire.atomic import drafted
-from wire.faults import InfrastructureFault
-from wire.published import NAME
+from coppice.wire.atomic import drafted
+from coppice.wire.faults import InfrastructureFault
+from coppice.wire.published import NAME
 
 log = logging.getLogger("wire.storage")
 

@@ -12,10 +12,10 @@ served.
 import collections
 import time
 
-from actors.engines.attend import Chunk, grouped
-from actors.engines.memory import Memory
-from actors.engines.radix import RadixCache, common_length
-from actors.engines.samples import Waiting
+from coppice.actors.engines.attend import Chunk, grouped
+from coppice.actors.engines.memory import Memory
+from coppice.actors.engines.radix import RadixCache, common_length
+from coppice.actors.engines.samples import Waiting
 
 _IDEAL_BYTES = 2**26
 """The size of the record that counts the tokens which an ideal cache would compute: 16 million

@@ -14,7 +14,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from actors.engines.memory import Behind, Shelf, Stretch
+from coppice.actors.engines.memory import Behind, Shelf, Stretch
 
 ATTENTION = "coppice_branches"
 

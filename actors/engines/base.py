@@ -4,7 +4,7 @@ versions and counts of the prefix cache."""
 from collections.abc import Callable
 from typing import Protocol
 
-from wire.messages import GenerateRequest, GenerateResult, LoadRequest, LoadResult
+from coppice.wire.messages import GenerateRequest, GenerateResult, LoadRequest, LoadResult
 
 OnTokens = Callable[[int, list[int], list[float]], None]
 """Called in the event loop with a sample's index, its new token ids and their log-probabilities, in

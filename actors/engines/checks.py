@@ -4,8 +4,8 @@ from pathlib import Path
 
 import numpy as np
 
-from wire.faults import DataFault
-from wire.messages import GenerateRequest
+from coppice.wire.faults import DataFault
+from coppice.wire.messages import GenerateRequest
 
 MOST_TOP = 20
 """The largest ``Sampling.top_logprobs``, as in the OpenAI protocol."""

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from actors.engines.attend import Plan
-from wire import vision
+from coppice.actors.engines.attend import Plan
+from coppice.wire import vision
 
 PLAIN = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 _HEAD_ROWS = 2048

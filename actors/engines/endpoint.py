@@ -16,12 +16,12 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from actors.engines.base import OnTokens
-from actors.environments.base import SPLIT
-from wire import vision
-from wire.faults import DataFault, InfrastructureFault
-from wire.http import CHAT, Reached
-from wire.messages import GenerateRequest, GenerateResult, LoadRequest, LoadResult, Sample
+from coppice.actors.engines.base import OnTokens
+from coppice.actors.environments.base import SPLIT
+from coppice.wire import vision
+from coppice.wire.faults import DataFault, InfrastructureFault
+from coppice.wire.http import CHAT, Reached
+from coppice.wire.messages import GenerateRequest, GenerateResult, LoadRequest, LoadResult, Sample
 
 _SEEDS = 2**31
 """Seeds are below this number, because some servers store a seed in 32 bits."""

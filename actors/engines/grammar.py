@@ -21,8 +21,8 @@ import numpy as np
 import tokenizers
 import torch
 
-from wire.faults import DataFault
-from wire.messages import Constraint
+from coppice.wire.faults import DataFault
+from coppice.wire.messages import Constraint
 
 KEPT = 64
 """The number of compiled constraints that are kept. A run uses a few, but each client of a server

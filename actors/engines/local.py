@@ -25,21 +25,27 @@ import tokenizers
 import torch
 from transformers import AutoConfig
 
-from actors.config import ActorsConfig
-from actors.engines import attend, checks, decoder, weights
-from actors.engines.admission import Admission
-from actors.engines.base import OnTokens, OnTop
-from actors.engines.grammar import Grammar, Matcher
-from actors.engines.memory import Memory, Shape
-from actors.engines.radix import RadixCache
-from actors.engines.samples import Running, StopStrings, Stream, Waiting
-from actors.engines.sampling import pick, uniforms
-from actors.engines.sight import Sight
-from actors.engines.thread import EngineThread
-from wire import vision
-from wire.faults import DataFault, InfrastructureFault
-from wire.hardware import compute_dtype, free_memory
-from wire.messages import Constraint, GenerateRequest, GenerateResult, LoadRequest, LoadResult
+from coppice.actors.config import ActorsConfig
+from coppice.actors.engines import attend, checks, decoder, weights
+from coppice.actors.engines.admission import Admission
+from coppice.actors.engines.base import OnTokens, OnTop
+from coppice.actors.engines.grammar import Grammar, Matcher
+from coppice.actors.engines.memory import Memory, Shape
+from coppice.actors.engines.radix import RadixCache
+from coppice.actors.engines.samples import Running, StopStrings, Stream, Waiting
+from coppice.actors.engines.sampling import pick, uniforms
+from coppice.actors.engines.sight import Sight
+from coppice.actors.engines.thread import EngineThread
+from coppice.wire import vision
+from coppice.wire.faults import DataFault, InfrastructureFault
+from coppice.wire.hardware import compute_dtype, free_memory
+from coppice.wire.messages import (
+    Constraint,
+    GenerateRequest,
+    GenerateResult,
+    LoadRequest,
+    LoadResult,
+)
 
 
 class LocalEngine:

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 import torch
 
-from actors.engines.radix import RadixCache, Read
+from coppice.actors.engines.radix import RadixCache, Read
 
 SHORTEST_PREFIX, SHORTEST_TAIL = 128, 16
 """The least tokens in a row. Short prefixes of one row size share a call, and calls cost more than

@@ -4,13 +4,13 @@ engine is imported only where it runs."""
 import inspect
 from typing import Any
 
-from actors.config import ActorProcess
-from actors.engines.base import Engine
-from wire.options import checked, imported, known
+from coppice.actors.config import ActorProcess
+from coppice.actors.engines.base import Engine
+from coppice.wire.options import checked, imported, known
 
 KNOWN = {
-    "local": "actors.engines.local:LocalEngine",
-    "sglang": "actors.engines.sglang:SGLangEngine",
+    "local": "coppice.actors.engines.local:LocalEngine",
+    "sglang": "coppice.actors.engines.sglang:SGLangEngine",
 }
 _OWN = ("model", "config", "seed", "place", "deterministic")
 """Parameters of an engine's constructor that no option sets."""

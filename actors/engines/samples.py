@@ -12,14 +12,14 @@ import numpy as np
 import tokenizers
 import torch
 
-from actors.engines.base import OnTop
-from actors.engines.grammar import Matcher
-from actors.engines.memory import Shelf, Stretch
-from actors.engines.sampling import key
-from wire.faults import Fault
-from wire.messages import GenerateRequest, GenerateResult, Sample
-from wire.support import encode
-from wire.vision import runs
+from coppice.actors.engines.base import OnTop
+from coppice.actors.engines.grammar import Matcher
+from coppice.actors.engines.memory import Shelf, Stretch
+from coppice.actors.engines.sampling import key
+from coppice.wire.faults import Fault
+from coppice.wire.messages import GenerateRequest, GenerateResult, Sample
+from coppice.wire.support import encode
+from coppice.wire.vision import runs
 
 
 class Waiting:

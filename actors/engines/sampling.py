@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from wire.messages import Sampling
+from coppice.wire.messages import Sampling
 
 _STEP, _MIX = (
     np.uint64(0x9E3779B97F4A7C15),

@@ -22,18 +22,25 @@ from typing import Any
 
 import numpy as np
 
-from actors.config import ActorsConfig
-from actors.engines import checks, sglang_weights
-from actors.engines.base import OnTokens
-from actors.engines.sglang_api import Facts, Way
-from actors.engines.sglang_fleet import LOOK_S, PATIENCE_S, Fleet, singly
-from actors.engines.sglang_inside import Inside
-from actors.engines.sglang_remote import Remote
-from actors.engines.sglang_server import Launched
-from wire import support, vision
-from wire.faults import DataFault, InfrastructureFault
-from wire.http import pause_s
-from wire.messages import GenerateRequest, GenerateResult, LoadRequest, LoadResult, Sample, Sampling
+from coppice.actors.config import ActorsConfig
+from coppice.actors.engines import checks, sglang_weights
+from coppice.actors.engines.base import OnTokens
+from coppice.actors.engines.sglang_api import Facts, Way
+from coppice.actors.engines.sglang_fleet import LOOK_S, PATIENCE_S, Fleet, singly
+from coppice.actors.engines.sglang_inside import Inside
+from coppice.actors.engines.sglang_remote import Remote
+from coppice.actors.engines.sglang_server import Launched
+from coppice.wire import support, vision
+from coppice.wire.faults import DataFault, InfrastructureFault
+from coppice.wire.http import pause_s
+from coppice.wire.messages import (
+    GenerateRequest,
+    GenerateResult,
+    LoadRequest,
+    LoadResult,
+    Sample,
+    Sampling,
+)
 
 log = logging.getLogger("actors.sglang")
 
@@ -157,7 +164,7 @@ class SGLangEngine:
         if request.sampling.top_logprobs:
             raise DataFault(
                 f"top_logprobs {request.sampling.top_logprobs}: expected 0, because SGLang's may not be of the distribution really sampled"
-                ' from; ask the embedded engine (actors.engine = "local", tools/serve-model)'
+                ' from; ask the embedded engine (actors.engine = "local", coppice serve --model)'
             )
         if request.sampling.cuts and self.way.elastic:
             raise DataFault(

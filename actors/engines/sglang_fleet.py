@@ -11,9 +11,9 @@ import asyncio
 import logging
 from typing import Any
 
-from actors.engines.sglang_remote import Remote
-from actors.engines.sglang_weights import Refused, Weights
-from wire.faults import InfrastructureFault
+from coppice.actors.engines.sglang_remote import Remote
+from coppice.actors.engines.sglang_weights import Refused, Weights
+from coppice.wire.faults import InfrastructureFault
 
 log = logging.getLogger("actors.sglang")
 

@@ -11,9 +11,9 @@ import os
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from actors.config import ActorsConfig
-from actors.engines.sglang_api import FIXED, NO_DUMPS, Facts, arguments, read_facts
-from wire.faults import DataFault, InfrastructureFault
+from coppice.actors.config import ActorsConfig
+from coppice.actors.engines.sglang_api import FIXED, NO_DUMPS, Facts, arguments, read_facts
+from coppice.wire.faults import DataFault, InfrastructureFault
 
 _CALLS = {
     "/update_weights_from_disk": ("UpdateWeightFromDiskReqInput", "update_weights_from_disk"),

@@ -1,4 +1,4 @@
-"""The SGLang server as a child process: ``python -m actors.engines.sglang_process <
+"""The SGLang server as a child process: ``python -m coppice.actors.engines.sglang_process <
 ARGUMENTS.json``.
 
 The arguments come through standard input, so that no process list shows the API key. The process

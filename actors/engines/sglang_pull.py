@@ -14,10 +14,10 @@ import uuid
 from datetime import timedelta
 from typing import Any
 
-from actors.config import SGLangConfig
-from actors.engines.sglang_api import Facts
-from wire.faults import InfrastructureFault
-from wire.published import Memory, opened, prefix, sealed
+from coppice.actors.config import SGLangConfig
+from coppice.actors.engines.sglang_api import Facts
+from coppice.wire.faults import InfrastructureFault
+from coppice.wire.published import Memory, opened, prefix, sealed
 
 log = logging.getLogger("actors.sglang")
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import msgspec
 
-from actors.config import ActorsConfig
-from actors.engines.sglang_api import Facts, Http
-from wire.faults import InfrastructureFault
+from coppice.actors.config import ActorsConfig
+from coppice.actors.engines.sglang_api import Facts, Http
+from coppice.wire.faults import InfrastructureFault
 
 _STEP_S = 1.0
 """Seconds between two looks for the first server."""

@@ -14,10 +14,10 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
-from actors.config import ActorsConfig
-from actors.engines.sglang_api import FIXED, NO_DUMPS, Facts, Http, arguments
-from wire.faults import InfrastructureFault
-from wire.process import free_port
+from coppice.actors.config import ActorsConfig
+from coppice.actors.engines.sglang_api import FIXED, NO_DUMPS, Facts, Http, arguments
+from coppice.wire.faults import InfrastructureFault
+from coppice.wire.process import free_port
 
 log = logging.getLogger("actors.sglang.server")
 
@@ -68,7 +68,7 @@ class Launched:
         python = self.config.python or sys.executable
         try:
             self._process = await asyncio.create_subprocess_exec(
-                python, "-m", "actors.engines.sglang_process",
+                python, "-m", "coppice.actors.engines.sglang_process",
                 limit=_LONGEST_LINE, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
                 env=environment, start_new_session=True,
             )  # fmt: skip

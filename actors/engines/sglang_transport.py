@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlparse
 
-from actors.config import SGLangConfig
-from actors.engines.sglang_api import Facts
-from actors.engines.sglang_pull import Pull
-from wire import hardware
-from wire.faults import InfrastructureFault
-from wire.published import Manifest
+from coppice.actors.config import SGLangConfig
+from coppice.actors.engines.sglang_api import Facts
+from coppice.actors.engines.sglang_pull import Pull
+from coppice.wire import hardware
+from coppice.wire.faults import InfrastructureFault
+from coppice.wire.published import Manifest
 
 Transport = Literal["disk", "merged", "adapter", "tensor", "distributed"]
 
@@ -101,8 +101,8 @@ def merge(base: Path, adapter: Path) -> tempfile.TemporaryDirectory[str]:
     model's number type."""
     from safetensors.torch import save_file
 
-    from actors.engines.weights import BaseWeights, merged
-    from wire.published import FILES
+    from coppice.actors.engines.weights import BaseWeights, merged
+    from coppice.wire.published import FILES
 
     stored = BaseWeights(base)
     tensors = {

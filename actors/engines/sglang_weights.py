@@ -23,13 +23,13 @@ from typing import Any
 
 import msgspec
 
-from actors.config import SGLangConfig
-from actors.engines import sglang_transport as transport
-from actors.engines import weights
-from actors.engines.sglang_api import Facts, Way
-from wire import digest, published
-from wire.faults import InfrastructureFault
-from wire.messages import LoadRequest
+from coppice.actors.config import SGLangConfig
+from coppice.actors.engines import sglang_transport as transport
+from coppice.actors.engines import weights
+from coppice.actors.engines.sglang_api import Facts, Way
+from coppice.wire import digest, published
+from coppice.wire.faults import InfrastructureFault
+from coppice.wire.messages import LoadRequest
 
 log = logging.getLogger("actors.sglang")
 

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from actors.engines.attend import Chunk
-from wire import vision
-from wire.faults import DataFault
-from wire.messages import GenerateRequest
+from coppice.actors.engines.attend import Chunk
+from coppice.wire import vision
+from coppice.wire.faults import DataFault
+from coppice.wire.messages import GenerateRequest
 
 KEPT = 64
 """The pictures whose features are kept: all samples of a tree's turn show the same few pictures,

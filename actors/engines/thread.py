@@ -19,7 +19,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from typing import Any
 
-from wire.faults import InfrastructureFault
+from coppice.wire.faults import InfrastructureFault
 
 log = logging.getLogger("actors.engines.thread")
 

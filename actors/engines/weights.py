@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from wire import digest, published, vision
-from wire.faults import InfrastructureFault
+from coppice.wire import digest, published, vision
+from coppice.wire.faults import InfrastructureFault
 
 
 def verified_file(folder: Path, expected: str) -> tuple[str, Path]:

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 
 import msgspec
 
-from wire.faults import DataFault
-from wire.messages import JudgedTurn, Passage
+from coppice.wire.faults import DataFault
+from coppice.wire.messages import JudgedTurn, Passage
 
 SPLIT = "\x1e"
 """A separator in a prompt's content. The text before it is the same in every turn of the episode;

@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from actors.environments.base import (
+from coppice.actors.environments.base import (
     SPLIT,
     Action,
     Environment,
@@ -20,7 +20,7 @@ from actors.environments.base import (
     Transition,
     prompt_file,
 )
-from wire.numbers import Natural
+from coppice.wire.numbers import Natural
 
 _BLOCK = re.compile(r"<action>(.*?)</action>", re.DOTALL)
 _BLOCK_OR_BOX = re.compile(r"<action>(.*?)</action>|\\boxed\{([^{}]*)\}", re.DOTALL)

@@ -2,25 +2,25 @@
 
 from typing import Any
 
-from actors.environments.base import Environment
-from wire.options import checked, imported, known
+from coppice.actors.environments.base import Environment
+from coppice.wire.options import checked, imported, known
 
 KNOWN = {
-    "search_qa": "actors.environments.search_qa:SearchQA",
-    "tictactoe": "actors.environments.tictactoe:TicTacToe",
-    "sudoku": "actors.environments.sudoku:Sudoku",
-    "agent": "actors.environments.agents.environment:Agent",
-    "gymnasium": "actors.environments.others.gymnasium_text:Gymnasium",
-    "openenv": "actors.environments.others.openenv:OpenEnv",
-    "openenv_server": "actors.environments.others.openenv:OpenEnvServer",
-    "other_python": "actors.environments.others.other_python:OtherPython",
-    "reasoning_gym": "actors.environments.others.reasoning:ReasoningGym",
-    "textarena": "actors.environments.others.textarena_games:TextArena",
-    "sotopia": "actors.environments.sotopia.environment:Sotopia",
-    "minesweeper": "actors.environments.minesweeper:Minesweeper",
-    "sokoban": "actors.environments.sokoban:Sokoban",
-    "webshop": "actors.environments.webshop.environment:WebShop",
-    "webshop_server": "actors.environments.webshop.server:WebShopServer",
+    "search_qa": "coppice.actors.environments.search_qa:SearchQA",
+    "tictactoe": "coppice.actors.environments.tictactoe:TicTacToe",
+    "sudoku": "coppice.actors.environments.sudoku:Sudoku",
+    "agent": "coppice.actors.environments.agents.environment:Agent",
+    "gymnasium": "coppice.actors.environments.others.gymnasium_text:Gymnasium",
+    "openenv": "coppice.actors.environments.others.openenv:OpenEnv",
+    "openenv_server": "coppice.actors.environments.others.openenv:OpenEnvServer",
+    "other_python": "coppice.actors.environments.others.other_python:OtherPython",
+    "reasoning_gym": "coppice.actors.environments.others.reasoning:ReasoningGym",
+    "textarena": "coppice.actors.environments.others.textarena_games:TextArena",
+    "sotopia": "coppice.actors.environments.sotopia.environment:Sotopia",
+    "minesweeper": "coppice.actors.environments.minesweeper:Minesweeper",
+    "sokoban": "coppice.actors.environments.sokoban:Sokoban",
+    "webshop": "coppice.actors.environments.webshop.environment:WebShop",
+    "webshop_server": "coppice.actors.environments.webshop.server:WebShopServer",
 }
 
 

@@ -13,9 +13,16 @@ from typing import Any, Literal
 
 import msgspec
 
-from actors.environments.base import Action, Environment, Task, Tools, Transition, prompt_file
-from wire.messages import JudgedTurn, Passage
-from wire.numbers import Count, Natural
+from coppice.actors.environments.base import (
+    Action,
+    Environment,
+    Task,
+    Tools,
+    Transition,
+    prompt_file,
+)
+from coppice.wire.messages import JudgedTurn, Passage
+from coppice.wire.numbers import Count, Natural
 
 INVALID_NOTICE = (
     "\nThat action could not be used. Write <search> query </search> to look something up, or <answer> answer </answer>"

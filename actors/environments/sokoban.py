@@ -13,10 +13,10 @@ from typing import Literal
 
 import msgspec
 
-from actors.environments import sokoban_pictures, sokoban_rooms
-from actors.environments.base import HELD_OUT_SEEDS, Action, Task, Tools, Transition
-from actors.environments.game import Game
-from actors.environments.sokoban_rooms import (
+from coppice.actors.environments import sokoban_pictures, sokoban_rooms
+from coppice.actors.environments.base import HELD_OUT_SEEDS, Action, Task, Tools, Transition
+from coppice.actors.environments.game import Game
+from coppice.actors.environments.sokoban_rooms import (
     BOXES,
     PLACED,
     SIZES,
@@ -26,7 +26,7 @@ from actors.environments.sokoban_rooms import (
     pushed,
     written,
 )
-from wire.messages import JudgedTurn
+from coppice.wire.messages import JudgedTurn
 
 WORDS = ("up", "down", "left", "right")
 STILL = "still"

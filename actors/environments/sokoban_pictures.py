@@ -13,7 +13,7 @@ from math import isqrt
 
 import numpy as np
 
-from actors.environments.sokoban_rooms import (
+from coppice.actors.environments.sokoban_rooms import (
     BOX,
     GLYPHS,
     PLACED,

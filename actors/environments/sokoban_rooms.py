@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from wire.faults import DataFault
+from coppice.wire.faults import DataFault
 
 WALL, FLOOR, TARGET, PLACED, BOX, PLAYER, PLAYER_ON_TARGET = GLYPHS = "#_O√XPS"
 """Wall, floor, target, box on a target, box, player, player on a target."""

@@ -12,9 +12,9 @@ from typing import Any
 
 import tokenizers
 
-from actors.serving.pieces import Pieces, TokenText
-from actors.serving.protocol import Asked, Chat
-from wire.messages import GenerateResult, Sample
+from coppice.actors.serving.pieces import Pieces, TokenText
+from coppice.actors.serving.protocol import Asked, Chat
+from coppice.wire.messages import GenerateResult, Sample
 
 _Top = Sequence[Mapping[int, float]]
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
-from wire.messages import Constraint, Sampling
+from coppice.wire.messages import Constraint, Sampling
 
 _Stop = Annotated[str, msgspec.Meta(min_length=1)]
 _Positive = Annotated[int, msgspec.Meta(ge=1)]

@@ -3,8 +3,8 @@ again."""
 
 from typing import Any
 
-from actors.serving.protocol import Refused
-from wire.dialogue import Message
+from coppice.actors.serving.protocol import Refused
+from coppice.wire.dialogue import Message
 
 
 class Remembered:

@@ -7,9 +7,9 @@ from typing import Any
 
 import msgspec
 
-from actors.environments.base import Spent
-from actors.serving.protocol import Refused
-from wire.tool_calls import ToolCall
+from coppice.actors.environments.base import Spent
+from coppice.actors.serving.protocol import Refused
+from coppice.wire.tool_calls import ToolCall
 
 
 class Reply(msgspec.Struct, frozen=True):

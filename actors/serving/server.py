@@ -3,7 +3,7 @@
 
 A malformed request, or one with a field that is known to change the answer and not supported, is
 answered with status 400 and the reason. A request waits while the engine is full. When a client
-hangs up, its samples are aborted. ``tools/serve-model`` starts a server (docs/serve-model.md).
+hangs up, its samples are aborted. ``coppice serve --model`` starts a server (docs/serve-model.md).
 """
 
 import asyncio
@@ -18,17 +18,17 @@ import numpy as np
 import tokenizers
 from aiohttp import web
 
-from actors.engines.base import OnTop
-from actors.engines.local import LocalEngine
-from actors.serving import anthropic, tools
-from actors.serving.answers import Answer
-from actors.serving.asked import body_of
-from actors.serving.protocol import Asked, Completion, Refused, http_refused, read
-from actors.serving.remembered import Remembered
-from actors.serving.tools import Conversation, Tools
-from wire.chat_template import ChatTemplate
-from wire.faults import DataFault, Fault, InfrastructureFault
-from wire.messages import GenerateRequest, GenerateResult
+from coppice.actors.engines.base import OnTop
+from coppice.actors.engines.local import LocalEngine
+from coppice.actors.serving import anthropic, tools
+from coppice.actors.serving.answers import Answer
+from coppice.actors.serving.asked import body_of
+from coppice.actors.serving.protocol import Asked, Completion, Refused, http_refused, read
+from coppice.actors.serving.remembered import Remembered
+from coppice.actors.serving.tools import Conversation, Tools
+from coppice.wire.chat_template import ChatTemplate
+from coppice.wire.faults import DataFault, Fault, InfrastructureFault
+from coppice.wire.messages import GenerateRequest, GenerateResult
 
 LARGEST_BODY = 4 << 20
 """The most bytes of a request: four times a context of 100,000 tokens as text."""

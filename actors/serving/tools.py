@@ -7,18 +7,18 @@ from typing import Any
 import msgspec
 import tokenizers
 
-from actors.environments.base import Spent
-from actors.serving import anthropic
-from actors.serving.answers import chat_logprobs
-from actors.serving.asked import Asked, chat_of, responses_of
-from actors.serving.pieces import Pieces
-from actors.serving.protocol import Chat, Refused, read
-from actors.serving.remembered import Remembered
-from actors.serving.replies import ChatForm, Form, Reply, ResponsesForm
-from wire.chat_template import ChatTemplate
-from wire.dialogue import Renderer
-from wire.messages import Constraint, GenerateResult, Sample
-from wire.tool_calls import MARKS, ToolCall, family_of, parse
+from coppice.actors.environments.base import Spent
+from coppice.actors.serving import anthropic
+from coppice.actors.serving.answers import chat_logprobs
+from coppice.actors.serving.asked import Asked, chat_of, responses_of
+from coppice.actors.serving.pieces import Pieces
+from coppice.actors.serving.protocol import Chat, Refused, read
+from coppice.actors.serving.remembered import Remembered
+from coppice.actors.serving.replies import ChatForm, Form, Reply, ResponsesForm
+from coppice.wire.chat_template import ChatTemplate
+from coppice.wire.dialogue import Renderer
+from coppice.wire.messages import Constraint, GenerateResult, Sample
+from coppice.wire.tool_calls import MARKS, ToolCall, family_of, parse
 
 _CALLS = ("tools", "tool_choice", "parallel_tool_calls")
 _SHOWN = ("name", "reasoning_content")

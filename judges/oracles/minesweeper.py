@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from actors.environments.minesweeper import (
+from coppice.actors.environments.minesweeper import (
     FLAG,
     HIDDEN,
     HIT,
@@ -18,11 +18,11 @@ from actors.environments.minesweeper import (
     played,
     solved,
 )
-from judges.base import Judge
-from judges.oracles.posterior import BUDGET, Posterior, posterior
-from wire.faults import DataFault
-from wire.messages import JudgedTurn, Judgement
-from wire.numbers import Count
+from coppice.judges.base import Judge
+from coppice.judges.oracles.posterior import BUDGET, Posterior, posterior
+from coppice.wire.faults import DataFault
+from coppice.wire.messages import JudgedTurn, Judgement
+from coppice.wire.numbers import Count
 
 TOLERANCE = 1e-9
 """Risks that differ by less than this are equal."""

@@ -6,11 +6,11 @@ from typing import Literal
 
 import msgspec
 
-from actors.environments.sokoban import WORDS, State
-from actors.environments.sokoban_rooms import Position, optimal, parse, pushed, shortest
-from judges.base import Judge
-from wire.faults import DataFault
-from wire.messages import JudgedTurn, Judgement
+from coppice.actors.environments.sokoban import WORDS, State
+from coppice.actors.environments.sokoban_rooms import Position, optimal, parse, pushed, shortest
+from coppice.judges.base import Judge
+from coppice.wire.faults import DataFault
+from coppice.wire.messages import JudgedTurn, Judgement
 
 
 class SokobanOracle(Judge):

@@ -5,10 +5,10 @@ from typing import Literal
 
 import msgspec
 
-from actors.environments.sudoku import BLANK, State, candidates, cell_of
-from judges.base import RuleJudge
-from wire.faults import DataFault
-from wire.messages import JudgedTurn, Judgement
+from coppice.actors.environments.sudoku import BLANK, State, candidates, cell_of
+from coppice.judges.base import RuleJudge
+from coppice.wire.faults import DataFault
+from coppice.wire.messages import JudgedTurn, Judgement
 
 
 class SudokuOracle(RuleJudge):

@@ -10,14 +10,14 @@ from typing import Any
 
 import msgspec
 
-from actors.environments import registry
-from actors.environments.webshop.environment import State, WebShop
-from actors.environments.webshop.goals import Goal
-from actors.environments.webshop.reward import reward
-from actors.environments.webshop.shop import BUY, PER_PAGE, SUB_PAGES, Place, Shop
-from judges.base import RuleJudge
-from wire.faults import DataFault
-from wire.messages import JudgedTurn, Judgement
+from coppice.actors.environments import registry
+from coppice.actors.environments.webshop.environment import State, WebShop
+from coppice.actors.environments.webshop.goals import Goal
+from coppice.actors.environments.webshop.reward import reward
+from coppice.actors.environments.webshop.shop import BUY, PER_PAGE, SUB_PAGES, Place, Shop
+from coppice.judges.base import RuleJudge
+from coppice.wire.faults import DataFault
+from coppice.wire.messages import JudgedTurn, Judgement
 
 
 class WebShopOracle(RuleJudge):

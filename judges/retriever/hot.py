@@ -9,9 +9,9 @@ import time
 from collections import Counter, OrderedDict
 from typing import Protocol
 
-from wire.faults import DataFault
-from wire.messages import Passage, RetrieveRequest, RetrieveResult
-from wire.service import Call
+from coppice.wire.faults import DataFault
+from coppice.wire.messages import Passage, RetrieveRequest, RetrieveResult
+from coppice.wire.service import Call
 
 Key = tuple[str, int]
 AT_ONCE = 64

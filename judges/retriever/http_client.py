@@ -8,12 +8,12 @@ from typing import Any
 
 import msgspec
 
-from judges.retriever.hot import AT_ONCE, Backend
-from judges.retriever.passage_text import title_and_text
-from wire import jsonl
-from wire.faults import DataFault, InfrastructureFault
-from wire.http import JsonClient
-from wire.messages import Passage
+from coppice.judges.retriever.hot import AT_ONCE, Backend
+from coppice.judges.retriever.passage_text import title_and_text
+from coppice.wire import jsonl
+from coppice.wire.faults import DataFault, InfrastructureFault
+from coppice.wire.http import JsonClient
+from coppice.wire.messages import Passage
 
 _RESTS_S = 30.0
 """Seconds for which a server that failed is asked only when all others have failed too."""

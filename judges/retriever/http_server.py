@@ -1,7 +1,7 @@
 """A server of the Search-R1 retrieval protocol over an index folder, or over other servers
 (methods.md 1.8).
 
-``python -m judges.retriever.http_server --index DIR --port N`` starts it. A malformed request is
+``python -m coppice.judges.retriever.http_server --index DIR --port N`` starts it. A malformed request is
 answered with status 422 and the reason. Queries are joined and cached as in a run.
 """
 
@@ -12,11 +12,11 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from judges.retriever.hot import Backend
-from judges.retriever.passage_text import contents_of
-from judges.retriever.worker import RetrieverProcess, opened
-from wire import jsonl
-from wire.messages import Passage
+from coppice.judges.retriever.hot import Backend
+from coppice.judges.retriever.passage_text import contents_of
+from coppice.judges.retriever.worker import RetrieverProcess, opened
+from coppice.wire import jsonl
+from coppice.wire.messages import Passage
 
 
 class _Request(msgspec.Struct, forbid_unknown_fields=True):

@@ -18,12 +18,12 @@ import faiss
 import msgspec
 import numpy as np
 
-from judges.retriever import kinds
-from judges.retriever.encoder import Encoder
-from judges.retriever.passage_text import title_and_text
-from wire import jsonl
-from wire.atomic import drafted
-from wire.messages import Passage
+from coppice.judges.retriever import kinds
+from coppice.judges.retriever.encoder import Encoder
+from coppice.judges.retriever.passage_text import title_and_text
+from coppice.wire import jsonl
+from coppice.wire.atomic import drafted
+from coppice.wire.messages import Passage
 
 
 class Manifest(msgspec.Struct, frozen=True):
@@ -90,7 +90,7 @@ def read_corpus(path: Path, skip_bad: bool = False) -> tuple[np.ndarray, list[st
         )
     if bad and not skip_bad:
         raise BadCorpus(
-            f"{len(bad)} of {len(bad) + len(offsets)} lines cannot be used; the first: {bad[0]}. Mend them, or tools/index --skip-bad"
+            f"{len(bad)} of {len(bad) + len(offsets)} lines cannot be used; the first: {bad[0]}. Mend them, or coppice index --skip-bad"
             " passes over them"
         )
     return np.array(offsets), bad
@@ -194,13 +194,13 @@ def read_manifest(folder: Path) -> Manifest:
     path = folder / "manifest.json"
     if not path.is_file():
         raise FileNotFoundError(
-            f"{folder} holds no index: build one with tools/index CORPUS --out {folder}"
+            f"{folder} holds no index: build one with coppice index CORPUS --out {folder}"
         )
     try:
         return msgspec.json.decode(path.read_bytes(), type=Manifest)
     except msgspec.DecodeError as error:
         raise ValueError(
-            f"{path} is damaged ({error}): build the index anew with tools/index"
+            f"{path} is damaged ({error}): build the index anew with coppice index"
         ) from None
 
 
@@ -213,7 +213,7 @@ class Index:
         if (manifest.encoder, manifest.dimensions) != (encoder.name, encoder.dimensions):
             raise ValueError(
                 f"index {folder} was made by encoder {manifest.encoder} ({manifest.dimensions} dimensions), not"
-                f" {encoder.name} ({encoder.dimensions}): use that encoder, or build the index anew with tools/index"
+                f" {encoder.name} ({encoder.dimensions}): use that encoder, or build the index anew with coppice index"
             )
         self.encoder = encoder
         self.faiss = kinds.load(folder / "index.faiss", manifest.kind, search or manifest.search)
@@ -222,7 +222,7 @@ class Index:
         if sizes != (expected := (manifest.passages, manifest.passages, manifest.dimensions)):
             said = "vectors, passages and dimensions"
             raise ValueError(
-                f"index {folder} has {sizes} {said}, expected {expected}: build it anew with tools/index"
+                f"index {folder} has {sizes} {said}, expected {expected}: build it anew with coppice index"
             )
         self.corpus = (folder / "passages.jsonl").open("rb")
 

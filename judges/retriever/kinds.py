@@ -112,7 +112,7 @@ def load(file: Path, text: str, search: str) -> faiss.Index:
         index = faiss.read_index(str(file), 0 if "IVF" in text else faiss.IO_FLAG_MMAP_IFC)
     except RuntimeError as error:
         raise ValueError(
-            f"{file} is damaged ({_why(error)}): build the index anew with tools/index"
+            f"{file} is damaged ({_why(error)}): build the index anew with coppice index"
         ) from None
     tune(index, search, text)
     return on_gpus(index)

@@ -1,7 +1,7 @@
 """The retriever as a worker: it offers ``retrieve`` over a local index or Search-R1 servers, behind
 ``HotQueries``.
 
-``python -m judges.retriever.worker PROCESS.json``
+``python -m coppice.judges.retriever.worker PROCESS.json``
 """
 
 import asyncio
@@ -13,12 +13,12 @@ from pathlib import Path
 
 import msgspec
 
-from judges.retriever.hot import AT_ONCE, HotQueries
-from judges.serve import connection
-from wire import loop
-from wire.messages import Passage
-from wire.process import begin
-from wire.service import Service
+from coppice.judges.retriever.hot import AT_ONCE, HotQueries
+from coppice.judges.serve import connection
+from coppice.wire import loop
+from coppice.wire.messages import Passage
+from coppice.wire.process import begin
+from coppice.wire.service import Service
 
 
 class RetrieverProcess(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -40,8 +40,8 @@ class LocalBackend:
     """An index in this process. Searches run on a thread of their own, so that heartbeats go on."""
 
     def __init__(self, folder: Path, encoder: str, threads: int, search: str = ""):
-        from judges.retriever.encoder import Encoder
-        from judges.retriever.index import Index
+        from coppice.judges.retriever.encoder import Encoder
+        from coppice.judges.retriever.index import Index
 
         self._index = Index(folder, Encoder(encoder, threads), search)
         self._thread = ThreadPoolExecutor(1)
@@ -74,7 +74,7 @@ async def opened(
         local = await asyncio.to_thread(LocalBackend, Path(backend), encoder, threads, search)
         yield HotQueries(local, cache, batch)
         return
-    from judges.retriever.http_client import Fleet, SearchR1Client
+    from coppice.judges.retriever.http_client import Fleet, SearchR1Client
 
     urls = [url.strip() for url in backend.split(",") if url.strip()]
     async with AsyncExitStack() as stack:

@@ -13,10 +13,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from learner.table import TurnTable
-from learner.targets import Estimate
-from wire.declared import SchemeNeeds
-from wire.options import checked, declared, modules, plugin
+from coppice.learner.update.table import TurnTable
+from coppice.learner.update.targets import Estimate
+from coppice.wire.declared import SchemeNeeds
+from coppice.wire.options import checked, declared, modules, plugin
 
 
 class Scheme(msgspec.Struct, frozen=True):
@@ -35,7 +35,7 @@ class Scheme(msgspec.Struct, frozen=True):
 
     def trains(self, table: TurnTable) -> np.ndarray:
         """Return, as bool [turns], which turns the scheme trains on. The update leaves the others
-        out (learner/trained.py)."""
+        out (learner/update/trained.py)."""
         trains = getattr(self.function, "trains", None)
         return np.ones(len(table), bool) if trains is None else trains(table, **self.options)
 

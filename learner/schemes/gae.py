@@ -1,18 +1,18 @@
 """PPO with a critic: GAE on the outcome at the last token of a trajectory, whitened (methods.md 2.4
 without step rewards).
 
-targets = "vtrace" or "retrace" corrects the targets for off-policy data (learner/targets.py);
+targets = "vtrace" or "retrace" corrects the targets for off-policy data (learner/update/targets.py);
 rho_max and c_max are V-trace's bounds, rho-bar and c-bar. kl_coef weighs the k1 KL to the initial
 policy, which is subtracted from the reward.
 """
 
-from learner.statistics import Ddof
-from learner.table import TurnTable
-from learner.targets import Estimate, Kind, estimate
-from learner.targets import needs as target_needs
-from learner.trained import scored, trains_on
-from wire.declared import SchemeNeeds
-from wire.numbers import NotNegative, Positive, Share
+from coppice.learner.update.statistics import Ddof
+from coppice.learner.update.table import TurnTable
+from coppice.learner.update.targets import Estimate, Kind, estimate
+from coppice.learner.update.targets import needs as target_needs
+from coppice.learner.update.trained import scored, trains_on
+from coppice.wire.declared import SchemeNeeds
+from coppice.wire.numbers import NotNegative, Positive, Share
 
 
 def needs(

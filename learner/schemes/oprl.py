@@ -16,13 +16,20 @@ from typing import Literal
 
 import numpy as np
 
-from learner.schemes import gae
-from learner.statistics import Ddof, centre, leave_one_out, standardise, whiten, within
-from learner.table import TurnTable
-from learner.targets import Estimate
-from learner.trained import scored, trains_on
-from wire.declared import SchemeNeeds
-from wire.numbers import NotNegative, Positive
+from coppice.learner.schemes import gae
+from coppice.learner.update.statistics import (
+    Ddof,
+    centre,
+    leave_one_out,
+    standardise,
+    whiten,
+    within,
+)
+from coppice.learner.update.table import TurnTable
+from coppice.learner.update.targets import Estimate
+from coppice.learner.update.trained import scored, trains_on
+from coppice.wire.declared import SchemeNeeds
+from coppice.wire.numbers import NotNegative, Positive
 
 Base = Literal["grpo", "rloo", "reinforce_pp", "ppo"]
 Variant = Literal["step", "process", "merged", "token", "environment"]

@@ -15,13 +15,13 @@ from typing import Literal
 
 import numpy as np
 
-from learner.segments import Segments, segments
-from learner.statistics import whiten as whiten_tokens
-from learner.table import TurnTable
-from learner.targets import Estimate
-from learner.trained import scored, trains_on
-from wire.declared import SchemeNeeds
-from wire.numbers import Count, Positive
+from coppice.learner.forest.segments import Segments, segments
+from coppice.learner.update.statistics import whiten as whiten_tokens
+from coppice.learner.update.table import TurnTable
+from coppice.learner.update.targets import Estimate
+from coppice.learner.update.trained import scored, trains_on
+from coppice.wire.declared import SchemeNeeds
+from coppice.wire.numbers import Count, Positive
 
 
 def needs(column: str, form: str, whiten: bool, **_: object) -> SchemeNeeds:

@@ -13,13 +13,13 @@ import pytest_asyncio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.environments.agents import gateway as module
-from actors.environments.agents.episode import Ended, Episode, Limits
-from actors.environments.agents.gateway import Gateway, Session
-from actors.environments.agents.nursery import Nursery
-from actors.environments.base import Spent
-from actors.serving.replies import Reply
-from wire.tool_calls import ToolCall
+from coppice.actors.environments.agents import gateway as module
+from coppice.actors.environments.agents.episode import Ended, Episode, Limits
+from coppice.actors.environments.agents.gateway import Gateway, Session
+from coppice.actors.environments.agents.nursery import Nursery
+from coppice.actors.environments.base import Spent
+from coppice.actors.serving.replies import Reply
+from coppice.wire.tool_calls import ToolCall
 
 HELLO = {"model": "gpt-any", "messages": [{"role": "user", "content": "hello"}]}
 ADD = {"type": "function", "function": {"name": "add", "parameters": {}}}

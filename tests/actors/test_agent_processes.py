@@ -12,9 +12,9 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from actors.environments.agents.episode import TAIL, Ended, Episode, Limits
-from actors.environments.agents.gateway import Gateway
-from actors.environments.agents.nursery import Nursery
+from coppice.actors.environments.agents.episode import TAIL, Ended, Episode, Limits
+from coppice.actors.environments.agents.gateway import Gateway
+from coppice.actors.environments.agents.nursery import Nursery
 
 TASK = {"id": "t", "question": "1 + 1", "golds": ["2"], "seed": 0}
 AGENTS = '''

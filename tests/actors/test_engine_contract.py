@@ -19,10 +19,14 @@ import tokenizers
 import torch
 from safetensors.torch import save_file
 
-from actors.config import ActorsConfig
-from actors.engines.base import Engine
-from actors.engines.local import LocalEngine
-from actors.engines.sglang import SGLangEngine
+from coppice.actors.config import ActorsConfig
+from coppice.actors.engines.base import Engine
+from coppice.actors.engines.local import LocalEngine
+from coppice.actors.engines.sglang import SGLangEngine
+from coppice.wire import digest
+from coppice.wire.faults import DataFault, InfrastructureFault
+from coppice.wire.messages import Constraint, GenerateRequest, LoadRequest, Sampling
+from coppice.wire.support import decode
 from tests.actors.test_local_engine import (
     GREATEST_DIFFERENCE,
     full_logprobs,
@@ -31,10 +35,6 @@ from tests.actors.test_local_engine import (
     version_folder,
 )
 from tests.sglang_cpu.shared import Shared as Server
-from wire import digest
-from wire.faults import DataFault, InfrastructureFault
-from wire.messages import Constraint, GenerateRequest, LoadRequest, Sampling
-from wire.support import decode
 
 BFLOAT16_DIFFERENCE = 0.05
 """Mean difference over a few tokens between log-probabilities in bfloat16 and float32 on the tiny

@@ -11,10 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.engines.grammar import Grammar, Matcher
+from coppice.actors.engines.grammar import Grammar, Matcher
+from coppice.wire.faults import DataFault
+from coppice.wire.messages import Constraint
 from tests import tiny
-from wire.faults import DataFault
-from wire.messages import Constraint
 
 END, OTHER_END, VOCABULARY = 257, 258, 272
 """More logits than the tokenizer has words, as padded embeddings have."""

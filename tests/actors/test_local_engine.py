@@ -14,18 +14,25 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
-from actors.config import ActorsConfig, SGLangConfig
-from actors.engines import attend, decoder, weights
-from actors.engines.attend import Chunk
-from actors.engines.local import LocalEngine
-from actors.engines.samples import Running
-from actors.engines.sampling import key, pick, restrict, uniforms
-from actors.engines.sglang import SGLangEngine
+from coppice.actors.config import ActorsConfig, SGLangConfig
+from coppice.actors.engines import attend, decoder, weights
+from coppice.actors.engines.attend import Chunk
+from coppice.actors.engines.local import LocalEngine
+from coppice.actors.engines.samples import Running
+from coppice.actors.engines.sampling import key, pick, restrict, uniforms
+from coppice.actors.engines.sglang import SGLangEngine
+from coppice.wire import digest
+from coppice.wire.arrays import decode_body, encode_body
+from coppice.wire.faults import DataFault, InfrastructureFault
+from coppice.wire.messages import (
+    Constraint,
+    GenerateRequest,
+    GenerateResult,
+    LoadRequest,
+    Sample,
+    Sampling,
+)
 from tests import tiny
-from wire import digest
-from wire.arrays import decode_body, encode_body
-from wire.faults import DataFault, InfrastructureFault
-from wire.messages import Constraint, GenerateRequest, GenerateResult, LoadRequest, Sample, Sampling
 
 GREATEST_DIFFERENCE = 2e-5
 """Between the engine's log-probabilities and a full float32 forward."""

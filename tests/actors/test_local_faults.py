@@ -16,15 +16,17 @@ import pytest
 import torch
 from aiohttp import web
 
-from actors import worker
-from actors.config import ActorProcess, ActorsConfig
-from actors.engines import local, radix
-from actors.engines.admission import Admission
-from actors.engines.local import LocalEngine
-from actors.engines.memory import Memory, Shelf, Stretch
-from actors.engines.radix import RadixCache
-from actors.engines.thread import FAILED_STEPS
-from actors.serving.server import Server, runner
+from coppice.actors import worker
+from coppice.actors.config import ActorProcess, ActorsConfig
+from coppice.actors.engines import local, radix
+from coppice.actors.engines.admission import Admission
+from coppice.actors.engines.local import LocalEngine
+from coppice.actors.engines.memory import Memory, Shelf, Stretch
+from coppice.actors.engines.radix import RadixCache
+from coppice.actors.engines.thread import FAILED_STEPS
+from coppice.actors.serving.server import Server, runner
+from coppice.wire.faults import InfrastructureFault
+from coppice.wire.messages import GenerateRequest, GenerateResult, LoadRequest, Sampling
 from tests.actors.test_local_engine import (
     GREATEST_DIFFERENCE,
     ids,
@@ -34,8 +36,6 @@ from tests.actors.test_local_engine import (
     worst,
 )
 from tests.services import bench
-from wire.faults import InfrastructureFault
-from wire.messages import GenerateRequest, GenerateResult, LoadRequest, Sampling
 
 ENOUGH_S = 20
 """What no tiny request takes; a request that is lost would wait for ever."""

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from actors.environments.base import Spent
-from actors.serving import anthropic
-from actors.serving.asked import Asked, chat_of
-from actors.serving.replies import Reply
+from coppice.actors.environments.base import Spent
+from coppice.actors.serving import anthropic
+from coppice.actors.serving.asked import Asked, chat_of
+from coppice.actors.serving.replies import Reply
+from coppice.wire.dialogue import histories
+from coppice.wire.tool_calls import ToolCall
 from tests.actors.test_agent_gateway import Door, door  # pyright: ignore[reportUnusedImport]  # noqa: F401
-from wire.dialogue import histories
-from wire.tool_calls import ToolCall
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 TOOL = {

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.environments import minesweeper, registry
-from actors.environments.base import PROMPTS, SPLIT, Transition
-from actors.environments.minesweeper import (
+from coppice.actors.environments import minesweeper, registry
+from coppice.actors.environments.base import PROMPTS, SPLIT, Transition
+from coppice.actors.environments.minesweeper import (
     MARK,
     REVEAL,
     Minesweeper,
@@ -22,7 +22,7 @@ from actors.environments.minesweeper import (
     neighbours,
     revealed,
 )
-from wire.faults import DataFault
+from coppice.wire.faults import DataFault
 
 NOBODY: Any = None
 SEEDS = st.integers(0, 2**31)

@@ -7,13 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest_asyncio
 
-from actors.config import ActorsConfig
-from actors.engines.base import Engine
-from actors.engines.local import LocalEngine
+from coppice.actors.config import ActorsConfig
+from coppice.actors.engines.base import Engine
+from coppice.actors.engines.local import LocalEngine
+from coppice.wire.messages import GenerateRequest, LoadRequest, Sampling
 from tests.actors.test_engine_contract import adapter_folder, restore
 from tests.actors.test_local_engine import ids, version_folder
 from tests.sglang_cpu.shared import Shared
-from wire.messages import GenerateRequest, LoadRequest, Sampling
 
 BOUND = 2e-5
 """Largest difference of a log-probability between the engines, both in float32."""

@@ -19,12 +19,12 @@ import torch
 from aiohttp import web
 from transformers import AutoModelForCausalLM
 
-from actors.config import ActorsConfig
-from actors.engines.local import LocalEngine
-from actors.serving.server import LARGEST_BODY, Server, runner
+from coppice.actors.config import ActorsConfig
+from coppice.actors.engines.local import LocalEngine
+from coppice.actors.serving.server import LARGEST_BODY, Server, runner
+from coppice.wire.messages import GenerateRequest, Sampling
 from tests import tiny
 from tests.actors.test_local_engine import full_logprobs, reference
-from wire.messages import GenerateRequest, Sampling
 
 GREATEST_DIFFERENCE = 2e-5
 """Between served log-probabilities and a plain float32 forward."""

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from actors.environments.others.openenv import OpenEnv
-from wire.faults import DataFault
+from coppice.actors.environments.others.openenv import OpenEnv
+from coppice.wire.faults import DataFault
 
 pytest.importorskip("pydantic")
 ROOT = Path(__file__).parents[2]

@@ -15,8 +15,8 @@ import aiohttp
 import pytest
 import pytest_asyncio
 
-from actors.environments.others.openenv import Full, OpenEnvServer
-from wire.faults import DataFault, InfrastructureFault
+from coppice.actors.environments.others.openenv import Full, OpenEnvServer
+from coppice.wire.faults import DataFault, InfrastructureFault
 
 COUNTER = Path(__file__).parents[1] / "openenv_counter.py"
 

@@ -13,14 +13,14 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from actors.environments.base import Environment
-from actors.environments.others.gymnasium_text import Gymnasium
-from actors.environments.others.mutable import Mutable, Turned
-from actors.environments.others.openenv import OpenEnv
-from actors.environments.others.other_python import OtherPython
-from actors.environments.others.reasoning import ReasoningGym
-from actors.environments.others.textarena_games import TextArena
-from wire.faults import DataFault
+from coppice.actors.environments.base import Environment
+from coppice.actors.environments.others.gymnasium_text import Gymnasium
+from coppice.actors.environments.others.mutable import Mutable, Turned
+from coppice.actors.environments.others.openenv import OpenEnv
+from coppice.actors.environments.others.other_python import OtherPython
+from coppice.actors.environments.others.reasoning import ReasoningGym
+from coppice.actors.environments.others.textarena_games import TextArena
+from coppice.wire.faults import DataFault
 
 
 class Drawn(Mutable):

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from actors.environments.others.other_python import OtherPython
-from actors.environments.registry import load
-from wire.faults import DataFault, InfrastructureFault
+from coppice.actors.environments.others.other_python import OtherPython
+from coppice.actors.environments.registry import load
+from coppice.wire.faults import DataFault, InfrastructureFault
 
 
 @pytest_asyncio.fixture

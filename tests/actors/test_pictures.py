@@ -12,20 +12,20 @@ import numpy as np
 import pytest
 import torch
 
-from actors.config import ActorsConfig, SGLangConfig
-from actors.engines.local import LocalEngine
-from actors.engines.sglang import SGLangEngine
-from actors.engines.sglang_api import linear_layers
-from learner.model import Policy
-from learner.publish import publish
-from learner.ranks import Ranks
-from learner.trees import Path as Tokens
+from coppice.actors.config import ActorsConfig, SGLangConfig
+from coppice.actors.engines.local import LocalEngine
+from coppice.actors.engines.sglang import SGLangEngine
+from coppice.actors.engines.sglang_api import linear_layers
+from coppice.learner.forest.trees import Path as Tokens
+from coppice.learner.model.model import Policy
+from coppice.learner.model.publish import publish
+from coppice.learner.model.ranks import Ranks
+from coppice.wire import vision
+from coppice.wire.faults import DataFault, InfrastructureFault
+from coppice.wire.messages import GenerateRequest, GenerateResult, LoadRequest, Sampling
 from tests import tiny
 from tests.pictures import squares
 from tests.updates import process
-from wire import vision
-from wire.faults import DataFault, InfrastructureFault
-from wire.messages import GenerateRequest, GenerateResult, LoadRequest, Sampling
 
 BOUND = 2e-5
 """Largest difference between the engine's and the learner's log-probability, both in float32."""

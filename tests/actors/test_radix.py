@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from actors.engines.radix import RadixCache, Segment, common_length
+from coppice.actors.engines.radix import RadixCache, Segment, common_length
 
 TOKEN_BYTES = 2 * 2 * 1 * 2 * 4 + 4
 """Of the keys and values below, and the token itself."""

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.environments import registry
-from actors.environments.base import Task, Tools
-from actors.environments.search_qa import SearchQA
-from judges.exact_match import extract_answer
-from wire.messages import Passage
+from coppice.actors.environments import registry
+from coppice.actors.environments.base import Task, Tools
+from coppice.actors.environments.search_qa import SearchQA
+from coppice.judges.exact_match import extract_answer
+from coppice.wire.messages import Passage
 
 TASK = Task("1", "What is the capital of Bulgaria?", ["Sofia"])
 

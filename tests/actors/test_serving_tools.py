@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from actors.serving import tools
+from coppice.actors.serving import tools
 from tests.actors import test_openai_server
 from tests.actors.test_openai_server import SETTINGS, Client, serving
 

@@ -22,13 +22,13 @@ import torch
 from aiohttp import ClientError, ClientSession, web
 from safetensors.torch import load_file, save_file
 
-from actors.config import ActorsConfig, SGLangConfig
-from actors.engines import sglang, sglang_pull
-from learner.giver import Giver, Snapshot
+from coppice.actors.config import ActorsConfig, SGLangConfig
+from coppice.actors.engines import sglang, sglang_pull
+from coppice.learner.model.giver import Giver, Snapshot
+from coppice.wire.faults import DataFault, InfrastructureFault
+from coppice.wire.messages import GenerateRequest, GenerateResult, LoadRequest, Sampling
+from coppice.wire.published import Manifest
 from tests.actors.test_sglang_updates import REQUEST, STEPS, adapter, version
-from wire.faults import DataFault, InfrastructureFault
-from wire.messages import GenerateRequest, GenerateResult, LoadRequest, Sampling
-from wire.published import Manifest
 
 WAIT_S = 60.0
 """Seconds after which a test that waits for an event has failed."""

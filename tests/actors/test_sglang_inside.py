@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from actors.config import ActorsConfig
-from actors.engines.sglang_inside import Inside
-from learner.giver import Giver
+from coppice.actors.config import ActorsConfig
+from coppice.actors.engines.sglang_inside import Inside
+from coppice.learner.model.giver import Giver
+from coppice.tools.bootstrap import ROOT
 from tests.actors.test_engine_contract import adapter_folder
 from tests.actors.test_local_engine import (
     GREATEST_DIFFERENCE,
@@ -26,7 +27,6 @@ from tests.actors.test_local_engine import (
 from tests.actors.test_sglang_weights import in_memory
 from tests.sglang_cpu import environment, server
 from tests.sglang_cpu.shared import LORA
-from tools.bootstrap import ROOT
 
 pytestmark = pytest.mark.slow
 

@@ -15,13 +15,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from actors.config import ActorsConfig, SGLangConfig
-from actors.engines import sglang
-from actors.engines.sglang_api import Facts
-from wire import digest
-from wire.faults import InfrastructureFault
-from wire.messages import GenerateRequest, LoadRequest, Sampling
-from wire.published import Manifest
+from coppice.actors.config import ActorsConfig, SGLangConfig
+from coppice.actors.engines import sglang
+from coppice.actors.engines.sglang_api import Facts
+from coppice.wire import digest
+from coppice.wire.faults import InfrastructureFault
+from coppice.wire.messages import GenerateRequest, LoadRequest, Sampling
+from coppice.wire.published import Manifest
 
 REQUEST = GenerateRequest(np.array([1, 2, 3], np.int32), 1, Sampling(4))
 STEPS = [

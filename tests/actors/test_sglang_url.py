@@ -10,9 +10,9 @@ import pytest
 import pytest_asyncio
 from aiohttp import web
 
-from actors.config import ActorsConfig, SGLangConfig
-from actors.engines.sglang import SGLangEngine
-from wire.faults import InfrastructureFault
+from coppice.actors.config import ActorsConfig, SGLangConfig
+from coppice.actors.engines.sglang import SGLangEngine
+from coppice.wire.faults import InfrastructureFault
 
 KEY = "COPPICE_TEST_WRONG_KEY"
 

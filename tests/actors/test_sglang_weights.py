@@ -14,12 +14,16 @@ import pytest_asyncio
 import torch
 from safetensors.torch import save_file
 
-from actors.config import ActorsConfig, SGLangConfig
-from actors.engines import sglang_transport as transport
-from actors.engines.sglang import SGLangEngine
-from actors.engines.sglang_api import Facts, arguments, linear_layers
-from learner.giver import Giver, Snapshot
-from learner.publish import fingerprint
+from coppice.actors.config import ActorsConfig, SGLangConfig
+from coppice.actors.engines import sglang_transport as transport
+from coppice.actors.engines.sglang import SGLangEngine
+from coppice.actors.engines.sglang_api import Facts, arguments, linear_layers
+from coppice.learner.model.giver import Giver, Snapshot
+from coppice.learner.model.publish import fingerprint
+from coppice.wire import digest
+from coppice.wire.faults import InfrastructureFault
+from coppice.wire.messages import GenerateRequest, LoadRequest, Sampling
+from coppice.wire.published import Manifest, Memory
 from tests.actors.test_engine_contract import restore
 from tests.actors.test_local_engine import (
     GREATEST_DIFFERENCE,
@@ -29,10 +33,6 @@ from tests.actors.test_local_engine import (
     version_folder,
 )
 from tests.sglang_cpu.shared import Shared as Server
-from wire import digest
-from wire.faults import InfrastructureFault
-from wire.messages import GenerateRequest, LoadRequest, Sampling
-from wire.published import Manifest, Memory
 
 
 @pytest_asyncio.fixture
@@ -204,7 +204,7 @@ async def test_a_learner_that_is_gone_is_an_error_within_the_timeout(
 def test_a_server_is_started_for_the_layers_that_the_learner_trains(llama: Path) -> None:
     from peft import LoraConfig, get_peft_model
 
-    # as learner/model.py
+    # as learner/model/model.py
     adapted: Any = get_peft_model(reference(llama), LoraConfig(target_modules="all-linear"))
     trained = {
         name.split(".lora_A")[0].split(".")[-1]

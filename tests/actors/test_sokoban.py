@@ -8,12 +8,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from actors.environments import registry
-from actors.environments.base import PROMPTS, SPLIT, Action, Transition
-from actors.environments.sokoban import Sokoban, State, is_held_out, shown
-from actors.environments.sokoban_rooms import layout_digest, parse
-from scheduler.tasks import GeneratedTasks
-from tools.defaults.legal_play import FIRST_SEED
+from coppice.actors.environments import registry
+from coppice.actors.environments.base import PROMPTS, SPLIT, Action, Transition
+from coppice.actors.environments.sokoban import Sokoban, State, is_held_out, shown
+from coppice.actors.environments.sokoban_rooms import layout_digest, parse
+from coppice.scheduler.growth.tasks import GeneratedTasks
+from coppice.tools.defaults.legal_play import FIRST_SEED
 
 NOBODY: Any = None
 ROOM = "######" + "#P_O_#" + "#_X__#" + "#____#" * 2 + "######"

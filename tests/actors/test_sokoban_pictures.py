@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from actors.environments.base import SPLIT
-from actors.environments.sokoban import Sokoban
-from actors.environments.sokoban_pictures import SIDE, picture, pixels
-from actors.environments.sokoban_rooms import GLYPHS
-from actors.environments.sudoku import Sudoku
+from coppice.actors.environments.base import SPLIT
+from coppice.actors.environments.sokoban import Sokoban
+from coppice.actors.environments.sokoban_pictures import SIDE, picture, pixels
+from coppice.actors.environments.sokoban_rooms import GLYPHS
+from coppice.actors.environments.sudoku import Sudoku
 
 EVERY_KIND = "######" + "#S√XO#" + "#____#" * 3 + "######"
 

@@ -6,7 +6,7 @@ from collections import deque
 
 import pytest
 
-from actors.environments.sokoban_rooms import (
+from coppice.actors.environments.sokoban_rooms import (
     GLYPHS,
     Position,
     cells_of,
@@ -18,7 +18,7 @@ from actors.environments.sokoban_rooms import (
     shortest,
     written,
 )
-from wire.faults import DataFault
+from coppice.wire.faults import DataFault
 
 CORRIDOR = "######" + "#PX_O#" + "######" * 4
 CORNER = "######" + "#X_O_#" + "#P___#" + "#____#" * 2 + "######"

@@ -11,10 +11,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.environments import registry, sudoku
-from actors.environments.base import PROMPTS, SPLIT, Task, Transition
-from actors.environments.sudoku import State, Sudoku, full_grid, generate, labelled, solutions
-from wire.faults import DataFault
+from coppice.actors.environments import registry, sudoku
+from coppice.actors.environments.base import PROMPTS, SPLIT, Task, Transition
+from coppice.actors.environments.sudoku import (
+    State,
+    Sudoku,
+    full_grid,
+    generate,
+    labelled,
+    solutions,
+)
+from coppice.wire.faults import DataFault
 
 NOBODY: Any = None
 SMALL = Sudoku(size=4, blanks=8)

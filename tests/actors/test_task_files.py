@@ -10,10 +10,10 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from actors.environments import hub
-from actors.environments.agents.environment import Agent
-from actors.environments.task_files import check_form, listed, load_tasks
-from scheduler.tasks import Tasks, held_out
+from coppice.actors.environments import hub
+from coppice.actors.environments.agents.environment import Agent
+from coppice.actors.environments.task_files import check_form, listed, load_tasks
+from coppice.scheduler.growth.tasks import Tasks, held_out
 
 ROWS = [
     {"question": "Who?", "golden_answers": ["a", "b"]},

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.environments.base import SPLIT, Tools, Transition
-from actors.environments.registry import load
-from actors.environments.tictactoe import (
+from coppice.actors.environments.base import SPLIT, Tools, Transition
+from coppice.actors.environments.registry import load
+from coppice.actors.environments.tictactoe import (
     EMPTY,
     State,
     TicTacToe,
@@ -26,8 +26,8 @@ from actors.environments.tictactoe import (
     value,
     winner,
 )
-from wire.faults import InfrastructureFault
-from wire.messages import Passage
+from coppice.wire.faults import InfrastructureFault
+from coppice.wire.messages import Passage
 
 GAME = pyspiel.load_game("tic_tac_toe")
 PROMPTED = [TicTacToe(prompt="tictactoe"), TicTacToe(prompt="tictactoe_compact")]

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from judges.exact_match import ExactMatch
-from wire.messages import JudgedTurn, Judgement
+from coppice.judges.exact_match import ExactMatch
+from coppice.wire.messages import JudgedTurn, Judgement
 
 
 class Hanging(ExactMatch):

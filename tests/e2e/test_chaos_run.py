@@ -4,7 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tools.research.chaos.plan import KINDS
+from coppice.research.chaos.plan import KINDS
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent.parent.parent
 def test_a_hundred_faults_lose_nothing(tmp_path: Path) -> None:
     command = [
         sys.executable,
-        "tools/chaos",
+        "coppice dev chaos",
         "--faults",
         "100",
         "--seed",

@@ -13,8 +13,10 @@ from pathlib import Path
 import pytest
 from ray.cluster_utils import Cluster
 
-from judges.serve import plug_in
-from scheduler import health
+from coppice.judges.serve import plug_in
+from coppice.research.chaos.invariants import of_the_files
+from coppice.scheduler.telemetry import health
+from coppice.tools.launching import control, holder, record
 from tests import ftp
 from tests.e2e.test_run import (
     CONFIG,
@@ -27,8 +29,6 @@ from tests.e2e.test_run import (
     launch,
     prepare,
 )
-from tools.launching import control, holder, record
-from tools.research.chaos.invariants import of_the_files
 
 UPDATES = 12
 """Enough for the run to need the lost processes again, on a fast machine too."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.bootstrap import ROOT
+from coppice.tools.bootstrap import ROOT
 
 PAGE = (ROOT / "docs" / "extend.md").read_text()
 TRY, *SECTIONS = re.split(r"^## ", PAGE, flags=re.MULTILINE)
@@ -30,7 +30,7 @@ def test_a_plug_in_of_the_page_runs_as_the_page_says(section: str, tmp_path: Pat
         (tmp_path / code.partition("\n")[0].removeprefix("# ")).write_text(code)
     (given,), (command,) = blocks(TRY, "sh"), blocks(section, "sh")
     script = f"{given}{command.strip()} --run-folder run".replace(
-        "tools/launch", str(ROOT / "tools" / "launch")
+        "coppice launch", str(ROOT / "tools" / "launch")
     )
     done = subprocess.run(
         ["bash", "-ec", script],

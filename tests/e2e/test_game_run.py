@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from scheduler.journal import Journal
+from coppice.scheduler.ledger.journal import Journal
+from coppice.wire import frontier
+from coppice.wire.messages import Turn
 from tests import tiny
 from tests.e2e.test_run import (
     ROOT,
@@ -19,8 +21,6 @@ from tests.e2e.test_run import (
     undeclared,
     wait_for_update,
 )
-from wire import frontier
-from wire.messages import Turn
 
 UPDATES, TREES = 3, 4
 
@@ -143,7 +143,7 @@ def test_chains_against_two_opponents_train_to_the_end(config: Path, tmp_path: P
     dump = [
         sys.executable,
         "-c",
-        "import sys; from tools.inspecting.dump import main; sys.exit(main())",
+        "import sys; from coppice.tools.inspecting.dump import main; sys.exit(main())",
         str(run),
     ]
     shown = subprocess.run(dump, cwd=ROOT, capture_output=True, text=True, check=True).stdout

@@ -12,10 +12,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from scheduler.health import read
+from coppice.scheduler.telemetry.health import read
+from coppice.tools.launching import record
+from coppice.tools.launching.status import Status, gather
 from tests.e2e.test_run import config, finish, gone, launch, wait_for_update
-from tools.launching import record
-from tools.launching.status import Status, gather
 
 __all__ = ["config"]
 
@@ -98,4 +98,4 @@ def test_a_stopped_judge_is_replaced_and_a_killed_launcher_leaves_no_process_por
     ]:
         assert time.monotonic() < end, left
         time.sleep(0.1)
-    assert (status().state, status().do) == ("killed", f"tools/launch --resume {run}")
+    assert (status().state, status().do) == ("killed", f"coppice launch --resume {run}")

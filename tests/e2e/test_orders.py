@@ -1,16 +1,16 @@
 """A whole run of the real processes that is watched, paused, resumed, drained of a worker and
-stopped by the keys of tools/watch."""
+stopped by the keys of coppice watch."""
 
 import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
-from scheduler import health
-from scheduler.health import Health
+from coppice.scheduler.telemetry import health
+from coppice.scheduler.telemetry.health import Health
+from coppice.tools.inspecting.audit import audit
+from coppice.tools.inspecting.watch import Table, Watch
+from coppice.tools.launching import record
 from tests.e2e.test_run import config, finish, gone, launch, wait_for_update
-from tools.inspecting.audit import audit
-from tools.inspecting.watch import Table, Watch
-from tools.launching import record
 
 __all__ = ["config"]
 

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from scheduler.journal import Journal
+from coppice.scheduler.ledger.journal import Journal
+from coppice.tools.inspecting.export import main as export
+from coppice.wire import vision
 from tests import tiny
 from tests.e2e.test_run import (
     check_groups,
@@ -17,8 +19,6 @@ from tests.e2e.test_run import (
     left_over,
     wait_for_update,
 )
-from tools.inspecting.export import main as export
-from wire import vision
 
 UPDATES, TREES, K = 3, 2, 3
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from scheduler.journal import Journal
+from coppice.scheduler.ledger.journal import Journal
+from coppice.wire.messages import Turn
 from tests.e2e.test_run import (
     finish,
     kill_everything,
@@ -16,7 +17,6 @@ from tests.e2e.test_run import (
     undeclared,
     wait_for_update,
 )
-from wire.messages import Turn
 
 UPDATES, QUESTIONS = 3, 4
 

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from scheduler.exporter import declaration
-from scheduler.journal import Journal
+from coppice.scheduler.ledger.journal import Journal
+from coppice.scheduler.telemetry.exporter import declaration
+from coppice.tools.evaluating.versions import chosen
+from coppice.tools.inspecting.audit import audit
+from coppice.wire import frontier
 from tests import tiny
-from tools.evaluating.versions import chosen
-from tools.inspecting.audit import audit
-from wire import frontier
 
 ROOT = Path(__file__).parent.parent.parent
 UPDATES, QUESTIONS = 3, 3
@@ -95,11 +95,11 @@ def prepare(folder: Path) -> None:
 
 
 def launch(config: Path, run: Path, *arguments: str, folder: Path = ROOT) -> subprocess.Popen[str]:
-    """tools/launch as the first of a process group of its own, started in ``folder``."""
+    """coppice launch as the first of a process group of its own, started in ``folder``."""
     command = [
         sys.executable,
         "-c",
-        "import sys; from tools.launching.command import main; sys.exit(main())",
+        "import sys; from coppice.tools.launching.command import main; sys.exit(main())",
     ]
     command += [
         *([] if "--resume" in arguments else ["--config", str(config), "--run-folder", str(run)]),
@@ -224,7 +224,7 @@ def test_a_run_trains_to_its_end_and_leaves_what_it_promises(
     dump = [
         sys.executable,
         "-c",
-        "import sys; from tools.inspecting.dump import main; sys.exit(main())",
+        "import sys; from coppice.tools.inspecting.dump import main; sys.exit(main())",
         str(run),
     ]
     shown = subprocess.run(dump, cwd=ROOT, capture_output=True, text=True, check=True).stdout
@@ -327,7 +327,7 @@ def test_ctrl_c_stops_cleanly_and_says_how_to_go_on(config: Path, tmp_path: Path
     process.send_signal(signal.SIGINT)
     out = finish(process)
     assert process.returncode == 130, out
-    assert f"tools/launch --resume {run}" in out
+    assert f"coppice launch --resume {run}" in out
     assert not left_over(run)
 
 

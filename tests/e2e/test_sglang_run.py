@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from scheduler.journal import Journal
-from scheduler.tree import Tree
+from coppice.scheduler.growth.tree import Tree
+from coppice.scheduler.ledger.journal import Journal
 from tests.e2e.test_run import (
     CONFIG,
     check_gradients,

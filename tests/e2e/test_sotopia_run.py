@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from scheduler.journal import Journal
+from coppice.scheduler.ledger.journal import Journal
 from tests import tiny
 from tests.conversations import WORDS
 from tests.e2e.test_run import (
@@ -109,7 +109,7 @@ def check_conversations(run: Path) -> None:
         assert len(answers) == len(turns)
         assert any(f'said: "{words}"' in answer for words in WORDS for answer in answers)
     shown = subprocess.run(
-        [sys.executable, "-c", "import sys; from tools.inspecting.dump import main; sys.exit(main())", str(run), "--full"],
+        [sys.executable, "-c", "import sys; from coppice.tools.inspecting.dump import main; sys.exit(main())", str(run), "--full"],
         cwd=ROOT, capture_output=True, text=True, check=True,
     ).stdout  # fmt: skip
     assert (

@@ -59,7 +59,7 @@ def test_a_killed_run_goes_on_in_its_trackers_and_its_records_come_out_as_json(
     # as the terminal says of a tracker that a busy machine has not let finish
     for name in ("wandb", "trackio"):
         subprocess.run(
-            [sys.executable, "-m", "scheduler.tracking", name, str(run)],
+            [sys.executable, "-m", "coppice.scheduler.telemetry.tracking", name, str(run)],
             stdin=subprocess.DEVNULL,
             check=True,
         )

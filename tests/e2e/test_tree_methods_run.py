@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from scheduler.journal import Journal
+from coppice.scheduler.ledger.journal import Journal
 from tests.e2e.test_run import check_gradients, check_groups, finish, launch, left_over, prepare
 
 UPDATES, QUESTIONS = 2, 3

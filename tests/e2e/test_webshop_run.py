@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from scheduler.journal import Journal
+from coppice.scheduler.ledger.journal import Journal
 from tests import tiny
 from tests.e2e.test_run import ROOT, finish, launch, left_over
 
@@ -84,7 +84,7 @@ def test_a_run_in_the_shop_trains_on_its_rewards_and_shows_its_pages(tmp_path: P
     dump = [
         sys.executable,
         "-c",
-        "import sys; from tools.inspecting.dump import main; sys.exit(main())",
+        "import sys; from coppice.tools.inspecting.dump import main; sys.exit(main())",
         str(run),
         "--full",
     ]

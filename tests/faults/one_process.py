@@ -17,20 +17,20 @@ from typing import Any
 import msgspec
 import torch
 
-from actors import worker
-from actors.config import ActorProcess, ActorsConfig
-from actors.engines import local
-from learner import checkpoint
-from learner import main as learner
-from learner.config import LearnerConfig, LearnerProcess, LoraConfig
-from learner.optimizer import Stepper
-from learner.ranks import Ranks
-from learner.trainer import Trainer
-from scheduler.config import EvaluationConfig, SchedulerConfig, SchedulerProcess
-from scheduler.journal import Journal
-from scheduler.main import Run
-from scheduler.metrics import Metrics
-from wire import loop
+from coppice.actors import worker
+from coppice.actors.config import ActorProcess, ActorsConfig
+from coppice.actors.engines import local
+from coppice.learner import main as learner
+from coppice.learner.config import LearnerConfig, LearnerProcess, LoraConfig
+from coppice.learner.model import checkpoint
+from coppice.learner.model.optimizer import Stepper
+from coppice.learner.model.ranks import Ranks
+from coppice.learner.update.trainer import Trainer
+from coppice.scheduler.config import EvaluationConfig, SchedulerConfig, SchedulerProcess
+from coppice.scheduler.ledger.journal import Journal
+from coppice.scheduler.main import Run
+from coppice.scheduler.telemetry.metrics import Metrics
+from coppice.wire import loop
 
 UPDATES, QUESTIONS = 8, 2
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from scheduler.journal import Journal
+from coppice.scheduler.ledger.journal import Journal
+from coppice.tools.inspecting.audit import audit
+from coppice.wire import digest
+from coppice.wire.atomic import write_whole
 from tests.faults.one_process import POINTS, QUESTIONS, UPDATES, Plan
-from tools.inspecting.audit import audit
-from wire import digest
-from wire.atomic import write_whole
 
 RUNS = ["undisturbed", "early", "late", "damaged"]
 

@@ -11,12 +11,12 @@ from typing import Any
 import psutil
 import pytest
 
-from actors.config import ActorsConfig, SGLangConfig
-from actors.engines.sglang import SGLangEngine
+from coppice.actors.config import ActorsConfig, SGLangConfig
+from coppice.actors.engines.sglang import SGLangEngine
+from coppice.wire.faults import InfrastructureFault
+from coppice.wire.messages import GenerateRequest, Sampling
 from tests.actors.test_local_engine import ids
 from tests.sglang_cpu.shared import config
-from wire.faults import InfrastructureFault
-from wire.messages import GenerateRequest, Sampling
 
 
 def engine(llama: Path, sglang: SGLangConfig) -> SGLangEngine:

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from scheduler.calls import DispatchConfig
-from tools.launching import children, failures, record, supervisor, watchdog
-from tools.launching.processes import Process
-from tools.launching.resuming import supervise
-from tools.launching.screen import Screen
+from coppice.scheduler.dispatch.calls import DispatchConfig
+from coppice.tools.launching import children, failures, record, supervisor, watchdog
+from coppice.tools.launching.processes import Process
+from coppice.tools.launching.resuming import supervise
+from coppice.tools.launching.screen import Screen
 
 STAYS, PEER = (
     [["ready", "stay"]],
@@ -91,7 +91,7 @@ def test_an_error_before_the_first_checkpoint_ends_the_run_with_cause_remedy_and
     assert capsys.readouterr().out.strip().splitlines() == [
         "learner-0 failed: PackingError: the forward is off by 0.6",
         "remedy: mend what the cause names, or it will happen again; then"
-        f" tools/launch --resume {tmp_path} (--set KEY=VALUE changes a setting)",
+        f" coppice launch --resume {tmp_path} (--set KEY=VALUE changes a setting)",
         f"log: {tmp_path}/logs/learner-0.log",
     ]
     assert (crew.starts("scheduler"), crew.starts("learner-0")) == (1, 1)
@@ -139,7 +139,7 @@ def test_a_rank_that_is_killed_each_time_before_it_gets_anywhere_ends_the_run(
     assert crew.starts("learner-0") == failures.RESTARTS + 1
     *_, cause, remedy, log = capsys.readouterr().out.strip().splitlines()
     assert cause.startswith("learner-0 failed: killed by signal 9 (SIGKILL)")
-    assert remedy.endswith(f"go on with: tools/launch --resume {tmp_path}")
+    assert remedy.endswith(f"go on with: coppice launch --resume {tmp_path}")
     assert log == f"log: {tmp_path}/logs/learner-0.log"
 
 
@@ -336,7 +336,7 @@ def test_a_signal_stops_a_live_run(
         signal.signal(number, before)
     assert capsys.readouterr().out.splitlines()[1:] == [
         "stopping (press Ctrl-C again to kill) ...",
-        f"stopped; go on with: tools/launch --resume {tmp_path}",
+        f"stopped; go on with: coppice launch --resume {tmp_path}",
     ]
     assert (record.read(tmp_path) or pytest.fail("no record")).state == "stopped"
 
@@ -383,5 +383,5 @@ def test_ctrl_c_stops_a_run_that_waits_to_be_resumed(
 
     with once(waits, lambda: os.kill(os.getpid(), signal.SIGINT)):
         assert crew.launch() == 130
-    assert capsys.readouterr().out == f"stopped; go on with: tools/launch --resume {tmp_path}\n"
+    assert capsys.readouterr().out == f"stopped; go on with: coppice launch --resume {tmp_path}\n"
     assert crew.starts("learner-0") == 1

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from scheduler.journal import Journal
-from scheduler.records import Reader
+from coppice.scheduler.ledger.journal import Journal
+from coppice.scheduler.ledger.records import Reader
+from coppice.tools.inspecting import frames
+from coppice.tools.inspecting.audit import audit
+from coppice.wire import frontier, shards
 from tests.faults.two_schedulers import OTHERS
-from tools.inspecting import frames
-from tools.inspecting.audit import audit
-from wire import frontier, shards
 
 ROOT = Path(__file__).parent.parent.parent
 

@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from scheduler.dispatch import DispatchConfig, Dispatcher
+from coppice.scheduler.dispatch.dispatcher import DispatchConfig, Dispatcher
+from coppice.wire.faults import InfrastructureFault
+from coppice.wire.keys import RunKeys
+from coppice.wire.messages import SERVICES
 from tests.services import EchoRequest, EchoResult, Prefer
-from wire.faults import InfrastructureFault
-from wire.keys import RunKeys
-from wire.messages import SERVICES
 
 ANSWER, GATE, BLOCK, EXIT = 0.0, 1.0, 2.0, 3.0
 CONFIG = DispatchConfig(heartbeat_s=0.05, dead_after_s=0.6)

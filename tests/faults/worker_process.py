@@ -11,10 +11,10 @@ import sys
 import threading
 from pathlib import Path
 
+from coppice.wire import loop
+from coppice.wire.keys import PeerKeys
+from coppice.wire.service import Call, Service
 from tests.services import EchoRequest, EchoResult
-from wire import loop
-from wire.keys import PeerKeys
-from wire.service import Call, Service
 
 
 async def serve(endpoint: str, keys: Path, name: str) -> None:

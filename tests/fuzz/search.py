@@ -77,9 +77,9 @@ def guided(target: str, seconds: float) -> None:
     rooms = [
         "actors",
         "judges",
-        "learner.main",
-        "scheduler.tree",
-        "tools.launching.config",
+        "coppice.learner.main",
+        "coppice.scheduler.growth.tree",
+        "coppice.tools.launching.config",
         "wire",
         "msgspec",
         "tomllib",

@@ -15,27 +15,27 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from actors.environments import registry
-from actors.environments.base import Task
-from actors.environments.sotopia import conversation
-from actors.environments.webshop.replies import read_reply
-from actors.serving import tools as dialects
-from actors.serving.asked import body_of
-from actors.serving.protocol import Completion, Refused
-from actors.serving.protocol import read as read_body
-from actors.serving.remembered import Remembered
-from judges import sotopia
-from judges.exact_match import exact_match, extract_answer, f1
-from judges.pprm import parse_final_score
-from judges.slate import parse_score
-from learner.main import pack_batch, unpack_batch
-from learner.trainer import Batch
-from scheduler.tree import Node, decode_node, encode_node
-from tools.launching import config
-from wire import arrays, options, support, vision
-from wire.faults import InfrastructureFault, WireError
-from wire.http import JsonClient, retry_after
-from wire.messages import (
+from coppice.actors.environments import registry
+from coppice.actors.environments.base import Task
+from coppice.actors.environments.sotopia import conversation
+from coppice.actors.environments.webshop.replies import read_reply
+from coppice.actors.serving import tools as dialects
+from coppice.actors.serving.asked import body_of
+from coppice.actors.serving.protocol import Completion, Refused
+from coppice.actors.serving.protocol import read as read_body
+from coppice.actors.serving.remembered import Remembered
+from coppice.judges import sotopia
+from coppice.judges.exact_match import exact_match, extract_answer, f1
+from coppice.judges.pprm import parse_final_score
+from coppice.judges.slate import parse_score
+from coppice.learner.main import pack_batch, unpack_batch
+from coppice.learner.update.trainer import Batch
+from coppice.scheduler.growth.tree import Node, decode_node, encode_node
+from coppice.tools.launching import config
+from coppice.wire import arrays, options, support, vision
+from coppice.wire.faults import InfrastructureFault, WireError
+from coppice.wire.http import JsonClient, retry_after
+from coppice.wire.messages import (  # fmt: skip
     SERVICES,
     GenerateRequest,
     GenerateResult,
@@ -51,7 +51,7 @@ from wire.messages import (
     TrainGroup,
     TreeNode,
     Turn,
-)  # fmt: skip
+)
 
 Target = Callable[[bytes], None]
 

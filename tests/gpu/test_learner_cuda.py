@@ -7,17 +7,17 @@ from typing import Any
 import pytest
 import torch
 
-from learner.attention import FLEX_BUCKET, Layout, tree_attention
-from learner.config import LearnerConfig, LoraConfig
-from learner.model import Policy
-from learner.ranks import Ranks
-from learner.trees import pack
+from coppice.learner.config import LearnerConfig, LoraConfig
+from coppice.learner.forest.attention import FLEX_BUCKET, Layout, tree_attention
+from coppice.learner.forest.trees import pack
+from coppice.learner.model.model import Policy
+from coppice.learner.model.ranks import Ranks
 from tests import tiny
 from tests.learner.forests import forest
 from tests.learner.test_attention import compare
 
 pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available(), reason="needs a CUDA device (tools/gpu_check)"
+    not torch.cuda.is_available(), reason="needs a CUDA device (coppice dev gpu-check)"
 )
 
 BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 5e-2}

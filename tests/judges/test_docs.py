@@ -11,11 +11,11 @@ from typing import Any
 
 import msgspec
 
-from judges.base import Judge
-from judges.config import JudgesConfig, with_served_model
-from judges.serve import BUILT_IN, make_worker
+from coppice.judges.base import Judge
+from coppice.judges.config import JudgesConfig, with_served_model
+from coppice.judges.serve import BUILT_IN, make_worker
+from coppice.wire.messages import JudgedTurn, JudgeRequest, JudgeResult
 from tests.services import bench
-from wire.messages import JudgedTurn, JudgeRequest, JudgeResult
 
 ROOT = Path(__file__).parent.parent.parent
 TEXT = (ROOT / "docs" / "judges.md").read_text()
@@ -36,7 +36,7 @@ async def test_the_judge_of_the_docs_is_served_by_the_command_of_the_docs(tmp_pa
     assert len([line for line in code.splitlines() if line.strip()]) <= 15
     (tmp_path / "graded.py").write_text(code)
     tool, *arguments = shlex.split(
-        re.search(r"^tools/serve .*$", TEXT, re.MULTILINE)[0].replace("RUN", str(tmp_path))
+        re.search(r"^coppice serve .*$", TEXT, re.MULTILINE)[0].replace("RUN", str(tmp_path))
     )  # pyright: ignore[reportOptionalSubscript]
     async with bench(tmp_path) as b:
         (tmp_path / "endpoint").write_text(b.dispatcher.endpoint)

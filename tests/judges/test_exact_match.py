@@ -2,8 +2,8 @@
 
 import pytest
 
-from judges.exact_match import ExactMatch
-from wire.messages import JudgedTurn
+from coppice.judges.exact_match import ExactMatch
+from coppice.wire.messages import JudgedTurn
 
 
 async def scores(answer: str | None, gold: str) -> dict[str, float]:

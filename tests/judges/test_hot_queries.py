@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from judges.retriever.hot import HotQueries
-from judges.retriever.http_client import Fleet
-from judges.retriever.worker import opened
+from coppice.judges.retriever.hot import HotQueries
+from coppice.judges.retriever.http_client import Fleet
+from coppice.judges.retriever.worker import opened
+from coppice.wire.faults import InfrastructureFault
+from coppice.wire.messages import Passage, RetrieveRequest
 from tests.judges.test_retriever import Shelf, application, serving
 from tests.services import bench
-from wire.faults import InfrastructureFault
-from wire.messages import Passage, RetrieveRequest
 
 
 class Gate(Shelf):
@@ -208,7 +208,7 @@ async def front() -> AsyncIterator[tuple[str, Shelf]]:
     shelf = Shelf()
     async with serving(application(shelf)) as url:
         code = (
-            "import sys; from judges.retriever import http_server; from aiohttp import web;"
+            "import sys; from coppice.judges.retriever import http_server; from aiohttp import web;"
             " web.run_app, run = (lambda app, host, port: run(app, host=host, port=0, print=lambda text: print(text, flush=True))), web.run_app;"
             f" sys.argv = ['server', '--index', '{url}']; http_server.main()"
         )

@@ -10,12 +10,12 @@ import msgspec
 import numpy as np
 import pytest
 
-from judges.retriever import kinds
-from judges.retriever.index import Index, build, read_manifest
-from judges.retriever.passage_text import contents_of
-from tools.defaults.index_corpus import main
-from tools.research.benches import retrieval_scale
-from tools.research.benches.retrieval_scale import Clusters
+from coppice.judges.retriever import kinds
+from coppice.judges.retriever.index import Index, build, read_manifest
+from coppice.judges.retriever.passage_text import contents_of
+from coppice.research.benches import retrieval_scale
+from coppice.research.benches.retrieval_scale import Clusters
+from coppice.tools.defaults.index_corpus import main
 
 PASSAGES, DIMENSIONS = 2000, 32
 
@@ -215,7 +215,7 @@ def test_the_command_says_the_kind_and_its_bytes_and_refuses_in_one_line(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr("tools.defaults.index_corpus.Encoder", lambda *_: encoder)
+    monkeypatch.setattr("coppice.tools.defaults.index_corpus.Encoder", lambda *_: encoder)
     command = [str(corpus), "--out", str(tmp_path / "i"), "--vectors", str(flat), "--kind"]
     main([*command, "hnsw", "--search", "efSearch=99"])
     assert "2000 passages" in (said := capsys.readouterr().out)

@@ -1,4 +1,4 @@
-"""tools/serve --invite gives a judge on another machine what it needs and no more; --revoke takes
+"""coppice serve --invite gives a judge on another machine what it needs and no more; --revoke takes
 it back."""
 
 import asyncio
@@ -9,17 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from judges.invitations import reachable
-from judges.serve import plug_in
-from scheduler.calls import DispatchConfig
+from coppice.judges.invitations import reachable
+from coppice.judges.serve import plug_in
+from coppice.scheduler.dispatch.calls import DispatchConfig
+from coppice.wire.keys import RunKeys
+from coppice.wire.messages import JudgedTurn, JudgeRequest, JudgeResult
 from tests.services import bench
-from wire.keys import RunKeys
-from wire.messages import JudgedTurn, JudgeRequest, JudgeResult
 
 ROOT = Path(__file__).parent.parent.parent
 PLUG = """
-from judges.base import Judge
-from wire.messages import Judgement
+from coppice.judges.base import Judge
+from coppice.wire.messages import Judgement
 class Mine(Judge):
     name, columns = "mine", ("reward",)
     async def score(self, turns):
@@ -131,7 +131,7 @@ def test_an_invitation_that_cannot_be_given_or_used_is_one_line(
     assert plug_in(arguments) == 2
     error = capsys.readouterr().err
     assert said in error
-    assert error.startswith("tools/serve: ")
+    assert error.startswith("coppice serve: ")
     assert error.count("\n") == 1
 
 

@@ -8,19 +8,19 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from actors.config import ActorsConfig
-from actors.engines.local import LocalEngine
-from actors.serving.server import Server
-from judges.base import Judge
-from judges.exact_match import ExactMatch, exact_match, extract_answer, f1, normalize
-from judges.llm import ChatEndpoint
-from judges.serve import Batcher, make_worker
-from judges.slate import Slate, parse_score
-from judges.slate_em import SlateEm
-from judges.slate_rules import SlateRules
+from coppice.actors.config import ActorsConfig
+from coppice.actors.engines.local import LocalEngine
+from coppice.actors.serving.server import Server
+from coppice.judges.base import Judge
+from coppice.judges.exact_match import ExactMatch, exact_match, extract_answer, f1, normalize
+from coppice.judges.llm import ChatEndpoint
+from coppice.judges.serve import Batcher, make_worker
+from coppice.judges.slate import Slate, parse_score
+from coppice.judges.slate_em import SlateEm
+from coppice.judges.slate_rules import SlateRules
+from coppice.wire.faults import InfrastructureFault
+from coppice.wire.messages import JudgedTurn, Judgement, JudgeRequest, JudgeResult
 from tests.services import bench
-from wire.faults import InfrastructureFault
-from wire.messages import JudgedTurn, Judgement, JudgeRequest, JudgeResult
 
 QUESTION = "What is the capital of the country whose currency is the lev?"
 EVIDENCE = ["Bulgaria\nCurrency: lev", "Bulgaria\nCapital: Sofia"]

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from judges.llm import ChatClient, ChatEndpoint
-from wire.faults import InfrastructureFault
+from coppice.judges.llm import ChatClient, ChatEndpoint
+from coppice.wire.faults import InfrastructureFault
 
 Reply = Callable[[web.Request], Awaitable[web.Response]]
 

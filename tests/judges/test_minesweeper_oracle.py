@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.environments.minesweeper import (
+from coppice.actors.environments.minesweeper import (
     MARK,
     REVEAL,
     Minesweeper,
@@ -24,12 +24,12 @@ from actors.environments.minesweeper import (
     neighbours,
     played,
 )
-from judges.base import checked
-from judges.oracles.minesweeper import MinesweeperOracle, labels
-from judges.oracles.posterior import Contradiction, Posterior, posterior
-from judges.serve import make_worker
-from wire.faults import DataFault
-from wire.messages import JudgedTurn
+from coppice.judges.base import checked
+from coppice.judges.oracles.minesweeper import MinesweeperOracle, labels
+from coppice.judges.oracles.posterior import Contradiction, Posterior, posterior
+from coppice.judges.serve import make_worker
+from coppice.wire.faults import DataFault
+from coppice.wire.messages import JudgedTurn
 
 SIZES = st.sampled_from(
     [(4, 4, 3), (4, 4, 6), (5, 5, 5), (3, 6, 4), (3, 6, 8), (1, 9, 3), (2, 8, 5)]
@@ -439,7 +439,7 @@ def test_scoring_leaves_the_event_loop_free(monkeypatch: pytest.MonkeyPatch) -> 
         threads.append(threading.get_ident())
         return labels(state, budget)
 
-    monkeypatch.setattr("judges.oracles.minesweeper.labels", watched)
+    monkeypatch.setattr("coppice.judges.oracles.minesweeper.labels", watched)
     scores([turn(FORCED, None)] * 3)
     assert len(threads) == 3
     assert threading.get_ident() not in threads

@@ -15,18 +15,25 @@ from aiohttp import web
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.config import ActorsConfig
-from actors.engines.grammar import Grammar
-from actors.engines.local import LocalEngine
-from actors.serving.server import Server, runner
-from judges.llm import ChatEndpoint
-from judges.pprm import Pprm, PprmEndpoint, messages, parse_final_score, read_templates, reply_form
-from judges.serve import make_worker
-from judges.templates import PROMPTS
-from scheduler.config import SchedulerConfig
+from coppice.actors.config import ActorsConfig
+from coppice.actors.engines.grammar import Grammar
+from coppice.actors.engines.local import LocalEngine
+from coppice.actors.serving.server import Server, runner
+from coppice.judges.llm import ChatEndpoint
+from coppice.judges.pprm import (
+    Pprm,
+    PprmEndpoint,
+    messages,
+    parse_final_score,
+    read_templates,
+    reply_form,
+)
+from coppice.judges.serve import make_worker
+from coppice.judges.templates import PROMPTS
+from coppice.scheduler.config import SchedulerConfig
+from coppice.wire.faults import InfrastructureFault
+from coppice.wire.messages import Constraint, JudgedTurn, Judgement
 from tests import tiny
-from wire.faults import InfrastructureFault
-from wire.messages import Constraint, JudgedTurn, Judgement
 
 Reply = Callable[[int, dict[str, Any]], Awaitable[web.Response]]
 TURN = JudgedTurn(

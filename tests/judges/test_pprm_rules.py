@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from judges.evidence import holds, passages
-from judges.pprm import parse_final_score
-from judges.pprm_rules import PprmRules
-from judges.serve import make_worker
-from wire.messages import JudgedTurn
+from coppice.judges.evidence import holds, passages
+from coppice.judges.pprm import parse_final_score
+from coppice.judges.pprm_rules import PprmRules
+from coppice.judges.serve import make_worker
+from coppice.wire.messages import JudgedTurn
 
 QUESTION = "What is the capital of the country whose currency is lev?"
 EVIDENCE = ["Bulgaria\nCurrency: lev", "Bulgaria\nCapital: Sofia"]

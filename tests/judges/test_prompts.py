@@ -14,13 +14,13 @@ from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.config import ActorsConfig
-from actors.engines.local import LocalEngine
-from actors.serving.server import Server, runner
-from judges.llm import ChatEndpoint
-from judges.slate import Slate, parse_score, reply_form
-from judges.templates import PROMPTS
-from wire.messages import JudgedTurn
+from coppice.actors.config import ActorsConfig
+from coppice.actors.engines.local import LocalEngine
+from coppice.actors.serving.server import Server, runner
+from coppice.judges.llm import ChatEndpoint
+from coppice.judges.slate import Slate, parse_score, reply_form
+from coppice.judges.templates import PROMPTS
+from coppice.wire.messages import JudgedTurn
 
 PLACEHOLDERS = {
     "think": {"context", "thinking"},

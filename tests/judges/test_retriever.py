@@ -17,17 +17,24 @@ import numpy as np
 import pytest
 from aiohttp import web
 
-from judges.retriever.encoder import Encoder, model_folder
-from judges.retriever.hot import HotQueries
-from judges.retriever.http_client import SearchR1Client
-from judges.retriever.http_server import application
-from judges.retriever.index import BadCorpus, Index, build, read_corpus, read_manifest, sha256
-from judges.retriever.passage_text import contents_of, title_and_text
-from judges.retriever.worker import RetrieverProcess
+from coppice.judges.retriever.encoder import Encoder, model_folder
+from coppice.judges.retriever.hot import HotQueries
+from coppice.judges.retriever.http_client import SearchR1Client
+from coppice.judges.retriever.http_server import application
+from coppice.judges.retriever.index import (
+    BadCorpus,
+    Index,
+    build,
+    read_corpus,
+    read_manifest,
+    sha256,
+)
+from coppice.judges.retriever.passage_text import contents_of, title_and_text
+from coppice.judges.retriever.worker import RetrieverProcess
+from coppice.tools.defaults.index_corpus import ensure_index
+from coppice.wire.faults import DataFault, InfrastructureFault
+from coppice.wire.messages import Passage, RetrieveRequest, RetrieveResult
 from tests.services import bench
-from tools.defaults.index_corpus import ensure_index
-from wire.faults import DataFault, InfrastructureFault
-from wire.messages import Passage, RetrieveRequest, RetrieveResult
 
 ROOT = Path(__file__).parent.parent.parent
 FACTS = {
@@ -221,7 +228,7 @@ def test_an_index_of_another_encoder_is_refused_with_the_remedy(
     )
     (other / "manifest.json").write_bytes(msgspec.json.encode(manifest))
     with pytest.raises(
-        ValueError, match=r"e5-base-v2 \(768 dimensions\), not minilm \(384\).*tools/index"
+        ValueError, match=r"e5-base-v2 \(768 dimensions\), not minilm \(384\).*coppice index"
     ):
         Index(other, minilm)
 
@@ -229,10 +236,10 @@ def test_an_index_of_another_encoder_is_refused_with_the_remedy(
 def test_a_folder_without_an_index_or_with_a_damaged_one_names_the_command_that_builds_it(
     tmp_path: Path,
 ) -> None:
-    with pytest.raises(FileNotFoundError, match="tools/index CORPUS --out"):
+    with pytest.raises(FileNotFoundError, match="coppice index CORPUS --out"):
         read_manifest(tmp_path)
     (tmp_path / "manifest.json").write_text("{")
-    with pytest.raises(ValueError, match=r"damaged.*tools/index"):
+    with pytest.raises(ValueError, match=r"damaged.*coppice index"):
         read_manifest(tmp_path)
 
 
@@ -248,7 +255,7 @@ def test_a_folder_that_holds_something_else_is_never_replaced(
 def test_an_index_is_built_once_for_a_corpus(
     corpus: Path, tmp_path: Path, minilm: Encoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tools.defaults.index_corpus.Encoder", lambda *_: minilm)
+    monkeypatch.setattr("coppice.tools.defaults.index_corpus.Encoder", lambda *_: minilm)
     made = ensure_index(corpus, "minilm", tmp_path, threads=1)
     written = (made / "index.faiss").stat().st_mtime_ns
     assert ensure_index(corpus, "minilm", tmp_path, threads=1) == made
@@ -478,7 +485,7 @@ async def test_a_retriever_process_over_a_remote_server_serves_and_drains(tmp_pa
         (tmp_path / "endpoint").write_text(b.dispatcher.endpoint)
         process = tmp_path / "retriever.json"
         process.write_bytes(msgspec.json.encode(RetrieverProcess("retriever", str(tmp_path), url)))
-        command = [sys.executable, "-m", "judges.retriever.worker", str(process)]
+        command = [sys.executable, "-m", "coppice.judges.retriever.worker", str(process)]
         worker = await asyncio.create_subprocess_exec(
             *command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}
         )

@@ -13,10 +13,10 @@ from transformers import (
     LlamaForSequenceClassification,
 )
 
-from judges.reward_model import RewardModel, sigmoid
-from judges.serve import make_worker
+from coppice.judges.reward_model import RewardModel, sigmoid
+from coppice.judges.serve import make_worker
+from coppice.wire.messages import JudgedTurn
 from tests import tiny
-from wire.messages import JudgedTurn
 
 
 def turn(question: str = "Who?", response: str = "<think> a </think>", **fields: Any) -> JudgedTurn:

@@ -11,14 +11,29 @@ from typing import Any
 import msgspec
 import pytest
 
-from judges.base import Judge, checked
-from judges.players import Player
-from judges.serve import BUILT_IN, Batcher, JudgeProcess, connection, make_worker, plug_in, serve
+from coppice.judges.base import Judge, checked
+from coppice.judges.players import Player
+from coppice.judges.serve import (
+    BUILT_IN,
+    Batcher,
+    JudgeProcess,
+    connection,
+    make_worker,
+    plug_in,
+    serve,
+)
+from coppice.wire.faults import DataFault, InfrastructureFault
+from coppice.wire.keys import RunKeys
+from coppice.wire.messages import (
+    JudgedTurn,
+    Judgement,
+    JudgeRequest,
+    JudgeResult,
+    PlayRequest,
+    PlayResult,
+)
+from coppice.wire.service import Service
 from tests.services import Bench, bench
-from wire.faults import DataFault, InfrastructureFault
-from wire.keys import RunKeys
-from wire.messages import JudgedTurn, Judgement, JudgeRequest, JudgeResult, PlayRequest, PlayResult
-from wire.service import Service
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -215,8 +230,8 @@ async def test_the_judge_process_of_the_launcher_serves_built_in_and_own_judges_
     tmp_path: Path,
 ) -> None:
     (tmp_path / "own.py").write_text(
-        "from judges.base import Judge\n"
-        "from wire.messages import Judgement\n"
+        "from coppice.judges.base import Judge\n"
+        "from coppice.wire.messages import Judgement\n"
         "class Fixed(Judge):\n"
         "    name, columns = 'fixed', ('outcome',)\n"
         "    def __init__(self, value): self.value = value\n"
@@ -228,7 +243,7 @@ async def test_the_judge_process_of_the_launcher_serves_built_in_and_own_judges_
     (tmp_path / "judges.json").write_bytes(msgspec.json.encode(process))
     async with bench(tmp_path) as b:
         (tmp_path / "endpoint").write_text(b.dispatcher.endpoint)
-        command = [sys.executable, "-m", "judges.serve", "judges.json"]
+        command = [sys.executable, "-m", "coppice.judges.serve", "judges.json"]
         environment = os.environ | {"PYTHONPATH": str(ROOT)}
         worker = await asyncio.create_subprocess_exec(*command, cwd=tmp_path, env=environment)
         try:
@@ -321,7 +336,7 @@ def test_options_of_oracles_and_opponents_are_refused_by_their_key(spec: str) ->
 def test_a_class_that_is_no_judge_or_has_no_name_or_columns_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str
 ) -> None:
-    (tmp_path / "half_made.py").write_text(f"from judges.base import Judge\n{body}\n")
+    (tmp_path / "half_made.py").write_text(f"from coppice.judges.base import Judge\n{body}\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.delitem(sys.modules, "half_made", raising=False)
@@ -332,7 +347,7 @@ def test_a_class_that_is_no_judge_or_has_no_name_or_columns_is_refused(
 
 
 def test_a_folder_that_is_not_a_started_run_is_refused_with_the_remedy(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"not a started run.*tools/launch"):
+    with pytest.raises(FileNotFoundError, match=r"not a started run.*coppice launch"):
         connection(tmp_path)
 
 
@@ -342,7 +357,7 @@ def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     run = tmp_path / "run"
     RunKeys.create(run / "keys")
     (run / "endpoint").write_text("tcp://127.0.0.1:1")
-    body = "from judges.base import Judge\nclass Plain(Judge): name, columns = 'plain', ('a',)\nmade = Plain()\n"
+    body = "from coppice.judges.base import Judge\nclass Plain(Judge): name, columns = 'plain', ('a',)\nmade = Plain()\n"
     (tmp_path / "plugs.py").write_text(body)
     (tmp_path / "torn.py").write_text("class (")
     monkeypatch.chdir(tmp_path)
@@ -384,7 +399,7 @@ def test_a_judge_that_cannot_be_plugged_in_is_one_line(
 ) -> None:
     assert plug_in(arguments) == 2
     error = capsys.readouterr().err
-    assert error.startswith("tools/serve: ")
+    assert error.startswith("coppice serve: ")
     assert said in error
     assert error.count("\n") == 1
 
@@ -392,10 +407,12 @@ def test_a_judge_that_cannot_be_plugged_in_is_one_line(
 def test_a_judge_of_a_run_that_has_ended_says_so(
     started: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("judges.serve.Service", lambda *given: Service(*given, give_up_s=0.0))
+    monkeypatch.setattr(
+        "coppice.judges.serve.Service", lambda *given: Service(*given, give_up_s=0.0)
+    )
     assert plug_in(["plugs:Plain", "--run", str(started)]) == 1
     error = capsys.readouterr().err
-    assert "tools/serve: plain-plugin: no scheduler answered for 0 s; giving up" in error
+    assert "coppice serve: plain-plugin: no scheduler answered for 0 s; giving up" in error
     assert "Traceback" not in error
 
 
@@ -406,7 +423,7 @@ def test_a_judge_follows_a_resumed_run_to_its_new_endpoint(
         (started / "endpoint").write_text("tcp://127.0.0.1:2")
         return Service(*given, give_up_s=0.0)
 
-    monkeypatch.setattr("judges.serve.Service", resumed)
+    monkeypatch.setattr("coppice.judges.serve.Service", resumed)
     assert plug_in(["plugs:Plain", "--run", str(started)]) == 1
     said = capsys.readouterr().out.splitlines()
     assert [line.partition(" to ")[2].partition(";")[0] for line in said] == [

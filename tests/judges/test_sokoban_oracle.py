@@ -7,13 +7,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from actors.environments.base import Action
-from actors.environments.sokoban import Sokoban, State
-from judges.base import checked
-from judges.oracles.sokoban import SokobanOracle
-from judges.serve import make_worker
-from wire.faults import DataFault
-from wire.messages import JudgedTurn
+from coppice.actors.environments.base import Action
+from coppice.actors.environments.sokoban import Sokoban, State
+from coppice.judges.base import checked
+from coppice.judges.oracles.sokoban import SokobanOracle
+from coppice.judges.serve import make_worker
+from coppice.wire.faults import DataFault
+from coppice.wire.messages import JudgedTurn
 
 NOBODY: Any = None
 ROOM = "######" + "#____#" + "#_PXO#" + "#____#" * 2 + "######"

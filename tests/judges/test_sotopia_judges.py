@@ -9,17 +9,17 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from actors.environments.base import Task
-from actors.environments.sotopia.conversation import DIMENSIONS, Conversation, Turn
-from actors.environments.sotopia.environment import Sotopia, State
-from actors.environments.sotopia.scenarios import Condition, load
-from judges.llm import ChatEndpoint
-from judges.sotopia import SotopiaJudge, parse, reply_form
-from judges.sotopia_rules import SotopiaRules, holds
+from coppice.actors.environments.base import Task
+from coppice.actors.environments.sotopia.conversation import DIMENSIONS, Conversation, Turn
+from coppice.actors.environments.sotopia.environment import Sotopia, State
+from coppice.actors.environments.sotopia.scenarios import Condition, load
+from coppice.judges.llm import ChatEndpoint
+from coppice.judges.sotopia import SotopiaJudge, parse, reply_form
+from coppice.judges.sotopia_rules import SotopiaRules, holds
+from coppice.wire.faults import DataFault
+from coppice.wire.messages import JudgedTurn, Judgement
 from tests.judges.test_llm import chat
 from tests.judges.test_speakers import endpoint
-from wire.faults import DataFault
-from wire.messages import JudgedTurn, Judgement
 
 SCORES = {"believability": 9, "relationship": 2, "knowledge": 3, "secret": 0, "social_rules": -1, "financial_and_material_benefits": 1, "goal": 7}  # fmt: skip
 ENVIRONMENT = Sotopia()

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from judges.serve import built_in_service, make_worker, serve, service_of
-from judges.speakers import Chat, Speaker
+from coppice.judges.serve import built_in_service, make_worker, serve, service_of
+from coppice.judges.speakers import Chat, Speaker
+from coppice.wire.faults import DataFault, InfrastructureFault
+from coppice.wire.messages import SpeakRequest, SpeakResult
 from tests.judges.test_llm import Reply, chat
 from tests.services import Bench, bench
-from wire.faults import DataFault, InfrastructureFault
-from wire.messages import SpeakRequest, SpeakResult
 
 ASKED = SpeakRequest([{"role": "user", "content": "Hello?"}], 7, 0.25, ["\n"], 2**40 + 5)
 

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.environments.sudoku import State, Sudoku
-from judges.base import checked
-from judges.oracles.sudoku import SudokuOracle
-from judges.serve import make_worker
-from wire.faults import DataFault
-from wire.messages import JudgedTurn
+from coppice.actors.environments.sudoku import State, Sudoku
+from coppice.judges.base import checked
+from coppice.judges.oracles.sudoku import SudokuOracle
+from coppice.judges.serve import make_worker
+from coppice.wire.faults import DataFault
+from coppice.wire.messages import JudgedTurn
 
 NOBODY: Any = None
 SOLVED = "1234341221434321"

@@ -12,12 +12,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.environments.tictactoe import EMPTY, State, legal_cells, optimal, play, returns, to_move
-from judges.base import checked
-from judges.oracles.tictactoe import MctsPlayer, MinimaxPlayer, Search, TicTacToeOracle
-from judges.serve import make_worker
-from wire.faults import DataFault
-from wire.messages import JudgedTurn, Judgement
+from coppice.actors.environments.tictactoe import (
+    EMPTY,
+    State,
+    legal_cells,
+    optimal,
+    play,
+    returns,
+    to_move,
+)
+from coppice.judges.base import checked
+from coppice.judges.oracles.tictactoe import MctsPlayer, MinimaxPlayer, Search, TicTacToeOracle
+from coppice.judges.serve import make_worker
+from coppice.wire.faults import DataFault
+from coppice.wire.messages import JudgedTurn, Judgement
 
 
 @cache

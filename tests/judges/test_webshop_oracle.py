@@ -8,15 +8,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from actors.environments.webshop.environment import State, WebShop
-from actors.environments.webshop.goals import Goal, make_goals
-from actors.environments.webshop.invented import catalogue
-from actors.environments.webshop.shop import BUY, Place, Shop
-from judges.base import checked
-from judges.oracles.webshop import WebShopOracle, distance
-from judges.serve import make_worker
-from wire.faults import DataFault
-from wire.messages import JudgedTurn, Judgement
+from coppice.actors.environments.webshop.environment import State, WebShop
+from coppice.actors.environments.webshop.goals import Goal, make_goals
+from coppice.actors.environments.webshop.invented import catalogue
+from coppice.actors.environments.webshop.shop import BUY, Place, Shop
+from coppice.judges.base import checked
+from coppice.judges.oracles.webshop import WebShopOracle, distance
+from coppice.judges.serve import make_worker
+from coppice.wire.faults import DataFault
+from coppice.wire.messages import JudgedTurn, Judgement
 
 NOBODY: Any = None
 ORACLE = WebShopOracle()

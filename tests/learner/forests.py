@@ -4,7 +4,7 @@ import random
 
 from hypothesis import strategies as st
 
-from learner.trees import Path
+from coppice.learner.forest.trees import Path
 
 random_paths = st.lists(
     st.lists(st.integers(0, 2), min_size=2, max_size=14), min_size=1, max_size=10

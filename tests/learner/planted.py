@@ -8,10 +8,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from learner import selfcheck
-from learner.selfcheck import PackingError
-from learner.trainer import Trainer
-from learner.trees import Forest, Path, pack
+from coppice.learner.forest import selfcheck
+from coppice.learner.forest.selfcheck import PackingError
+from coppice.learner.forest.trees import Forest, Path, pack
+from coppice.learner.update.trainer import Trainer
 
 
 def _branches(forest: Forest) -> np.ndarray:

@@ -17,11 +17,11 @@ from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from learner import checkpoint
-from learner.config import LearnerProcess
-from learner.main import unpack_batch
-from learner.ranks import Ranks
-from learner.trainer import Trainer
+from coppice.learner.config import LearnerProcess
+from coppice.learner.main import unpack_batch
+from coppice.learner.model import checkpoint
+from coppice.learner.model.ranks import Ranks
+from coppice.learner.update.trainer import Trainer
 from tests.learner.forests import forest
 from tests.learner.planted import refused
 from tests.updates import everything, steady

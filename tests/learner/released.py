@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 import msgspec
 import numpy as np
 
-from learner import schemes
-from learner.table import TurnTable, TurnTokens
+from coppice.learner import schemes
+from coppice.learner.update.table import TurnTable, TurnTokens
 
 Key = tuple[int, ...]
 """The question, and the tokens up to and including one of them."""

@@ -11,13 +11,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import create_mask, flex_attention
 
-from learner import attention
-from learner import model as model_module
-from learner.attention import Layout, ancestor_rule, blocks, tree_attention
-from learner.config import LearnerConfig, LoraConfig
-from learner.model import Policy, TreeModel
-from learner.ranks import Ranks
-from learner.trees import Forest, Path, filled, pack
+from coppice.learner.config import LearnerConfig, LoraConfig
+from coppice.learner.forest import attention
+from coppice.learner.forest.attention import Layout, ancestor_rule, blocks, tree_attention
+from coppice.learner.forest.trees import Forest, Path, filled, pack
+from coppice.learner.model import model as model_module
+from coppice.learner.model.model import Policy, TreeModel
+from coppice.learner.model.ranks import Ranks
 from tests import tiny
 from tests.learner.forests import forest, random_paths
 
@@ -251,7 +251,7 @@ def test_packed_training_equals_path_by_path_training_to_float64_rounding(
 ) -> None:
     monkeypatch.setattr(attention, "SMALL_SUBTREE", 6)
     config = LearnerConfig(dtype="float32", lora=LoraConfig(0), attention=backend)
-    monkeypatch.setattr("learner.model.token_logprobs", full_head)
+    monkeypatch.setattr("coppice.learner.model.model.token_logprobs", full_head)
     model = Policy(str(folders[kind]), config, 1.0, Ranks(60))
     exact(model)
     for seed in (3, 4):

@@ -12,7 +12,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learner.corrections import CORRECTIONS, LEVELS, Level, Logprobs, Segments, Surrogate, load
+from coppice.learner.update.corrections import (
+    CORRECTIONS,
+    LEVELS,
+    Level,
+    Logprobs,
+    Segments,
+    Surrogate,
+    load,
+)
 
 EVERY = [(name, level) for name in CORRECTIONS for level in LEVELS]
 SEEDS = st.integers(0, 2**32 - 1)

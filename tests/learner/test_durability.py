@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from learner import checkpoint, rng
+from coppice.learner.model import checkpoint, rng
+from coppice.wire import atomic, digest, frontier
 from tests.updates import batch, state, trainer
-from wire import atomic, digest, frontier
 
 
 def flip(path: Path) -> None:

@@ -8,8 +8,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from learner import corrections
-from learner.corrections import LEVELS
+from coppice.learner.update import corrections
+from coppice.learner.update.corrections import LEVELS
 from tests.updates import few, gradient, trainer
 
 ONE, NONE, THREE = [True], [False, False], [True] * 3

@@ -8,14 +8,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from actors.engines import weights
-from learner import checkpoint
-from learner.config import LoraConfig
-from learner.model import check_fits
-from learner.publish import publish
-from learner.ranks import Ranks
+from coppice.actors.engines import weights
+from coppice.learner.config import LoraConfig
+from coppice.learner.model import checkpoint
+from coppice.learner.model.model import check_fits
+from coppice.learner.model.publish import publish
+from coppice.learner.model.ranks import Ranks
+from coppice.wire.faults import InfrastructureFault
 from tests.updates import batch, state, trainer
-from wire.faults import InfrastructureFault
 
 
 def test_a_disk_that_fills_up_while_a_checkpoint_is_written_leaves_the_one_before(

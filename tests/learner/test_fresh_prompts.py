@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from learner.model import Row, TreeModel
-from learner.table import build
-from learner.trainer import Trainer
-from learner.trees import Forest
-from learner.trees import Path as Tokens
+from coppice.learner.forest.trees import Forest
+from coppice.learner.forest.trees import Path as Tokens
+from coppice.learner.model.model import Row, TreeModel
+from coppice.learner.update.table import build
+from coppice.learner.update.trainer import Trainer
 from tests.updates import episodes, everything, steady, trainer
 
 BATCH = episodes(6, 0, trees=2, turns=3, fresh=True)

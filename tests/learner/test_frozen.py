@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from learner import model
-from learner.config import LearnerConfig, LoraConfig
-from learner.model import Policy
-from learner.ranks import Ranks
-from learner.trees import Path as TokenPath
-from learner.trees import pack
+from coppice.learner.config import LearnerConfig, LoraConfig
+from coppice.learner.forest.trees import Path as TokenPath
+from coppice.learner.forest.trees import pack
+from coppice.learner.model import model
+from coppice.learner.model.model import Policy
+from coppice.learner.model.ranks import Ranks
 from tests import tiny
 
 ROOT = Path(__file__).parent.parent.parent

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from actors.engines.sglang_pull import Talk
-from learner.giver import Giver, Snapshot, bound_store
-from wire.faults import InfrastructureFault
-from wire.published import Memory, opened, prefix, sealed
+from coppice.actors.engines.sglang_pull import Talk
+from coppice.learner.model.giver import Giver, Snapshot, bound_store
+from coppice.wire.faults import InfrastructureFault
+from coppice.wire.published import Memory, opened, prefix, sealed
 
 ASK = {"version": 3, "transport": "tensor", "ranks": 1}
 

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from learner import checkpoint
-from learner.config import AdaptiveKl
-from learner.kl import Estimator, adapted, estimated
-from learner.passes import plan, rows_of, sweep
-from learner.table import build
+from coppice.learner.config import AdaptiveKl
+from coppice.learner.model import checkpoint
+from coppice.learner.update.kl import Estimator, adapted, estimated
+from coppice.learner.update.passes import plan, rows_of, sweep
+from coppice.learner.update.table import build
 from tests.updates import batch, state, trainer
 
 

@@ -10,18 +10,18 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from actors.engines import weights
-from learner import checkpoint
-from learner.batches import Inbox
-from learner.main import Leader
-from learner.publish import Published
-from learner.trainer import Batch
-from scheduler.dispatch import Dispatcher
+from coppice.actors.engines import weights
+from coppice.learner.main import Leader
+from coppice.learner.model import checkpoint
+from coppice.learner.model.publish import Published
+from coppice.learner.update.batches import Inbox
+from coppice.learner.update.trainer import Batch
+from coppice.scheduler.dispatch.dispatcher import Dispatcher
+from coppice.wire.faults import InfrastructureFault
+from coppice.wire.frontier import Frontier
+from coppice.wire.messages import Trained, TrainGroup, TreeClosed
 from tests.services import bench
 from tests.updates import groups, trainer
-from wire.faults import InfrastructureFault
-from wire.frontier import Frontier
-from wire.messages import Trained, TrainGroup, TreeClosed
 
 LONG_S = 60.0
 

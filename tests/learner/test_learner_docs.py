@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from learner import corrections, schemes
+from coppice.learner import schemes
+from coppice.learner.update import corrections
 
 PAGE = (Path(__file__).parent.parent.parent / "docs" / "learner.md").read_text()
 

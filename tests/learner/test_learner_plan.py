@@ -7,16 +7,22 @@ from typing import Any
 import msgspec
 import pytest
 
-from learner.config import CriticConfig, LearnerConfig, LearnerProcess, LoraConfig, PrmConfig
-from learner.model import TreeModel
-from learner.plan import LearnerPlan, plan_of
-from learner.ranks import Ranks
-from learner.trainer import Batch, Trainer
+from coppice.learner.config import (
+    CriticConfig,
+    LearnerConfig,
+    LearnerProcess,
+    LoraConfig,
+    PrmConfig,
+)
+from coppice.learner.model.model import TreeModel
+from coppice.learner.model.ranks import Ranks
+from coppice.learner.update.plan import LearnerPlan, plan_of
+from coppice.learner.update.trainer import Batch, Trainer
+from coppice.tools.launching.config import load
+from coppice.tools.launching.memory import rank_gib
+from coppice.tools.planning.formulas import Dense, learner_flops
+from coppice.tools.planning.growth import Work
 from tests.updates import episodes, trainer
-from tools.launching.config import load
-from tools.launching.memory import rank_gib
-from tools.planning.formulas import Dense, learner_flops
-from tools.planning.growth import Work
 
 ROOT = Path(__file__).parents[2]
 OPRL: dict[str, Any] = {"scheme": "oprl", "kl_coef": 0.0}

@@ -3,7 +3,7 @@ nothing is wrong."""
 
 import pytest
 
-from learner.lengths import FIRST, Lengths
+from coppice.learner.update.lengths import FIRST, Lengths
 
 LIMIT = 1.3
 # Turns and pay per turn of correct and of wrong trajectories, update by update, as runs of the

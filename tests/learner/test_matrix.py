@@ -17,17 +17,18 @@ import numpy as np
 import pytest
 import torch
 
-from learner import corrections, schemes
-from learner.config import LearnerConfig
-from learner.corrections import Corrected, Level, Logprobs, Segments
-from learner.objective import token_weights
-from learner.passes import Plan, Rows, rows_of
-from learner.policy_step import Known, PolicyStep
-from learner.prm import cross_entropy, dpo
-from learner.ranks import Ranks
-from learner.table import TurnTable, TurnTokens, build
-from learner.trainer import Batch
-from learner.trees import Forest
+from coppice.learner import schemes
+from coppice.learner.config import LearnerConfig
+from coppice.learner.forest.trees import Forest
+from coppice.learner.model.ranks import Ranks
+from coppice.learner.update import corrections
+from coppice.learner.update.corrections import Corrected, Level, Logprobs, Segments
+from coppice.learner.update.objective import token_weights
+from coppice.learner.update.passes import Plan, Rows, rows_of
+from coppice.learner.update.policy_step import Known, PolicyStep
+from coppice.learner.update.prm import cross_entropy, dpo
+from coppice.learner.update.table import TurnTable, TurnTokens, build
+from coppice.learner.update.trainer import Batch
 from tests import updates
 
 TURNS, PROGRESS = 3, 3

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from learner.config import LearnerConfig
-from tools.launching.processes import _meeting
+from coppice.learner.config import LearnerConfig
+from coppice.tools.launching.processes import _meeting
 
 ROOT = Path(__file__).parent.parent.parent
 RANK = """
 import json, os, psutil, torch
-from learner.ranks import Ranks
+from coppice.learner.model.ranks import Ranks
 ranks = Ranks(60)
 told = ranks.broadcast(b"tensors only" if ranks.rank == 0 else None).decode()
 total = float(ranks.add(torch.ones(1) * (ranks.rank + 1)))

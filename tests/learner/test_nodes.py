@@ -11,14 +11,14 @@ import msgspec
 import pytest
 import torch
 
-from learner import checkpoint
-from learner.shards import StoredPart
-from learner.trainer import Batch
-from scheduler.dispatch import Dispatcher
+from coppice.learner.model import checkpoint
+from coppice.learner.model.shards import StoredPart
+from coppice.learner.update.trainer import Batch
+from coppice.scheduler.dispatch.dispatcher import Dispatcher
+from coppice.wire.messages import TrainGroup, TreeClosed
+from coppice.wire.process import free_port
 from tests.services import bench
 from tests.updates import groups, process, trainer
-from wire.messages import TrainGroup, TreeClosed
-from wire.process import free_port
 
 pytestmark = pytest.mark.slow
 
@@ -36,7 +36,7 @@ def torchrun(node: int, meeting: list[str], file: Path) -> subprocess.Popen[byte
         "torch.distributed.run",
         *shape,
         "-m",
-        "learner.main",
+        "coppice.learner.main",
         str(file),
     ]
     return subprocess.Popen(command, env=os.environ | place, cwd=ROOT)

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from learner.config import LearnerConfig
-from learner.corrections import Logprobs, k3, none, ppo_clip
-from learner.objective import Aggregation, token_weights
-from learner.plan import plan_of
-from learner.table import TurnTable, TurnTokens
+from coppice.learner.config import LearnerConfig
+from coppice.learner.update.corrections import Logprobs, k3, none, ppo_clip
+from coppice.learner.update.objective import Aggregation, token_weights
+from coppice.learner.update.plan import plan_of
+from coppice.learner.update.table import TurnTable, TurnTokens
 
 
 def batch(

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from learner.trainer import Batch, Trainer
+from coppice.learner.update.trainer import Batch, Trainer
+from coppice.wire.messages import TrainGroup, TreeNode, Turn
 from tests.updates import trainer
-from wire.messages import TrainGroup, TreeNode, Turn
 
 KL = 0.05
 

@@ -9,19 +9,19 @@ import numpy as np
 import pytest
 import torch
 
-from learner.main import pack_batch, unpack_batch
-from learner.model import Policy
-from learner.ranks import Ranks
-from learner.selfcheck import PackingError, check
-from learner.table import build
-from learner.trainer import Batch
-from learner.trees import Path as Tokens
-from learner.trees import pack
+from coppice.learner.forest.selfcheck import PackingError, check
+from coppice.learner.forest.trees import Path as Tokens
+from coppice.learner.forest.trees import pack
+from coppice.learner.main import pack_batch, unpack_batch
+from coppice.learner.model.model import Policy
+from coppice.learner.model.ranks import Ranks
+from coppice.learner.update.table import build
+from coppice.learner.update.trainer import Batch
+from coppice.wire import vision
+from coppice.wire.vision import Vision
 from tests import tiny
 from tests.pictures import squares
 from tests.updates import episodes, everything, gradient, process, steady, trainer
-from wire import vision
-from wire.vision import Vision
 
 PICTURES = {1: squares(1, 2, 3), 2: squares(2, 2, 2), 3: squares(3, 2, 2), 4: squares(4, 3, 4)}
 

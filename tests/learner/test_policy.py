@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from learner.trees import Path as Tokens
-from learner.trees import pack, share
+from coppice.learner.forest.trees import Path as Tokens
+from coppice.learner.forest.trees import pack, share
 from tests.updates import batch, state, steady, trainer
 
 PATHS = [Tokens([1, 2, 3, 4, 5], 3), Tokens([1, 2, 3, 9, 8, 7], 3), Tokens([1, 2, 6, 6], 2)]

@@ -6,11 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from learner.passes import Plan, Rows, plan, rows_of, sweep
-from learner.table import build
-from learner.trainer import Batch
+from coppice.learner.update.passes import Plan, Rows, plan, rows_of, sweep
+from coppice.learner.update.table import build
+from coppice.learner.update.trainer import Batch
+from coppice.wire.messages import TrainGroup, TreeNode, Turn
 from tests.updates import trainer
-from wire.messages import TrainGroup, TreeNode, Turn
 
 GOOD, BAD = range(10, 14), range(20, 24)
 STEPS, PER_QUESTION = 3, 4

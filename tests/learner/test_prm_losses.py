@@ -11,10 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learner.config import PrmConfig
-from learner.critic import value_loss
-from learner.prm import ImplicitPrm, Preference, cross_entropy, dpo
-from learner.table import TurnTable
+from coppice.learner.config import PrmConfig
+from coppice.learner.update.critic import value_loss
+from coppice.learner.update.prm import ImplicitPrm, Preference, cross_entropy, dpo
+from coppice.learner.update.table import TurnTable
 
 LOG_RATIOS = np.array([4.0, -2, 1, 0, -3])  # methods.md 5: trajectories of two and three steps
 

@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from learner import checkpoint
-from learner.main import pack_batch, unpack_batch
+from coppice.learner.main import pack_batch, unpack_batch
+from coppice.learner.model import checkpoint
 from tests.learner.planted import FAULTS
 from tests.learner.rank_process import Scenario
 from tests.updates import batch, episodes, everything, few, process, steady, trainer

@@ -8,14 +8,14 @@ import msgspec
 import numpy as np
 import pytest
 
-from learner import rewards
-from learner.config import LearnerConfig, SoftOverlong
-from learner.policy_step import Known
-from learner.schemes import grpo
-from learner.table import TurnTable
-from learner.trainer import Trainer
+from coppice.learner.config import LearnerConfig, SoftOverlong
+from coppice.learner.schemes import grpo
+from coppice.learner.update import rewards
+from coppice.learner.update.policy_step import Known
+from coppice.learner.update.table import TurnTable
+from coppice.learner.update.trainer import Trainer
+from coppice.wire.messages import TrainGroup
 from tests.updates import batch, episodes, trainer
-from wire.messages import TrainGroup
 
 NAN = float("nan")
 

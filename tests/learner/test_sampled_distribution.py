@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 import torch
 
-from actors.config import ActorsConfig
-from actors.engines.local import LocalEngine
-from learner.main import pack_batch, unpack_batch
-from learner.passes import plan, rows_of
-from learner.table import build
-from learner.trainer import Batch, Trainer
-from learner.trees import Path as Tokens
-from learner.trees import pack
+from coppice.actors.config import ActorsConfig
+from coppice.actors.engines.local import LocalEngine
+from coppice.learner.forest.trees import Path as Tokens
+from coppice.learner.forest.trees import pack
+from coppice.learner.main import pack_batch, unpack_batch
+from coppice.learner.update.passes import plan, rows_of
+from coppice.learner.update.table import build
+from coppice.learner.update.trainer import Batch, Trainer
+from coppice.wire.messages import GenerateRequest, Sampling, TrainGroup, TreeNode, Turn
+from coppice.wire.support import Support, encode
 from tests.updates import trainer
-from wire.messages import GenerateRequest, Sampling, TrainGroup, TreeNode, Turn
-from wire.support import Support, encode
 
 Dtype = Literal["float32", "bfloat16"]
 CUTS = {"top_p": {"top_p": 0.9}, "top_k": {"top_k": 7}, "both": {"top_p": 0.8, "top_k": 20}}

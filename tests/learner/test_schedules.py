@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from learner.config import OptimizerConfig
-from learner.optimizer import Stepper
-from learner.ranks import Ranks
+from coppice.learner.config import OptimizerConfig
+from coppice.learner.model.optimizer import Stepper
+from coppice.learner.model.ranks import Ranks
 from tests.updates import episodes, everything, trainer
 
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from learner import schemes
-from learner.schemes import (
+from coppice.learner import schemes
+from coppice.learner.schemes import (
     gae,
     gigpo,
     grpo,
@@ -26,8 +26,8 @@ from learner.schemes import (
     turn_grpo,
     vpr_v2,
 )
-from learner.table import TurnTable
-from learner.targets import Estimate
+from coppice.learner.update.table import TurnTable
+from coppice.learner.update.targets import Estimate
 
 
 def table(

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from learner.selfcheck import check
+from coppice.learner.forest.selfcheck import check
 from tests.learner.forests import forest
 from tests.learner.planted import FAULTS, refused
 from tests.updates import trainer

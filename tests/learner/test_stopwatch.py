@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from learner.stopwatch import PREFIX, Stopwatch
+from coppice.learner.update.stopwatch import PREFIX, Stopwatch
 from tests.updates import episodes, trainer
 
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learner.table import TurnTable
-from learner.targets import Kind, estimate, gae, needs, retrace, vtrace
+from coppice.learner.update.table import TurnTable
+from coppice.learner.update.targets import Kind, estimate, gae, needs, retrace, vtrace
 
 
 class Trajectory(NamedTuple):

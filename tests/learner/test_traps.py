@@ -9,20 +9,21 @@ import numpy as np
 import pytest
 from transformers import AutoModelForCausalLM, GraniteConfig
 
-from learner import checkpoint, schemes
-from learner.batches import Inbox
-from learner.config import LoraConfig
-from learner.main import Leader
-from learner.model import TreeModel
-from learner.publish import Published
-from learner.ranks import Ranks
-from learner.selfcheck import check
-from learner.statistics import leave_one_out, standardise, whiten
-from learner.table import TurnTable
-from learner.trainer import Batch
-from learner.trees import Path as Tokens
+from coppice.learner import schemes
+from coppice.learner.config import LoraConfig
+from coppice.learner.forest.selfcheck import check
+from coppice.learner.forest.trees import Path as Tokens
+from coppice.learner.main import Leader
+from coppice.learner.model import checkpoint
+from coppice.learner.model.model import TreeModel
+from coppice.learner.model.publish import Published
+from coppice.learner.model.ranks import Ranks
+from coppice.learner.update.batches import Inbox
+from coppice.learner.update.statistics import leave_one_out, standardise, whiten
+from coppice.learner.update.table import TurnTable
+from coppice.learner.update.trainer import Batch
+from coppice.wire.messages import TrainGroup
 from tests.updates import batch, groups, process, trainer
-from wire.messages import TrainGroup
 
 
 def table(trajectories: int, **scores: list[float]) -> TurnTable:

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learner import schemes
-from learner.schemes import arpo, grpo, sao, spo, tree_grpo, treepo, treerl, vineppo
-from learner.segments import segments
-from learner.table import TurnTable, TurnTokens, build
-from learner.targets import Estimate
+from coppice.learner import schemes
+from coppice.learner.forest.segments import segments
+from coppice.learner.schemes import arpo, grpo, sao, spo, tree_grpo, treepo, treerl, vineppo
+from coppice.learner.update.table import TurnTable, TurnTokens, build
+from coppice.learner.update.targets import Estimate
 from tests.learner import released
 from tests.learner.released import Node, grown, ours
 from tests.updates import episodes, trainer

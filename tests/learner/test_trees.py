@@ -4,8 +4,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learner.passes import plan
-from learner.trees import Path, Trie, cuts, micro_batches, pack, share
+from coppice.learner.forest.trees import Path, Trie, cuts, micro_batches, pack, share
+from coppice.learner.update.passes import plan
 from tests.learner.forests import forest, random_paths
 
 

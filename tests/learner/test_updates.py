@@ -9,14 +9,17 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from actors.engines import weights
-from learner import checkpoint, shards
-from learner.batches import Inbox
-from learner.main import pack_batch, unpack_batch
-from learner.publish import publish
-from learner.ranks import Ranks
-from learner.selfcheck import PackingError
-from learner.trainer import Batch, Trainer
+from coppice.actors.engines import weights
+from coppice.learner.forest.selfcheck import PackingError
+from coppice.learner.main import pack_batch, unpack_batch
+from coppice.learner.model import checkpoint, shards
+from coppice.learner.model.publish import publish
+from coppice.learner.model.ranks import Ranks
+from coppice.learner.update.batches import Inbox
+from coppice.learner.update.trainer import Batch, Trainer
+from coppice.tools.inspecting.export import export
+from coppice.wire.faults import InfrastructureFault
+from coppice.wire.messages import TrainGroup, TreeClosed, Turn
 from tests.updates import (
     batch,
     episodes,
@@ -28,9 +31,6 @@ from tests.updates import (
     steady,
     trainer,
 )
-from tools.inspecting.export import export
-from wire.faults import InfrastructureFault
-from wire.messages import TrainGroup, TreeClosed, Turn
 
 
 @pytest.mark.slow
@@ -228,8 +228,8 @@ def test_training_raises_the_probability_of_rewarded_actions(tmp_path: Path, lla
     made = trainer(llama, tmp_path, kl_coef=0.0, correction="none")
     surrogates = [made.update(batch(8, version))["learner/surrogate"] for version in range(4)]
     some, nodes = groups(8)
-    from learner.passes import rows_of
-    from learner.table import build
+    from coppice.learner.update.passes import rows_of
+    from coppice.learner.update.table import build
 
     table, turns = build(some, {(tree, node.id): node for tree, node in nodes})
     fresh = trainer(llama, tmp_path, kl_coef=0.0)

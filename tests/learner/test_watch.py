@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learner.config import WatchConfig
-from learner.table import TurnTable
-from learner.watch import (
+from coppice.learner.config import WatchConfig
+from coppice.learner.update.table import TurnTable
+from coppice.learner.update.watch import (
     Measured,
     Watch,
     effective_share,

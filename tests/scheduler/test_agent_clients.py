@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from actors.environments.agents.gateway import Session
-from scheduler.strategies import chain, full
-from scheduler.tree import Tree
+from coppice.actors.environments.agents.gateway import Session
+from coppice.scheduler.growth.strategies import chain, full
+from coppice.scheduler.growth.tree import Tree
 from tests.agent_stage import Stage, adds
 
 pytestmark = pytest.mark.slow

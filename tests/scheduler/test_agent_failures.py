@@ -34,11 +34,11 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from actors.environments.agents.environment import OVER
-from actors.environments.agents.episode import Episode
-from scheduler.strategies import chain, full
+from coppice.actors.environments.agents.environment import OVER
+from coppice.actors.environments.agents.episode import Episode
+from coppice.scheduler.growth.strategies import chain, full
+from coppice.wire.messages import GenerateRequest
 from tests.agent_stage import THINKING, Stage
-from wire.messages import GenerateRequest
 
 AGENTS = '''
 import json, os, threading, urllib.request

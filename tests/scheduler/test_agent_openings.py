@@ -13,17 +13,17 @@ import pytest_asyncio
 import torch
 import transformers
 
-from actors.config import ActorsConfig
-from actors.engines.local import LocalEngine
-from learner.table import build
-from scheduler import rollouts
-from scheduler.context import Context
-from scheduler.strategies import chain, full
-from scheduler.tree import Fork, Node
+from coppice.actors.config import ActorsConfig
+from coppice.actors.engines.local import LocalEngine
+from coppice.learner.update.table import build
+from coppice.scheduler.growth import rollouts
+from coppice.scheduler.growth.context import Context
+from coppice.scheduler.growth.strategies import chain, full
+from coppice.scheduler.growth.tree import Fork, Node
+from coppice.tools.evaluating.in_process import InProcess
+from coppice.wire.messages import Constraint, GenerateRequest, Sampling, TrainGroup
+from coppice.wire.support import decode
 from tests.agent_stage import Stage
-from tools.evaluating.in_process import InProcess
-from wire.messages import Constraint, GenerateRequest, Sampling, TrainGroup
-from wire.support import decode
 
 AGENT = '''
 import json, os, urllib.request

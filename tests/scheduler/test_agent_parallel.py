@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from actors.environments.agents.episode import Episode
-from actors.environments.agents.gateway import Session
-from scheduler.context import Context
-from scheduler.strategies import chain, full, mc_value, slate
-from scheduler.tree import Tree
+from coppice.actors.environments.agents.episode import Episode
+from coppice.actors.environments.agents.gateway import Session
+from coppice.scheduler.growth.context import Context
+from coppice.scheduler.growth.strategies import chain, full, mc_value, slate
+from coppice.scheduler.growth.tree import Tree
+from coppice.wire.messages import GenerateRequest
 from tests.agent_stage import Stage
-from wire.messages import GenerateRequest
 
 AGENTS = '''
 import json, os, threading, urllib.request

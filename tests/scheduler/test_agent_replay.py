@@ -13,16 +13,16 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from actors.environments.agents import environment
-from actors.environments.base import Task
-from scheduler.context import Context
-from scheduler.strategies import chain, full, mc_value
-from scheduler.text import Text
-from scheduler.tree import Tree
+from coppice.actors.environments.agents import environment
+from coppice.actors.environments.base import Task
+from coppice.scheduler.growth.context import Context
+from coppice.scheduler.growth.strategies import chain, full, mc_value
+from coppice.scheduler.growth.text import Text
+from coppice.scheduler.growth.tree import Tree
+from coppice.wire import loop
+from coppice.wire.faults import DataFault, InfrastructureFault
+from coppice.wire.messages import JudgedTurn, JudgeRequest, Passage, RetrieveRequest, RetrieveResult
 from tests.agent_stage import Stage, adds
-from wire import loop
-from wire.faults import DataFault, InfrastructureFault
-from wire.messages import JudgedTurn, JudgeRequest, Passage, RetrieveRequest, RetrieveResult
 
 AGENTS = '''
 import json, os, random, urllib.request

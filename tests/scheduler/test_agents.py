@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from actors.environments.agents import environment
-from scheduler.context import Context
-from scheduler.strategies import chain, full, slate
+from coppice.actors.environments.agents import environment
+from coppice.scheduler.growth.context import Context
+from coppice.scheduler.growth.strategies import chain, full, slate
+from coppice.wire.faults import DataFault
 from tests.agent_stage import Stage, adds
-from wire.faults import DataFault
 
 AGENTS = '''
 import json, os, sys, urllib.request

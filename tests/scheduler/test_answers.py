@@ -3,9 +3,16 @@
 import numpy as np
 import pytest
 
-from scheduler import answers
-from wire.faults import InfrastructureFault
-from wire.messages import GenerateRequest, GenerateResult, Judgement, JudgeResult, Sample, Sampling
+from coppice.scheduler.growth import answers
+from coppice.wire.faults import InfrastructureFault
+from coppice.wire.messages import (
+    GenerateRequest,
+    GenerateResult,
+    Judgement,
+    JudgeResult,
+    Sample,
+    Sampling,
+)
 
 TOKENS, LOGPROBS, VERSIONS = (
     np.array([5, 6], np.int32),

@@ -14,16 +14,16 @@ import msgspec
 import numpy as np
 import pytest
 
-from scheduler import health
-from scheduler.config import EvaluationConfig, SchedulerConfig, SchedulerProcess
-from scheduler.dispatch import DispatchConfig
-from scheduler.journal import Journal
-from scheduler.main import Run
-from scheduler.spread import Weights
-from wire import published
-from wire.faults import DataFault
-from wire.keys import RunKeys
-from wire.messages import (
+from coppice.scheduler.config import EvaluationConfig, SchedulerConfig, SchedulerProcess
+from coppice.scheduler.dispatch.dispatcher import DispatchConfig
+from coppice.scheduler.ledger.journal import Journal
+from coppice.scheduler.main import Run
+from coppice.scheduler.telemetry import health
+from coppice.scheduler.telemetry.spread import Weights
+from coppice.wire import published
+from coppice.wire.faults import DataFault
+from coppice.wire.keys import RunKeys
+from coppice.wire.messages import (
     Closed,
     GenerateRequest,
     GenerateResult,
@@ -34,7 +34,7 @@ from wire.messages import (
     TrainGroup,
     TreeClosed,
 )
-from wire.service import Call, Service
+from coppice.wire.service import Call, Service
 
 QUESTIONS, UPDATES, HELD_OUT = 2, 2, 3
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import msgspec
 
-from scheduler.journal import Journal
-from scheduler.records import UPDATE
+from coppice.scheduler.ledger.journal import Journal
+from coppice.scheduler.ledger.records import UPDATE
+from coppice.wire import frontier
+from coppice.wire.messages import Trained, TrainGroup
+from coppice.wire.service import Call
 from tests.scheduler.test_begin import QUESTIONS, UPDATES, House, check
-from wire import frontier
-from wire.messages import Trained, TrainGroup
-from wire.service import Call
 
 
 class OneUpdate(House):

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from scheduler import best
-from scheduler.spread import Weights
-from tools.evaluating import versions
-from wire.published import Manifest
+from coppice.scheduler.evaluation import best
+from coppice.scheduler.telemetry.spread import Weights
+from coppice.tools.evaluating import versions
+from coppice.wire.published import Manifest
 
 
 def published(run: Path, version: int, file: bool = True) -> Weights:

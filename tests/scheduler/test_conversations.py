@@ -13,18 +13,18 @@ import msgspec
 import numpy as np
 import pytest
 
-from actors.environments.sotopia.environment import Sotopia
-from judges.sotopia_rules import SotopiaRules
-from scheduler.config import SchedulerConfig
-from scheduler.context import Context
-from scheduler.journal import Journal
-from scheduler.rollouts import outcomes, position_before
-from scheduler.services import Shop
-from scheduler.strategies import full
-from scheduler.text import Text
-from scheduler.tree import Tree
-from wire.faults import InfrastructureFault
-from wire.messages import (
+from coppice.actors.environments.sotopia.environment import Sotopia
+from coppice.judges.sotopia_rules import SotopiaRules
+from coppice.scheduler.config import SchedulerConfig
+from coppice.scheduler.growth.context import Context
+from coppice.scheduler.growth.rollouts import outcomes, position_before
+from coppice.scheduler.growth.services import Shop
+from coppice.scheduler.growth.strategies import full
+from coppice.scheduler.growth.text import Text
+from coppice.scheduler.growth.tree import Tree
+from coppice.scheduler.ledger.journal import Journal
+from coppice.wire.faults import InfrastructureFault
+from coppice.wire.messages import (
     GenerateRequest,
     GenerateResult,
     Judgement,

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from scheduler.crashes import FEWEST, WINDOW, Crashes
+from coppice.scheduler.growth.crashes import FEWEST, WINDOW, Crashes
 
 
 def test_many_crashes_are_told_once_with_a_reason_and_the_remedy() -> None:
@@ -16,7 +16,7 @@ def test_many_crashes_are_told_once_with_a_reason_and_the_remedy() -> None:
     (line,) = said
     assert line.startswith(f"warning: {FEWEST} of the last {FEWEST} episodes crashed")
     assert "exit status 1: ValueError: no. Mend" in line and "last output:" not in line
-    assert "tools/dump 'runs/a b' --where 'crashed_max = 1'" in line
+    assert "coppice trees 'runs/a b' --where 'crashed_max = 1'" in line
 
 
 def test_a_few_crashes_among_many_episodes_are_no_warning_and_earlier_ones_are_forgotten() -> None:

@@ -8,21 +8,21 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from actors.config import ActorsConfig
-from actors.engines.base import OnTokens
-from actors.engines.local import LocalEngine
-from actors.environments.base import Task
-from actors.environments.search_qa import SearchQA
-from scheduler.config import SchedulerConfig
-from scheduler.context import Context
-from scheduler.journal import Journal
-from scheduler.services import Shop
-from scheduler.text import Text
-from scheduler.tree import Node, Tree
-from tools.evaluating.in_process import InProcess
-from wire.faults import DataFault
-from wire.messages import GenerateRequest, GenerateResult
-from wire.support import decode
+from coppice.actors.config import ActorsConfig
+from coppice.actors.engines.base import OnTokens
+from coppice.actors.engines.local import LocalEngine
+from coppice.actors.environments.base import Task
+from coppice.actors.environments.search_qa import SearchQA
+from coppice.scheduler.config import SchedulerConfig
+from coppice.scheduler.growth.context import Context
+from coppice.scheduler.growth.services import Shop
+from coppice.scheduler.growth.text import Text
+from coppice.scheduler.growth.tree import Node, Tree
+from coppice.scheduler.ledger.journal import Journal
+from coppice.tools.evaluating.in_process import InProcess
+from coppice.wire.faults import DataFault
+from coppice.wire.messages import GenerateRequest, GenerateResult
+from coppice.wire.support import decode
 
 
 class Silent(LocalEngine):

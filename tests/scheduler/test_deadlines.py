@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from scheduler.calls import Pending
-from scheduler.deadlines import PARTS, Deadlines
+from coppice.scheduler.dispatch.calls import Pending
+from coppice.scheduler.dispatch.deadlines import PARTS, Deadlines
 
 
 class Clock:
@@ -51,7 +51,9 @@ def test_a_call_expires_never_before_its_time_and_at_most_one_part_of_it_later(
 ) -> None:
     rng, pendings, ended = random.Random(0), _pendings(500), dict[Pending, float]()
     clock = Clock()
-    monkeypatch.setattr("scheduler.deadlines.asyncio.get_running_loop", lambda: clock)
+    monkeypatch.setattr(
+        "coppice.scheduler.dispatch.deadlines.asyncio.get_running_loop", lambda: clock
+    )
     deadlines = Deadlines(lambda pending, _: ended.update({pending: clock.now}))
     asked = dict[Pending, tuple[float, float]]()
     for pending in pendings:
@@ -80,7 +82,9 @@ def test_ten_thousand_calls_of_one_length_need_few_timers_and_none_is_left(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pendings, clock = _pendings(10_000), Clock()
-    monkeypatch.setattr("scheduler.deadlines.asyncio.get_running_loop", lambda: clock)
+    monkeypatch.setattr(
+        "coppice.scheduler.dispatch.deadlines.asyncio.get_running_loop", lambda: clock
+    )
     deadlines = Deadlines(lambda pending, _: None)
     moments = []
     for pending in pendings:

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from scheduler.dispatch import DispatchConfig
-from scheduler.placement import Load, Place
+from coppice.scheduler.dispatch.dispatcher import DispatchConfig
+from coppice.scheduler.dispatch.placement import Load, Place
+from coppice.wire.faults import DataFault, Fault, InfrastructureFault
+from coppice.wire.messages import Closed, Trained, TrainGroup, TreeClosed
+from coppice.wire.service import UNBOUNDED, Call, Service
 from tests.services import EchoRequest, EchoResult, Prefer, bench
-from wire.faults import DataFault, Fault, InfrastructureFault
-from wire.messages import Closed, Trained, TrainGroup, TreeClosed
-from wire.service import UNBOUNDED, Call, Service
 
 QUICK = DispatchConfig(heartbeat_s=0.05, dead_after_s=0.4)
 

@@ -15,12 +15,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from scheduler.dispatch import DispatchConfig, Dispatcher, Event
+from coppice.scheduler.dispatch.dispatcher import DispatchConfig, Dispatcher, Event
+from coppice.wire import loop
+from coppice.wire.faults import DataFault, Fault, InfrastructureFault, WireError
+from coppice.wire.messages import Message, Result
+from coppice.wire.service import Call, Service
 from tests.services import Bench, EchoRequest, EchoResult, Prefer, bench
-from wire import loop
-from wire.faults import DataFault, Fault, InfrastructureFault, WireError
-from wire.messages import Message, Result
-from wire.service import Call, Service
 
 QUICK = DispatchConfig(heartbeat_s=0.05, dead_after_s=0.4)
 DEADLINE_S = 0.5

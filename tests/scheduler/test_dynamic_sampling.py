@@ -14,18 +14,17 @@ import msgspec
 import numpy as np
 import pytest
 
-from actors.environments.base import SPLIT, Action, Environment, Task, Tools, Transition
-from learner.batches import Inbox
-from learner.trainer import Batch
-from scheduler.config import EvaluationConfig, SchedulerConfig, SchedulerProcess
-from scheduler.dispatch import DispatchConfig
-from scheduler.dynamic_sampling import differs
-from scheduler.journal import Journal
-from scheduler.main import Run
-from tests.scheduler.test_begin import publish
-from wire import frontier
-from wire.keys import RunKeys
-from wire.messages import (
+from coppice.actors.environments.base import SPLIT, Action, Environment, Task, Tools, Transition
+from coppice.learner.update.batches import Inbox
+from coppice.learner.update.trainer import Batch
+from coppice.scheduler.config import EvaluationConfig, SchedulerConfig, SchedulerProcess
+from coppice.scheduler.dispatch.dispatcher import DispatchConfig
+from coppice.scheduler.growth.dynamic_sampling import differs
+from coppice.scheduler.ledger.journal import Journal
+from coppice.scheduler.main import Run
+from coppice.wire import frontier
+from coppice.wire.keys import RunKeys
+from coppice.wire.messages import (
     Closed,
     GenerateRequest,
     GenerateResult,
@@ -37,7 +36,8 @@ from wire.messages import (
     TreeClosed,
     Turn,
 )
-from wire.service import Call, Service
+from coppice.wire.service import Call, Service
+from tests.scheduler.test_begin import publish
 
 QUESTIONS, UPDATES, BUDGET = 2, 4, 2
 

@@ -9,18 +9,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actors.environments.base import HELD_OUT_SEEDS, Task
-from actors.environments.search_qa import SearchQA
-from actors.environments.tictactoe import TicTacToe, optimal
-from scheduler import baselines
-from scheduler.config import SchedulerConfig
-from scheduler.context import Context
-from scheduler.evaluation import estimate, summarise, trivial_baselines
-from scheduler.journal import Journal
-from scheduler.services import Shop
-from scheduler.tasks import GeneratedTasks
-from scheduler.text import Text
-from scheduler.tree import Tree
+from coppice.actors.environments.base import HELD_OUT_SEEDS, Task
+from coppice.actors.environments.search_qa import SearchQA
+from coppice.actors.environments.tictactoe import TicTacToe, optimal
+from coppice.scheduler.config import SchedulerConfig
+from coppice.scheduler.evaluation.evaluation import estimate, summarise, trivial_baselines
+from coppice.scheduler.growth import baselines
+from coppice.scheduler.growth.context import Context
+from coppice.scheduler.growth.services import Shop
+from coppice.scheduler.growth.tasks import GeneratedTasks
+from coppice.scheduler.growth.text import Text
+from coppice.scheduler.growth.tree import Tree
+from coppice.scheduler.ledger.journal import Journal
 
 GAME = TicTacToe(prompt="tictactoe_compact", opponents={"random": 1.0})
 

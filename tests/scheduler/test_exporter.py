@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from scheduler.exporter import Exporter
-from scheduler.health import Health, Queue, WorkerHealth
-from scheduler.metrics import Metrics
+from coppice.scheduler.telemetry.exporter import Exporter
+from coppice.scheduler.telemetry.health import Health, Queue, WorkerHealth
+from coppice.scheduler.telemetry.metrics import Metrics
 
 
 def health() -> Health:

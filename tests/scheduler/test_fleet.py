@@ -7,9 +7,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler.fleet import CAPACITY, PATIENCE_S, Fleet
-from scheduler.placement import Load, Place
-from wire.messages import GenerateRequest, GenerateResult, Sample, Sampling
+from coppice.scheduler.dispatch.placement import Load, Place
+from coppice.scheduler.telemetry.fleet import CAPACITY, PATIENCE_S, Fleet
+from coppice.wire.messages import GenerateRequest, GenerateResult, Sample, Sampling
 
 HEAD = list(range(100, 120))
 

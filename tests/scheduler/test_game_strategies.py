@@ -13,24 +13,22 @@ import msgspec
 import numpy as np
 import pytest
 
-from actors.environments.base import Task
-from actors.environments.game import Game
-from actors.environments.sudoku import Sudoku
-from actors.environments.tictactoe import TicTacToe
-from judges.oracles.sudoku import SudokuOracle
-from judges.oracles.tictactoe import MinimaxPlayer, TicTacToeOracle
-from scheduler.config import SchedulerConfig
-from scheduler.context import Context
-from scheduler.journal import Journal
-from scheduler.services import Shop
-from scheduler.strategies import chain, full, mc_value
-from scheduler.text import Text
-from scheduler.together import Beside, together
-from scheduler.tree import Tree
-from tests.scheduler.test_strategies import GOOD, RIGHT, WRONG
-from tests.scheduler.test_strategies import Stage as SearchStage
-from wire.faults import InfrastructureFault
-from wire.messages import (
+from coppice.actors.environments.base import Task
+from coppice.actors.environments.game import Game
+from coppice.actors.environments.sudoku import Sudoku
+from coppice.actors.environments.tictactoe import TicTacToe
+from coppice.judges.oracles.sudoku import SudokuOracle
+from coppice.judges.oracles.tictactoe import MinimaxPlayer, TicTacToeOracle
+from coppice.scheduler.config import SchedulerConfig
+from coppice.scheduler.growth.context import Context
+from coppice.scheduler.growth.services import Shop
+from coppice.scheduler.growth.strategies import chain, full, mc_value
+from coppice.scheduler.growth.text import Text
+from coppice.scheduler.growth.tree import Tree
+from coppice.scheduler.ledger.journal import Journal
+from coppice.scheduler.telemetry.together import Beside, together
+from coppice.wire.faults import InfrastructureFault
+from coppice.wire.messages import (
     GenerateRequest,
     GenerateResult,
     JudgeRequest,
@@ -40,6 +38,8 @@ from wire.messages import (
     Sample,
     Turn,
 )
+from tests.scheduler.test_strategies import GOOD, RIGHT, WRONG
+from tests.scheduler.test_strategies import Stage as SearchStage
 
 
 class Services:

@@ -1,4 +1,4 @@
-"""scheduler/health.py: what the scheduler reports of workers, queues and progress, from a real
+"""scheduler/telemetry/health.py: what the scheduler reports of workers, queues and progress, from a real
 dispatcher and real workers."""
 
 import asyncio
@@ -9,12 +9,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from scheduler.dispatch import DispatchConfig, Worker
-from scheduler.health import PAUSED, REMEMBERED, UNANSWERED, Health, Reporter, Standing, read
+from coppice.scheduler.dispatch.dispatcher import DispatchConfig, Worker
+from coppice.scheduler.telemetry.health import (
+    PAUSED,
+    REMEMBERED,
+    UNANSWERED,
+    Health,
+    Reporter,
+    Standing,
+    read,
+)
+from coppice.wire.faults import InfrastructureFault
+from coppice.wire.messages import Register
+from coppice.wire.service import Call
 from tests.services import EchoRequest, EchoResult, bench
-from wire.faults import InfrastructureFault
-from wire.messages import Register
-from wire.service import Call
 
 REQUEST = EchoRequest(np.zeros(1, np.float32))
 CONFIG = DispatchConfig(heartbeat_s=0.05, dead_after_s=30.0)

@@ -11,12 +11,12 @@ import msgspec
 import numpy as np
 import pytest
 
-from actors.environments.base import Rejected
-from scheduler.journal import Journal, JournalError
-from scheduler.tree import Tree, decode_node, encode_node
-from wire.arrays import decode_body, encode_body
-from wire.messages import GenerateResult, Sample, TrainGroup, Turn
-from wire.support import encode
+from coppice.actors.environments.base import Rejected
+from coppice.scheduler.growth.tree import Tree, decode_node, encode_node
+from coppice.scheduler.ledger.journal import Journal, JournalError
+from coppice.wire.arrays import decode_body, encode_body
+from coppice.wire.messages import GenerateResult, Sample, TrainGroup, Turn
+from coppice.wire.support import encode
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -163,7 +163,7 @@ _WRITER = """
 import sys
 from pathlib import Path
 from typing import Any
-from scheduler.journal import Journal, JournalError
+from coppice.scheduler.ledger.journal import Journal, JournalError
 from tests.scheduler.test_journal import small
 journal = Journal(Path(sys.argv[1]))
 for number in range(100000):

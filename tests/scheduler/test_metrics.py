@@ -8,11 +8,11 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.summary.writer import event_file_writer
 
-from scheduler.dispatch import Worker
-from scheduler.metrics import Metrics
-from wire import shards
-from wire.frontier import Frontier
-from wire.messages import Register
+from coppice.scheduler.dispatch.dispatcher import Worker
+from coppice.scheduler.telemetry.metrics import Metrics
+from coppice.wire import shards
+from coppice.wire.frontier import Frontier
+from coppice.wire.messages import Register
 
 
 def test_counts_go_on_from_the_newest_record_of_the_run_before(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from scheduler.exporter import declaration, declared, exported
+from coppice.scheduler.telemetry.exporter import declaration, declared, exported
 
 ROOT = Path(__file__).parent.parent.parent
 METRICS = declared()

@@ -7,13 +7,19 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from learner.trainer import Batch
-from scheduler.nothing_learnt import LATEST_STEP, UPDATES, Fruitless, counted, summary
-from scheduler.tasks import Tasks
+from coppice.learner.update.trainer import Batch
+from coppice.scheduler.growth.tasks import Tasks
+from coppice.scheduler.telemetry.nothing_learnt import (
+    LATEST_STEP,
+    UPDATES,
+    Fruitless,
+    counted,
+    summary,
+)
+from coppice.tools.launching.config import DEFAULT_CONFIG, load
+from coppice.tools.launching.processes import reads_evidence
+from coppice.wire.messages import Turn
 from tests.updates import batch, episodes, trainer
-from tools.launching.config import DEFAULT_CONFIG, load
-from tools.launching.processes import reads_evidence
-from wire.messages import Turn
 
 
 def scored(some: Batch, **scores: float) -> Batch:
@@ -55,7 +61,7 @@ def test_a_policy_without_a_valid_action_is_told_first(tmp_path: Path, llama: Pa
     *before, last = told(tmp_path, llama, {"reward": -1.0, "valid": 0.0})
     assert before == [[]] * (UPDATES - 1)
     assert last[0].startswith("no action was valid")
-    assert "tools/sft" in last[0]
+    assert "coppice sft" in last[0]
 
 
 @pytest.mark.parametrize("evidence", [[], [{"title": "Peru", "field": "Capital", "value": "Lima"}]])

@@ -14,15 +14,15 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from scheduler.config import EvaluationConfig, SchedulerConfig
-from scheduler.context import Context
-from scheduler.journal import Journal
-from scheduler.strategies import chain, full, slate
-from scheduler.text import Text
+from coppice.scheduler.config import EvaluationConfig, SchedulerConfig
+from coppice.scheduler.growth.context import Context
+from coppice.scheduler.growth.strategies import chain, full, slate
+from coppice.scheduler.growth.text import Text
+from coppice.scheduler.ledger.journal import Journal
+from coppice.wire.dialogue import DEEPEST
+from coppice.wire.faults import DataFault
 from tests.agent_stage import THINKING, Stage
 from tests.scheduler.test_begin import QUESTIONS, UPDATES, House
-from wire.dialogue import DEEPEST
-from wire.faults import DataFault
 
 ALTERNATING = (
     "{% for m in messages %}{% if not loop.first and m.role == loop.previtem.role %}"

@@ -1,13 +1,13 @@
-"""What scheduler/pacing.py says of the staleness, at the moment of training, under any order of
+"""What scheduler/ledger/pacing.py says of the staleness, at the moment of training, under any order of
 events."""
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learner.batches import Inbox
-from scheduler.pacing import Pacing
-from wire.messages import TreeClosed
+from coppice.learner.update.batches import Inbox
+from coppice.scheduler.ledger.pacing import Pacing
+from coppice.wire.messages import TreeClosed
 
 
 class Simulation:

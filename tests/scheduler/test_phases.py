@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.metrics import Metrics
-from scheduler.phases import Phases, Training, learner_seconds, table
+from coppice.scheduler.telemetry.metrics import Metrics
+from coppice.scheduler.telemetry.phases import Phases, Training, learner_seconds, table
 from tests.scheduler.test_metrics import beat, worker
 
 NAMES = st.sampled_from(["starting processes", "updates", "stopping"])

@@ -9,18 +9,18 @@ import msgspec
 import numpy as np
 import pytest
 
-from scheduler.config import SchedulerConfig
-from scheduler.context import Context
-from scheduler.journal import Journal
-from scheduler.rollouts import outcomes, position_before
-from scheduler.services import Shop
-from scheduler.strategies import chain
-from scheduler.stream import Stream
-from scheduler.text import Text
-from scheduler.tree import Tree
+from coppice.scheduler.config import SchedulerConfig
+from coppice.scheduler.growth.context import Context
+from coppice.scheduler.growth.rollouts import outcomes, position_before
+from coppice.scheduler.growth.services import Shop
+from coppice.scheduler.growth.strategies import chain
+from coppice.scheduler.growth.text import Text
+from coppice.scheduler.growth.tree import Tree
+from coppice.scheduler.ledger.journal import Journal
+from coppice.scheduler.ledger.stream import Stream
+from coppice.wire import arrays, vision
+from coppice.wire.messages import GenerateRequest, GenerateResult, Request, Sample, TrainGroup, Turn
 from tests.pictures import Colours, squares
-from wire import arrays, vision
-from wire.messages import GenerateRequest, GenerateResult, Request, Sample, TrainGroup, Turn
 
 GOAL = squares(100, 2, 3)
 

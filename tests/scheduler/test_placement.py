@@ -5,7 +5,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.placement import Breaker, Load, backoff, choose
+from coppice.scheduler.dispatch.placement import Breaker, Load, backoff, choose
 
 LOADS = st.lists(
     st.builds(Load, st.sampled_from("abcdef"), st.integers(0, 12), st.integers(1, 8)),

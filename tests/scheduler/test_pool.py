@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from scheduler.calls import Pending, Worker
-from scheduler.placement import Load, choose
-from scheduler.pool import FEW, LOOKED_AT, Pool, Queue
-from wire.messages import Register
+from coppice.scheduler.dispatch.calls import Pending, Worker
+from coppice.scheduler.dispatch.placement import Load, choose
+from coppice.scheduler.dispatch.pool import FEW, LOOKED_AT, Pool, Queue
+from coppice.wire.messages import Register
 
 
 class Fleet:

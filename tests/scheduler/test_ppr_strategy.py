@@ -6,11 +6,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from actors.environments.search_qa import INVALID_NOTICE
-from scheduler import strategies
-from scheduler.strategies import full, ppr
+from coppice.actors.environments.search_qa import INVALID_NOTICE
+from coppice.scheduler.growth import strategies
+from coppice.scheduler.growth.strategies import full, ppr
+from coppice.wire.messages import JudgedTurn, Judgement, JudgeRequest, JudgeResult
 from tests.scheduler.test_strategies import BAD, GOOD, NOTHING, RIGHT, TASK, Services, Stage
-from wire.messages import JudgedTurn, Judgement, JudgeRequest, JudgeResult
 
 FOUND = "\n<information>Doc 1(Title: Bulgaria) Capital: Sofia</information>\n"
 

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.residency import STRETCH, Forecast, Prefixes, Residency, common
+from coppice.scheduler.dispatch.residency import STRETCH, Forecast, Prefixes, Residency, common
 
 SEQUENCES = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), min_size=1, max_size=12)
 

@@ -7,20 +7,20 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from actors.config import ActorsConfig
-from actors.engines.local import LocalEngine
-from actors.environments.base import SPLIT, Task
-from actors.environments.search_qa import SearchQA
-from judges.speakers import Speaker
-from scheduler.config import SchedulerConfig
-from scheduler.context import Context
-from scheduler.journal import Journal
-from scheduler.services import Shop
-from scheduler.text import Text
-from scheduler.tree import Tree
-from tools.evaluating.in_process import InProcess
-from wire.faults import InfrastructureFault
-from wire.messages import SpeakRequest
+from coppice.actors.config import ActorsConfig
+from coppice.actors.engines.local import LocalEngine
+from coppice.actors.environments.base import SPLIT, Task
+from coppice.actors.environments.search_qa import SearchQA
+from coppice.judges.speakers import Speaker
+from coppice.scheduler.config import SchedulerConfig
+from coppice.scheduler.growth.context import Context
+from coppice.scheduler.growth.services import Shop
+from coppice.scheduler.growth.text import Text
+from coppice.scheduler.growth.tree import Tree
+from coppice.scheduler.ledger.journal import Journal
+from coppice.tools.evaluating.in_process import InProcess
+from coppice.wire.faults import InfrastructureFault
+from coppice.wire.messages import SpeakRequest
 
 ASKED = [{"role": "user", "content": f"rules{SPLIT}now"}]
 

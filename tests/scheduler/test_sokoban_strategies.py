@@ -7,11 +7,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from actors.environments.registry import load
-from actors.environments.sokoban import State
-from judges.oracles.sokoban import SokobanOracle
-from scheduler.evaluation import summarise
-from scheduler.strategies import chain, full, mc_value
+from coppice.actors.environments.registry import load
+from coppice.actors.environments.sokoban import State
+from coppice.judges.oracles.sokoban import SokobanOracle
+from coppice.scheduler.evaluation.evaluation import summarise
+from coppice.scheduler.growth.strategies import chain, full, mc_value
 from tests.scheduler.test_game_strategies import Services, Stage
 
 

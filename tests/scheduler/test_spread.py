@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from scheduler.residency import Residency
-from scheduler.spread import Spread, Weights, most_common
+from coppice.scheduler.dispatch.residency import Residency
+from coppice.scheduler.telemetry.spread import Spread, Weights, most_common
+from coppice.wire.faults import InfrastructureFault
+from coppice.wire.messages import LoadRequest, LoadResult
+from coppice.wire.service import Call, Handler, Rejected, Service
 from tests.services import Bench, bench
-from wire.faults import InfrastructureFault
-from wire.messages import LoadRequest, LoadResult
-from wire.service import Call, Handler, Rejected, Service
 
 ONE, TWO = Weights(1, "one", "a" * 64), Weights(2, "two", "b" * 64)
 

@@ -10,18 +10,18 @@ import msgspec
 import numpy as np
 import pytest
 
-from actors.environments.base import Task
-from actors.environments.search_qa import SearchQA
-from learner.schemes import slate as slate_scheme
-from learner.table import TurnTable
-from scheduler.config import SchedulerConfig
-from scheduler.context import Context
-from scheduler.journal import Journal
-from scheduler.services import Shop
-from scheduler.strategies import chain, full, ppr, slate
-from scheduler.text import Text
-from scheduler.tree import Tree
-from wire.messages import (
+from coppice.actors.environments.base import Task
+from coppice.actors.environments.search_qa import SearchQA
+from coppice.learner.schemes import slate as slate_scheme
+from coppice.learner.update.table import TurnTable
+from coppice.scheduler.config import SchedulerConfig
+from coppice.scheduler.growth.context import Context
+from coppice.scheduler.growth.services import Shop
+from coppice.scheduler.growth.strategies import chain, full, ppr, slate
+from coppice.scheduler.growth.text import Text
+from coppice.scheduler.growth.tree import Tree
+from coppice.scheduler.ledger.journal import Journal
+from coppice.wire.messages import (
     GenerateRequest,
     GenerateResult,
     Judgement,

@@ -9,10 +9,10 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from scheduler.journal import Journal, JournalError
-from scheduler.stream import Stream
-from scheduler.tree import Tree
-from wire.messages import Closed, Register, Trained, TrainGroup, TreeClosed, Turn
+from coppice.scheduler.growth.tree import Tree
+from coppice.scheduler.ledger.journal import Journal, JournalError
+from coppice.scheduler.ledger.stream import Stream
+from coppice.wire.messages import Closed, Register, Trained, TrainGroup, TreeClosed, Turn
 
 
 class LateLearner:

@@ -6,7 +6,7 @@ import weakref
 
 import pytest
 
-from scheduler.survivors import ROOM, THAW_S, YOUNG, Survivors, sparing
+from coppice.scheduler.ledger.survivors import ROOM, THAW_S, YOUNG, Survivors, sparing
 
 
 class Cycle:
@@ -42,7 +42,7 @@ def test_survivors_are_not_looked_at_again_until_the_thaw() -> None:
 def test_many_more_survivors_than_before_are_all_looked_at_however_early_it_is(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("scheduler.survivors.RARELY", 0)
+    monkeypatch.setattr("coppice.scheduler.ledger.survivors.RARELY", 0)
     survivors = Survivors(lambda: 0.0)
     gc.collect()
     gc.callbacks.append(survivors)

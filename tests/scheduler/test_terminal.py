@@ -6,15 +6,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from scheduler import main
-from scheduler.judged import Judged
-from scheduler.strategies import slate
-from scheduler.terminal import EVERY_S, EVERY_UPDATES, Attendance, Faults, Reminders
+from coppice.scheduler import main
+from coppice.scheduler.growth.strategies import slate
+from coppice.scheduler.telemetry.judged import Judged
+from coppice.scheduler.telemetry.terminal import (
+    EVERY_S,
+    EVERY_UPDATES,
+    Attendance,
+    Faults,
+    Reminders,
+)
+from coppice.wire.faults import DataFault, InfrastructureFault
+from coppice.wire.messages import Judgement
+from coppice.wire.service import Call
 from tests.scheduler.test_strategies import RIGHT, Stage
 from tests.services import EchoRequest, EchoResult, bench
-from wire.faults import DataFault, InfrastructureFault
-from wire.messages import Judgement
-from wire.service import Call
 
 GROWTH = "wrong trajectories have {} turns, {} times as many as at first (watch.turns = 1.5), and a judged turn pays {}"
 
@@ -150,7 +156,7 @@ def test_the_last_worker_of_a_needed_service_that_goes_and_the_next_that_comes_a
     attendance.joined("x-again", ["judge.x"])
     attendance.joined("x-third", ["judge.x"])
     assert lines == [
-        "judge.x: its last worker left (drained); waiting for one: tools/serve ... --run runs/a",
+        "judge.x: its last worker left (drained); waiting for one: coppice serve ... --run runs/a",
         "retrieve: its last worker left (silent for 21 s); waiting for one",
         "judge.x: x-again is here, going on",
     ]
@@ -204,7 +210,7 @@ def test_a_share_of_invalid_scores_warns_once_at_each_level_and_names_judge_colu
     assert judged.share == 0.75
     assert "judge slate gave 5 invalid scores of 20" in warning
     assert "(query 5 of 10)" in warning
-    assert "tools/dump runs/a" in warning
+    assert "coppice trees runs/a" in warning
     assert "runs/a/logs" in warning
     judged.note(given(4, 6))
     assert judged.take() == ""  # no worse level

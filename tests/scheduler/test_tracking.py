@@ -15,9 +15,9 @@ import psutil
 import pytest
 from wandb.proto.wandb_internal_pb2 import Record  # pyright: ignore[reportAttributeAccessIssue]
 
-from scheduler import tracking
-from scheduler.tracking import Place, Trackers, follow
-from wire import shards
+from coppice.scheduler.telemetry import tracking
+from coppice.scheduler.telemetry.tracking import Place, Trackers, follow
+from coppice.wire import shards
 
 Point = tuple[int, float | None]
 """Step and loss of a record; None for an evaluation."""
@@ -214,7 +214,7 @@ def test_a_tracker_that_fails_is_told_once_and_the_run_goes_on(
     assert len(told) == 1
     assert told[0].startswith("tracker wandb has failed: ")
     assert "API key" in told[0]
-    assert f"python -m scheduler.tracking wandb {run} < /dev/null" in told[0]
+    assert f"python -m coppice.scheduler.telemetry.tracking wandb {run} < /dev/null" in told[0]
 
 
 def test_a_tracker_that_hangs_holds_nobody_up_and_does_not_stay(run: Path) -> None:

@@ -14,13 +14,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from actors.environments.base import Action, Environment, Task, Tools, Transition
-from actors.environments.tictactoe import State, TicTacToe
-from scheduler.config import EvaluationConfig, SchedulerConfig
-from scheduler.failures import ALIKE, InARow
-from scheduler.journal import Journal, JournalError, TreeRow
+from coppice.actors.environments.base import Action, Environment, Task, Tools, Transition
+from coppice.actors.environments.tictactoe import State, TicTacToe
+from coppice.scheduler.config import EvaluationConfig, SchedulerConfig
+from coppice.scheduler.growth.failures import ALIKE, InARow
+from coppice.scheduler.ledger.journal import Journal, JournalError, TreeRow
+from coppice.wire.faults import Fault
 from tests.scheduler.test_begin import QUESTIONS, UPDATES, House
-from wire.faults import Fault
 
 HELD_OUT = 3
 SETTINGS = SchedulerConfig(

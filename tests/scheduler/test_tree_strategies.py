@@ -13,12 +13,12 @@ import msgspec
 import numpy as np
 import pytest
 
-from scheduler import strategies
-from scheduler.context import Context
-from scheduler.strategies.chain import episode
-from scheduler.tree import Fork, Node, Tree
+from coppice.scheduler.growth import strategies
+from coppice.scheduler.growth.context import Context
+from coppice.scheduler.growth.strategies.chain import episode
+from coppice.scheduler.growth.tree import Fork, Node, Tree
+from coppice.wire.messages import GenerateRequest, GenerateResult, Sample
 from tests.scheduler.test_strategies import BAD, GOOD, NOTHING, RIGHT, TASK, WRONG, Services, Stage
-from wire.messages import GenerateRequest, GenerateResult, Sample
 
 SAYS = [GOOD, GOOD, BAD, RIGHT, WRONG, NOTHING]
 DECISIONS = "gbSRI"

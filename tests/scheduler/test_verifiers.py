@@ -13,12 +13,12 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from actors.environments.agents.environment import Agent
-from actors.environments.base import Task
-from scheduler.strategies import chain, slate
-from scheduler.tree import Tree
+from coppice.actors.environments.agents.environment import Agent
+from coppice.actors.environments.base import Task
+from coppice.scheduler.growth.strategies import chain, slate
+from coppice.scheduler.growth.tree import Tree
+from coppice.wire.faults import DataFault
 from tests.scheduler.test_agents import Stage, stage  # noqa: F401
-from wire.faults import DataFault
 
 ROOT = Path(__file__).parents[2]
 

@@ -3,7 +3,7 @@ its imports need."""
 
 from pathlib import Path
 
-from tools.research import venvs as environments
+from coppice.research import venvs as environments
 
 
 def python() -> Path:

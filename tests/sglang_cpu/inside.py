@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from actors.config import ActorsConfig, SGLangConfig
-from actors.engines.sglang import SGLangEngine
-from wire import loop
-from wire.faults import DataFault, InfrastructureFault
-from wire.messages import GenerateRequest, GenerateResult, LoadRequest, Sampling
+from coppice.actors.config import ActorsConfig, SGLangConfig
+from coppice.actors.engines.sglang import SGLangEngine
+from coppice.wire import loop
+from coppice.wire.faults import DataFault, InfrastructureFault
+from coppice.wire.messages import GenerateRequest, GenerateResult, LoadRequest, Sampling
 
 ACROSS = 2
 """Samples of the generation that an update falls into."""

@@ -29,26 +29,24 @@ from typing import Any
 
 import numpy as np
 
-from actors.config import ActorsConfig, SGLangConfig
-from actors.engines.sglang import SGLangEngine
-from actors.environments.base import Task
-from actors.worker import service
-from scheduler.config import SchedulerConfig
-from scheduler.context import Context
-from scheduler.dispatch import Dispatcher
-from scheduler.fleet import Fleet
-from scheduler.journal import Journal
-from scheduler.placement import Place
-from scheduler.services import Shop
-from scheduler.strategies import slate
-from scheduler.text import Text
-from scheduler.together import together
-from scheduler.tree import Tree
-from tests.actors.test_local_engine import GREATEST_DIFFERENCE, full_logprobs, version_folder
-from tests.sglang_cpu import server
-from tools.defaults.tiny_board import make_tiny_policy
-from tools.research.benches.any_text import AnyText, Shape
-from wire.messages import (
+from coppice.actors.config import ActorsConfig, SGLangConfig
+from coppice.actors.engines.sglang import SGLangEngine
+from coppice.actors.environments.base import Task
+from coppice.actors.worker import service
+from coppice.research.benches.any_text import AnyText, Shape
+from coppice.scheduler.config import SchedulerConfig
+from coppice.scheduler.dispatch.dispatcher import Dispatcher
+from coppice.scheduler.dispatch.placement import Place
+from coppice.scheduler.growth.context import Context
+from coppice.scheduler.growth.services import Shop
+from coppice.scheduler.growth.strategies import slate
+from coppice.scheduler.growth.text import Text
+from coppice.scheduler.growth.tree import Tree
+from coppice.scheduler.ledger.journal import Journal
+from coppice.scheduler.telemetry.fleet import Fleet
+from coppice.scheduler.telemetry.together import together
+from coppice.tools.defaults.tiny_board import make_tiny_policy
+from coppice.wire.messages import (
     GenerateRequest,
     Judgement,
     JudgeRequest,
@@ -56,8 +54,10 @@ from wire.messages import (
     LoadRequest,
     Sampling,
 )
-from wire.process import free_port
-from wire.service import Call, Service
+from coppice.wire.process import free_port
+from coppice.wire.service import Call, Service
+from tests.actors.test_local_engine import GREATEST_DIFFERENCE, full_logprobs, version_folder
+from tests.sglang_cpu import server
 
 CONTEXT, TOKENS = 512, 32768
 """Tokens: the longest sequence; what one server's cache holds, more than all trees together."""

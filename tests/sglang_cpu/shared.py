@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from actors.config import ActorsConfig, SGLangConfig
-from actors.engines.sglang import SGLangEngine
-from actors.engines.sglang_server import Launched
+from coppice.actors.config import ActorsConfig, SGLangConfig
+from coppice.actors.engines.sglang import SGLangEngine
+from coppice.actors.engines.sglang_server import Launched
 from tests.sglang_cpu import environment
 from tests.sglang_cpu.server import FLAGS, SITE, VARIABLES
 

@@ -5,13 +5,13 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from scheduler.journal import Journal, TreeRow
-from scheduler.main import Run
-from scheduler.tree import Node, Tree
+from coppice.scheduler.growth.tree import Node, Tree
+from coppice.scheduler.ledger.journal import Journal, TreeRow
+from coppice.scheduler.main import Run
+from coppice.wire.shards import Shard
 from tests.simulation.peers import first_logprob, score
 from tests.simulation.plan import Plan
 from tests.simulation.scripted_learner import Update
-from wire.shards import Shard
 
 
 def of_the_journal(

@@ -11,10 +11,10 @@ import random
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from coppice.wire.arrays import Frame
+from coppice.wire.keys import Grant, RunKeys
+from coppice.wire.messages import SERVICES
 from tests.simulation.virtual_time import Agenda
-from wire.arrays import Frame
-from wire.keys import Grant, RunKeys
-from wire.messages import SERVICES
 
 Note = Callable[..., None]
 

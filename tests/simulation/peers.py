@@ -14,9 +14,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from tests.simulation.network import Network
-from wire.arrays import Frame, decode_body, decode_header, encode
-from wire.messages import (
+from coppice.wire.arrays import Frame, decode_body, decode_header, encode
+from coppice.wire.messages import (
     Cancel,
     Drain,
     Error,
@@ -38,7 +37,8 @@ from wire.messages import (
     RetrieveResult,
     Sample,
 )
-from wire.service import PINNED_ROOM, REGISTER_AGAIN, service_types
+from coppice.wire.service import PINNED_ROOM, REGISTER_AGAIN, service_types
+from tests.simulation.network import Network
 
 SILENCE_S = 15.0
 FIRST_RETRY_S, LAST_RETRY_S = 0.2, 5.0
@@ -76,7 +76,7 @@ class Peer:
 
     outside = False
     """Whether the process belongs to nobody's run: it outlives a crash of the run (a judge of
-    ``tools/serve``)."""
+    ``coppice serve``)."""
 
     def __init__(
         self, network: Network, rng: random.Random, name: str, services: list[str], capacity: int

@@ -10,10 +10,10 @@ from typing import Any
 
 import msgspec
 
-from scheduler.config import EvaluationConfig, SchedulerConfig
-from scheduler.dispatch import DispatchConfig
+from coppice.scheduler.config import EvaluationConfig, SchedulerConfig
+from coppice.scheduler.dispatch.dispatcher import DispatchConfig
+from coppice.wire.shards import Shard
 from tests.simulation.peers import Manners
-from wire.shards import Shard
 
 STRATEGIES: list[tuple[str, dict[str, Any]]] = [
     ("slate", {"k": 2}),

@@ -13,20 +13,20 @@ from unittest.mock import patch
 
 import msgspec
 
-from scheduler import answers
-from scheduler.calls import Attempt
-from scheduler.context import Context
-from scheduler.dispatch import Dispatcher
-from scheduler.forest import Forest
-from scheduler.journal import Journal, TreeRow
-from scheduler.main import Run
-from scheduler.pacing import Pacing
-from scheduler.strategies import chain
-from scheduler.stream import Stream
-from scheduler.tree import Node
+from coppice.scheduler.dispatch.calls import Attempt
+from coppice.scheduler.dispatch.dispatcher import Dispatcher
+from coppice.scheduler.growth import answers
+from coppice.scheduler.growth.context import Context
+from coppice.scheduler.growth.forest import Forest
+from coppice.scheduler.growth.strategies import chain
+from coppice.scheduler.growth.tree import Node
+from coppice.scheduler.ledger.journal import Journal, TreeRow
+from coppice.scheduler.ledger.pacing import Pacing
+from coppice.scheduler.ledger.stream import Stream
+from coppice.scheduler.main import Run
+from coppice.wire.faults import InfrastructureFault
+from coppice.wire.messages import TrainGroup
 from tests.simulation.world import World, quiet
-from wire.faults import InfrastructureFault
-from wire.messages import TrainGroup
 
 Change = Callable[[ExitStack], None]
 

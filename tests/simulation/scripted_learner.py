@@ -11,10 +11,10 @@ from pathlib import Path
 
 import msgspec
 
+from coppice.wire import frontier
+from coppice.wire.messages import Closed, Error, Request, Result, Trained, TrainGroup, TreeClosed
 from tests.simulation.network import Network
 from tests.simulation.peers import Peer
-from wire import frontier
-from wire.messages import Closed, Error, Request, Result, Trained, TrainGroup, TreeClosed
 
 
 class Update(msgspec.Struct, frozen=True):

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from scheduler.dispatch import DispatchConfig, Dispatcher
+from coppice.scheduler.dispatch.dispatcher import DispatchConfig, Dispatcher
+from coppice.wire.faults import InfrastructureFault
+from coppice.wire.messages import RetrieveRequest, RetrieveResult
 from tests.simulation.network import Network
 from tests.simulation.peers import Manners, Retriever
 from tests.simulation.virtual_time import Agenda, Stuck, VirtualLoop
-from wire.faults import InfrastructureFault
-from wire.messages import RetrieveRequest, RetrieveResult
 
 
 def played(agenda: Agenda, work: Coroutine[Any, Any, Any]) -> Any:

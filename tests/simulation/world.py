@@ -24,19 +24,19 @@ from typing import Any
 
 import tokenizers
 
-from scheduler import health
-from scheduler import main as scheduling
-from scheduler.config import SchedulerProcess
-from scheduler.journal import Journal, JournalError
-from scheduler.text import Text
+from coppice.scheduler import main as scheduling
+from coppice.scheduler.config import SchedulerProcess
+from coppice.scheduler.growth.text import Text
+from coppice.scheduler.ledger.journal import Journal, JournalError
+from coppice.scheduler.telemetry import health
+from coppice.wire.faults import Fault
+from coppice.wire.shards import folder
 from tests.simulation import invariants
 from tests.simulation.network import Network, plain
 from tests.simulation.peers import Actor, Judge, Peer, Retriever
 from tests.simulation.plan import LEARNER, Crash, Strike, plan
 from tests.simulation.scripted_learner import Learner
 from tests.simulation.virtual_time import Agenda, Stuck, VirtualLoop
-from wire.faults import Fault
-from wire.shards import folder
 
 DEADLINE_S = 3000.0
 """Virtual seconds after which a run counts as stuck; a healthy one takes at most a few hundred."""

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tools import bootstrap
-from tools.bootstrap import ROOT
+from coppice.tools import bootstrap
+from coppice.tools.bootstrap import ROOT
 
 SHOW = "import os; print(os.environ['ONEDNN_PRIMITIVE_CACHE_CAPACITY'], os.environ['LRU_CACHE_CAPACITY'])"
 
@@ -22,7 +22,7 @@ SHOW = "import os; print(os.environ['ONEDNN_PRIMITIVE_CACHE_CAPACITY'], os.envir
 def test_every_process_of_a_tool_inherits_the_limits_of_the_kernel_caches_and_the_users_own_values() -> (
     None
 ):
-    tool = f"import subprocess, sys; from tools.bootstrap import ensure; ensure(); subprocess.run([sys.executable, '-c', {SHOW!r}])"
+    tool = f"import subprocess, sys; from coppice.tools.bootstrap import ensure; ensure(); subprocess.run([sys.executable, '-c', {SHOW!r}])"
     shell = {
         name: value
         for name, value in os.environ.items()
@@ -71,7 +71,7 @@ def test_a_help_installs_nothing(tool: str, said: str, packages: list[str], tmp_
 
 def test_a_tool_starts_alike_with_a_closed_stdin_a_plain_ascii_shell_and_a_proxy() -> None:
     show = (
-        "import os, sys; from tools.bootstrap import ensure; ensure();"
+        "import os, sys; from coppice.tools.bootstrap import ensure; ensure();"
         "print(os.readlink('/proc/self/fd/0'), open(sys.argv[1]).read(), os.environ['no_proxy'], os.environ['NO_PROXY'])"
     )
     shell = {name: value for name, value in os.environ.items() if name.lower() != "no_proxy"}
@@ -154,7 +154,7 @@ def set_up_at_its_pip(folder: Path) -> Iterator[tuple[subprocess.Popen[str], Pat
         # a shell's background ignores it
         "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
     )
-    command = f"{listen}; from pathlib import Path; from tools.bootstrap import _install; _install(Path({str(place)!r}), Path('no'), ['cpu'])"
+    command = f"{listen}; from pathlib import Path; from coppice.tools.bootstrap import _install; _install(Path({str(place)!r}), Path('no'), ['cpu'])"
     with subprocess.Popen(
         [sys.executable, "-c", command], cwd=ROOT, stderr=subprocess.PIPE, text=True
     ) as set_up:

@@ -7,7 +7,16 @@ import sys
 
 import pytest
 
-from tools.check import NUMERICAL, PLAIN_KERNELS, PROCESSES, QUICK, finish, numerical, start, steps
+from coppice.tools.check import (
+    NUMERICAL,
+    PLAIN_KERNELS,
+    PROCESSES,
+    QUICK,
+    finish,
+    numerical,
+    start,
+    steps,
+)
 
 FIRST = ["-k", "not sglang"]
 

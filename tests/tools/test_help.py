@@ -8,9 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-import tools.evaluating
-from tools import shells
-from tools.bootstrap import ROOT
+from coppice.tools import evaluating, shells
+from coppice.tools.bootstrap import ROOT
 
 
 def whole(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
@@ -23,17 +22,15 @@ def whole(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
 
 
 def printed() -> dict[str, argparse.ArgumentParser]:
-    """The parsers whose help a person can see, by the words before --help. That of tools/evaluate
+    """The parsers whose help a person can see, by the words before --help. That of coppice evaluate
     is made for shells only."""
-    tools_ = [parser for parser in shells.parsers() if parser.prog != "tools/evaluate"]
-    tools_ += [
-        tools.evaluating._module(name).parser() for name in ("tictactoe", *tools.evaluating.MODULES)
-    ]
+    tools_ = [parser for parser in shells.parsers() if parser.prog != "coppice evaluate"]
+    tools_ += [evaluating._module(name).parser() for name in ("tictactoe", *evaluating.MODULES)]
     return {parser.prog: parser for tool in tools_ for parser in whole(tool)}
 
 
 PARSERS = printed()
-TOOLS = {name: parser for name, parser in PARSERS.items() if not name.startswith("tools/sft ")}
+TOOLS = {name: parser for name, parser in PARSERS.items() if not name.startswith("coppice sft ")}
 
 
 def examples(parser: argparse.ArgumentParser) -> list[str]:

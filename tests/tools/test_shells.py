@@ -1,4 +1,4 @@
-"""tools/completion prints scripts with which real shells complete the commands of tools/."""
+"""coppice completion prints scripts with which real shells complete the commands of tools/."""
 
 import shutil
 import subprocess
@@ -7,25 +7,25 @@ from pathlib import Path
 
 import pytest
 
-from tools import shells
-from tools.bootstrap import ROOT
+from coppice.tools import shells
+from coppice.tools.bootstrap import ROOT
 
 pytestmark = pytest.mark.slow
 CASES = [
-    ("tools/dump --ht", "--html"),
+    ("coppice trees --ht", "--html"),
     ("./tools/dump --ht", "--html"),
     (f"{ROOT}/tools/dump --ht", "--html"),
-    ("tools/evaluate tictacto", "tictactoe"),
-    ("tools/evaluate qa --forc", "--forced"),
-    ("tools/sft train --schedule cosi", "cosine"),
-    ("tools/completion fis", "fish"),
-    ("tools/launch --config configs/slate-tin", "configs/slate-tiny.toml"),
-    ("tools/launch --config slate-tin", "configs/slate-tiny.toml"),
-    ("tools/index READ", "README.md"),
-    ("tools/dump runs/on", "runs/one"),
-    ("tools/launch --resume on", "runs/one"),
+    ("coppice evaluate tictacto", "tictactoe"),
+    ("coppice evaluate qa --forc", "--forced"),
+    ("coppice sft train --schedule cosi", "cosine"),
+    ("coppice completion fis", "fish"),
+    ("coppice launch --config configs/slate-tin", "configs/slate-tiny.toml"),
+    ("coppice launch --config slate-tin", "configs/slate-tiny.toml"),
+    ("coppice index READ", "README.md"),
+    ("coppice trees runs/on", "runs/one"),
+    ("coppice launch --resume on", "runs/one"),
 ]
-ONLY_BASH = {"tools/launch --config slate-tin", "tools/launch --resume on"}
+ONLY_BASH = {"coppice launch --config slate-tin", "coppice launch --resume on"}
 """There a word stands for a path that it does not begin."""
 BASH = """
 source "$1"
@@ -84,7 +84,7 @@ zpty -d shell
 
 
 @pytest.mark.skipif(shutil.which("zsh") is None, reason="zsh is not installed")
-@pytest.mark.parametrize("typed", ["tools/dump --ht", f"{ROOT}/tools/dump --ht"])
+@pytest.mark.parametrize("typed", ["coppice trees --ht", f"{ROOT}/tools/dump --ht"])
 def test_zsh_completes(typed: str, folder: Path) -> None:
     assert completed(["zsh", "-f", "-c", ZSH, "zsh", typed, "--html"], folder)[-1:] == ["FOUND"]
 

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from tools.launching.settings import Config
+from coppice.tools.launching.settings import Config
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
@@ -51,13 +51,13 @@ FUNCTIONS = {
     "tools/launching/number_types.py": ("number_type",),
     "tools/launching/command.py": ("resolve", "_check_place", "main", "_told", "_launch"),
     "tools/bootstrap.py": ("ensure", "_run"),
-    "learner/corrections.py": ("doubts",),
-    "learner/watch.py": ("warnings", "_norm"),
-    "learner/lengths.py": ("_of",),
-    "learner/optimizer.py": ("step",),
-    "learner/checkpoint.py": ("restore_newest",),
-    "scheduler/residency.py": ("__str__",),
-    "scheduler/judged.py": ("take",),
+    "learner/update/corrections.py": ("doubts",),
+    "learner/update/watch.py": ("warnings", "_norm"),
+    "learner/update/lengths.py": ("_of",),
+    "learner/model/optimizer.py": ("step",),
+    "learner/model/checkpoint.py": ("restore_newest",),
+    "scheduler/dispatch/residency.py": ("__str__",),
+    "scheduler/telemetry/judged.py": ("take",),
     "scheduler/main.py": ("main",),
     "actors/environments/task_files.py": ("unusable", "too_few", "_load"),
     "wire/keys.py": ("load",),
@@ -115,7 +115,7 @@ def told() -> Iterator[tuple[str, str]]:
                         texts = (
                             text
                             for text in templates(node)
-                            if " " in text and not text.startswith("tools/launch --resume")
+                            if " " in text and not text.startswith("coppice launch --resume")
                         )
                         yield from ((f"{name}: {function}", text) for text in texts)
 

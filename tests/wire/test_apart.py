@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from wire.apart import Killed, apart
+from coppice.wire.apart import Killed, apart
 
 
 def _number() -> int:

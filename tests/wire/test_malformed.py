@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
+from coppice.wire import digest
+from coppice.wire.arrays import decode_body, decode_header, encode
+from coppice.wire.faults import WireError
+from coppice.wire.messages import SERVICES, GenerateResult, Result, Sample, TrainGroup
 from tests.services import EchoRequest
-from wire import digest
-from wire.arrays import decode_body, decode_header, encode
-from wire.faults import WireError
-from wire.messages import SERVICES, GenerateResult, Result, Sample, TrainGroup
 
 KINDS = sorted(
     {kind for pair in SERVICES.values() for kind in pair}, key=lambda kind: kind.__name__

@@ -10,14 +10,14 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from scheduler.calls import DispatchConfig
-from scheduler.dispatch import Dispatcher
+from coppice.scheduler.dispatch.calls import DispatchConfig
+from coppice.scheduler.dispatch.dispatcher import Dispatcher
+from coppice.wire.arrays import encode
+from coppice.wire.keys import ROLES, PeerKeys, RunKeys
+from coppice.wire.messages import SERVICES, Goodbye, Heartbeat, Register, Result
+from coppice.wire.service import Call, Rejected, Service
+from coppice.wire.sockets import Dealer
 from tests.services import Bench, EchoRequest, EchoResult, bench
-from wire.arrays import encode
-from wire.keys import ROLES, PeerKeys, RunKeys
-from wire.messages import SERVICES, Goodbye, Heartbeat, Register, Result
-from wire.service import Call, Rejected, Service
-from wire.sockets import Dealer
 
 
 async def honest(request: EchoRequest, call: Call) -> EchoResult:

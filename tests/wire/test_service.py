@@ -11,10 +11,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from tests.services import EchoRequest, EchoResult
-from wire.arrays import Frame, decode_header, encode
-from wire.faults import DataFault, InfrastructureFault
-from wire.messages import (
+from coppice.wire.arrays import Frame, decode_header, encode
+from coppice.wire.faults import DataFault, InfrastructureFault
+from coppice.wire.messages import (
     Cancel,
     Drain,
     Error,
@@ -26,8 +25,9 @@ from wire.messages import (
     Request,
     Result,
 )
-from wire.service import PINNED_ROOM, REGISTER_AGAIN, Call, Rejected, Service
-from wire.sockets import Dealer, Router
+from coppice.wire.service import PINNED_ROOM, REGISTER_AGAIN, Call, Rejected, Service
+from coppice.wire.sockets import Dealer, Router
+from tests.services import EchoRequest, EchoResult
 
 Kind = TypeVar("Kind", bound=msgspec.Struct)
 

@@ -8,9 +8,9 @@ import pytest
 from fsspec.registry import known_implementations
 from fsspec.spec import AbstractFileSystem
 
+from coppice.wire import storage
+from coppice.wire.faults import InfrastructureFault
 from tests import ftp
-from wire import storage
-from wire.faults import InfrastructureFault
 
 
 def version(folder: Path, number: int) -> Path:

@@ -10,10 +10,10 @@ import pytest
 import torch
 from PIL import Image
 
+from coppice.wire import vision
+from coppice.wire.vision import Run, Vision, ids, numbers, runs
 from tests import tiny
 from tests.pictures import png, squares
-from wire import vision
-from wire.vision import Run, Vision, ids, numbers, runs
 
 SIZES = [
     (28, 28),

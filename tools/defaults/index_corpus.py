@@ -1,13 +1,13 @@
-"""The command tools/index: embed a Search-R1 corpus (JSONL of {id, contents}) into an index folder."""
+"""The command coppice index: embed a Search-R1 corpus (JSONL of {id, contents}) into an index folder."""
 
 import argparse
 import os
 import time
 from pathlib import Path
 
-from judges.retriever.encoder import Encoder
-from judges.retriever.index import build, read_manifest, sha256
-from wire.options import command_parser
+from coppice.judges.retriever.encoder import Encoder
+from coppice.judges.retriever.index import build, read_manifest, sha256
+from coppice.wire.options import command_parser
 
 
 def ensure_index(corpus: Path, encoder: str, cache: Path, threads: int) -> Path:
@@ -21,16 +21,16 @@ def ensure_index(corpus: Path, encoder: str, cache: Path, threads: int) -> Path:
 
 
 EXAMPLES = """\
-  tools/index corpus.jsonl --out FOLDER        with the installed encoder
-  tools/index wiki.jsonl --out FOLDER --encoder intfloat/e5-base-v2
-  tools/index corpus.jsonl --out FOLDER --skip-bad
-  tools/index wiki.jsonl --out SMALL --kind ivfpq --vectors FOLDER
-then train on it: tools/launch --set retriever.backend=FOLDER"""
+  coppice index corpus.jsonl --out FOLDER        with the installed encoder
+  coppice index wiki.jsonl --out FOLDER --encoder intfloat/e5-base-v2
+  coppice index corpus.jsonl --out FOLDER --skip-bad
+  coppice index wiki.jsonl --out SMALL --kind ivfpq --vectors FOLDER
+then train on it: coppice launch --set retriever.backend=FOLDER"""
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of tools/index."""
-    parser = command_parser("tools/index", "Build a retrieval index of a corpus.", EXAMPLES)
+    """Return the parser of coppice index."""
+    parser = command_parser("coppice index", "Build a retrieval index of a corpus.", EXAMPLES)
     corpus = "JSONL of {id, contents}; contents = quoted title, newline, text"
     parser.add_argument("corpus", type=Path, metavar="CORPUS", help=corpus)
     parser.add_argument(
@@ -67,7 +67,7 @@ def main(arguments: list[str] | None = None) -> None:
             kind=options.kind, search=options.search, vectors=options.vectors,
         )  # fmt: skip
     except (ValueError, OSError) as error:
-        command.exit(2, f"tools/index: {error}\n")
+        command.exit(2, f"coppice index: {error}\n")
     size = (options.out / "index.faiss").stat().st_size / manifest.passages
     print(
         f"{manifest.passages} passages in {options.out} after {time.monotonic() - start:.0f} s: {manifest.kind}, {size:.0f} bytes each"

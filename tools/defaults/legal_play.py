@@ -17,12 +17,12 @@ from typing import Any
 
 import msgspec
 
-from actors.environments.base import HELD_OUT_SEEDS, SPLIT, Action, Task, Tools
-from actors.environments.game import Game
-from learner.fine_tune import Example
-from scheduler.text import Text
-from tools.defaults.warm_start import COOLDOWN, WarmStart, from_play
-from wire.messages import Passage
+from coppice.actors.environments.base import HELD_OUT_SEEDS, SPLIT, Action, Task, Tools
+from coppice.actors.environments.game import Game
+from coppice.learner.fine_tune import Example
+from coppice.scheduler.growth.text import Text
+from coppice.tools.defaults.warm_start import COOLDOWN, WarmStart, from_play
+from coppice.wire.messages import Passage
 
 FIRST_SEED = HELD_OUT_SEEDS.stop
 FLAGS = 0.1

@@ -14,13 +14,13 @@ from typing import Any, Protocol
 
 import msgspec
 
-from actors.environments.base import Task
-from actors.environments.search_qa import SearchQA
-from learner.fine_tune import Example
-from scheduler.text import Text
-from tools.defaults.tiny_search import names_and_fields
-from tools.defaults.warm_start import COOLDOWN, WarmStart, from_play
-from wire.messages import Passage
+from coppice.actors.environments.base import Task
+from coppice.actors.environments.search_qa import SearchQA
+from coppice.learner.fine_tune import Example
+from coppice.scheduler.growth.text import Text
+from coppice.tools.defaults.tiny_search import names_and_fields
+from coppice.tools.defaults.warm_start import COOLDOWN, WarmStart, from_play
+from coppice.wire.messages import Passage
 
 TURNS = 4
 """The most turns of an episode; the last of them answers."""

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import msgspec
 
-from tools.bootstrap import ROOT
-from wire.numbers import Count, Natural, Positive, Share
+from coppice.tools.bootstrap import ROOT
+from coppice.wire.numbers import Count, Natural, Positive, Share
 
 
 def cache_folder() -> Path:

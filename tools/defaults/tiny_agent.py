@@ -9,9 +9,9 @@ from pathlib import Path
 
 import tokenizers
 
-from scheduler.text import Text
-from tools.defaults.tiny_search import make_tiny_search, names_and_fields, tokenizer
-from wire.messages import Passage
+from coppice.scheduler.growth.text import Text
+from coppice.tools.defaults.tiny_search import make_tiny_search, names_and_fields, tokenizer
+from coppice.wire.messages import Passage
 
 NAME = "tiny-agent"
 """The value of ``model.name`` that selects this policy."""

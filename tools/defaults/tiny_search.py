@@ -16,8 +16,8 @@ from typing import Any
 import tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from judges.retriever.passage_text import title_and_text
-from tools.defaults.tiny_board import TEMPLATE, save_random
+from coppice.judges.retriever.passage_text import title_and_text
+from coppice.tools.defaults.tiny_board import TEMPLATE, save_random
 
 NAME = "tiny-search"
 """The value of ``model.name`` that selects this policy."""

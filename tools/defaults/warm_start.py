@@ -14,15 +14,15 @@ from typing import Any
 import msgspec
 import torch
 
-from actors.environments.search_qa import SearchQA
-from judges.retriever.encoder import Encoder
-from judges.retriever.index import Index
-from learner.fine_tune import Example, Recipe, fine_tune
-from scheduler.text import Text
-from tools.defaults.facts import Fact
-from tools.defaults.settings import WarmStart
-from wire.apart import Killed, apart
-from wire.messages import Passage
+from coppice.actors.environments.search_qa import SearchQA
+from coppice.judges.retriever.encoder import Encoder
+from coppice.judges.retriever.index import Index
+from coppice.learner.fine_tune import Example, Recipe, fine_tune
+from coppice.scheduler.growth.text import Text
+from coppice.tools.defaults.facts import Fact
+from coppice.tools.defaults.settings import WarmStart
+from coppice.wire.apart import Killed, apart
+from coppice.wire.messages import Passage
 
 _NEED = (
     "I need the {field} of {title}.",

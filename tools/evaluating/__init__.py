@@ -1,4 +1,4 @@
-"""The command tools/evaluate: a game (tools/evaluate ENV), question answering (qa), or judges of
+"""The command coppice evaluate: a game (coppice evaluate ENV), question answering (qa), or judges of
 processes (nvprocess)."""
 
 import argparse
@@ -6,19 +6,22 @@ import importlib
 import sys
 from typing import Any
 
-MODULES = {"qa": "tools.evaluating.qa.main", "nvprocess": "tools.evaluating.judge_bench.evaluate"}
+MODULES = {
+    "qa": "coppice.tools.evaluating.qa.main",
+    "nvprocess": "coppice.tools.evaluating.judge_bench.evaluate",
+}
 """What is measured by a module of its own; any other first word is a game."""
 
 
 def _module(name: str) -> Any:
-    return importlib.import_module(MODULES.get(name, "tools.evaluating.games"))
+    return importlib.import_module(MODULES.get(name, "coppice.tools.evaluating.games"))
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parsers of tools/evaluate as one with subcommands, for the completion of shells."""
-    from actors.environments import registry
+    """Return the parsers of coppice evaluate as one with subcommands, for the completion of shells."""
+    from coppice.actors.environments import registry
 
-    whole = argparse.ArgumentParser("tools/evaluate")
+    whole = argparse.ArgumentParser("coppice evaluate")
     commands = whole.add_subparsers()
     for name in (*registry.KNOWN, *MODULES):
         commands.add_parser(name, parents=[_module(name).parser()], add_help=False, help=name)

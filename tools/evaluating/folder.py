@@ -18,13 +18,13 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from scheduler.failures import is_of_the_run, told
-from scheduler.journal import Journal, TreeRow
-from scheduler.tree import Node, Tree
-from wire import loop
-from wire.atomic import DRAFT, fresh, write_whole
-from wire.faults import DataFault, Fault, InfrastructureFault
-from wire.messages import Sample
+from coppice.scheduler.growth.failures import is_of_the_run, told
+from coppice.scheduler.growth.tree import Node, Tree
+from coppice.scheduler.ledger.journal import Journal, TreeRow
+from coppice.wire import loop
+from coppice.wire.atomic import DRAFT, fresh, write_whole
+from coppice.wire.faults import DataFault, Fault, InfrastructureFault
+from coppice.wire.messages import Sample
 
 INTERRUPTED = 130
 PATIENCE_S = 3600.0
@@ -358,7 +358,7 @@ def conduct(
     evaluation: Callable[[], Playing[Outcome]],
     again: str,
     kept: str,
-    command: str = "tools/evaluate",
+    command: str = "coppice evaluate",
 ) -> Outcome | int:
     """Run an evaluation. Returns its result, or an exit status after printing the reason. again:
     the command that continues it."""

@@ -1,4 +1,4 @@
-"""The command tools/evaluate measures a player on the tasks that an environment makes, with
+"""The command coppice evaluate measures a player on the tasks that an environment makes, with
 intervals, in one process.
 
 Invariant: every game is a tree of OUT/journal.sqlite and counts once, however often the evaluation
@@ -16,23 +16,23 @@ from typing import Any
 
 import msgspec
 
-from actors.environments import registry
-from actors.environments.base import HELD_OUT_SEEDS, Task
-from judges.serve import PLAYERS
-from scheduler import strategies
-from scheduler.context import Context
-from scheduler.evaluation import summarise
-from scheduler.services import Shop
-from scheduler.together import together
-from scheduler.tree import Tree
-from tools.evaluating import players
-from tools.evaluating.folder import Kept, Ledger, Measured, claim, conduct, own_folder
-from tools.evaluating.in_process import InProcess, Seat, config_of, without_model
-from tools.evaluating.match import NO_MODEL, SIMULATIONS, Match, Settings, prepare
-from wire.atomic import write_whole
-from wire.faults import InfrastructureFault
-from wire.messages import Sample
-from wire.options import command_parser
+from coppice.actors.environments import registry
+from coppice.actors.environments.base import HELD_OUT_SEEDS, Task
+from coppice.judges.serve import PLAYERS
+from coppice.scheduler.evaluation.evaluation import summarise
+from coppice.scheduler.growth import strategies
+from coppice.scheduler.growth.context import Context
+from coppice.scheduler.growth.services import Shop
+from coppice.scheduler.growth.tree import Tree
+from coppice.scheduler.telemetry.together import together
+from coppice.tools.evaluating import players
+from coppice.tools.evaluating.folder import Kept, Ledger, Measured, claim, conduct, own_folder
+from coppice.tools.evaluating.in_process import InProcess, Seat, config_of, without_model
+from coppice.tools.evaluating.match import NO_MODEL, SIMULATIONS, Match, Settings, prepare
+from coppice.wire.atomic import write_whole
+from coppice.wire.faults import InfrastructureFault
+from coppice.wire.messages import Sample
+from coppice.wire.options import command_parser
 
 
 class SeedResult(msgspec.Struct, frozen=True):
@@ -62,21 +62,21 @@ class Result(msgspec.Struct, frozen=True):
 
 
 EXAMPLES = """\
-  tools/evaluate tictactoe --run RUN --games 200       a run's newest weights
-  tools/evaluate sudoku --run RUN --version best       its best ones
-  tools/evaluate minesweeper --baseline random         what chance reaches
-  tools/evaluate sokoban --endpoint http://127.0.0.1:30000/v1 --endpoint-model m
-tools/evaluate qa --help: question answering
-tools/evaluate nvprocess --help: judges of processes"""
+  coppice evaluate tictactoe --run RUN --games 200       a run's newest weights
+  coppice evaluate sudoku --run RUN --version best       its best ones
+  coppice evaluate minesweeper --baseline random         what chance reaches
+  coppice evaluate sokoban --endpoint http://127.0.0.1:30000/v1 --endpoint-model m
+coppice evaluate qa --help: question answering
+coppice evaluate nvprocess --help: judges of processes"""
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of tools/evaluate ENV."""
+    """Return the parser of coppice evaluate ENV."""
     parser = command_parser(
-        "tools/evaluate",
+        "coppice evaluate",
         "Measure a player on an environment that makes its own tasks (a game).",
         EXAMPLES,
-        "tools/evaluate ENV PLAYER [options]",
+        "coppice evaluate ENV PLAYER [options]",
     )
     parser.add_argument(
         "environment", metavar="ENV", help=f"one of {', '.join(registry.KNOWN)}, or module:Class"
@@ -321,14 +321,16 @@ def main(arguments: list[str] | None = None) -> int:
         out = flags.out or own_folder(match.environment.name)
         lock = claim(out, match.settings)
     except (OSError, ValueError, MemoryError) as error:
-        print(f"tools/evaluate: {error}", file=sys.stderr)
+        print(f"coppice evaluate: {error}", file=sys.stderr)
         return 2
     with lock:
         return _report(flags, match, out, arguments)
 
 
 def _report(flags: argparse.Namespace, match: Match, out: Path, arguments: list[str]) -> int:
-    again = shlex.join(["tools/evaluate", *arguments, *([] if flags.out else ["--out", str(out)])])
+    again = shlex.join(
+        ["coppice evaluate", *arguments, *([] if flags.out else ["--out", str(out)])]
+    )
     result = conduct(lambda: Evaluation(match, out, flags.concurrency), again, "played")
     if isinstance(result, int):
         return result

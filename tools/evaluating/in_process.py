@@ -9,22 +9,17 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from actors.engines.base import Engine
-from actors.environments.base import Environment
-from judges.base import Judge
-from judges.serve import Batcher, Worker, answering, service_of
-from scheduler.baselines import PLAYERS
-from scheduler.config import SchedulerConfig
-from scheduler.context import Context
-from scheduler.text import Text
-from tools.evaluating.folder import PATIENCE_S, NotStarted
-from wire.faults import InfrastructureFault
-from wire.messages import (
-    GenerateRequest,
-    GenerateResult,
-    LoadRequest,
-    Sample,
-)
+from coppice.actors.engines.base import Engine
+from coppice.actors.environments.base import Environment
+from coppice.judges.base import Judge
+from coppice.judges.serve import Batcher, Worker, answering, service_of
+from coppice.scheduler.config import SchedulerConfig
+from coppice.scheduler.growth.baselines import PLAYERS
+from coppice.scheduler.growth.context import Context
+from coppice.scheduler.growth.text import Text
+from coppice.tools.evaluating.folder import PATIENCE_S, NotStarted
+from coppice.wire.faults import InfrastructureFault
+from coppice.wire.messages import GenerateRequest, GenerateResult, LoadRequest, Sample
 
 Handler = Callable[[Any], Awaitable[Any]]
 
@@ -124,7 +119,7 @@ class Seat:
 
 
 def without_model(name: str, environment: Environment, text: Text, context: Context) -> Handler:
-    """The ``generate`` of player ``name`` in scheduler/baselines.py, who replies in the state at
+    """The ``generate`` of player ``name`` in scheduler/growth/baselines.py, who replies in the state at
     the tip of the tree."""
     rng = random.Random(f"{name}/{context.task.id}")
 

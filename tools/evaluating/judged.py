@@ -7,13 +7,13 @@ from typing import Any
 
 import msgspec
 
-from actors.environments import registry
-from actors.environments.base import Environment, Task
-from actors.environments.task_files import load_tasks
-from scheduler.journal import TreeRow
-from scheduler.tasks import GeneratedTasks
-from scheduler.tree import Node, Tree, turns_of
-from wire.messages import JudgedTurn
+from coppice.actors.environments import registry
+from coppice.actors.environments.base import Environment, Task
+from coppice.actors.environments.task_files import load_tasks
+from coppice.scheduler.growth.tasks import GeneratedTasks
+from coppice.scheduler.growth.tree import Node, Tree, turns_of
+from coppice.scheduler.ledger.journal import TreeRow
+from coppice.wire.messages import JudgedTurn
 
 
 class _Scheduler(msgspec.Struct, frozen=True):
@@ -42,7 +42,7 @@ def process(folder: Path) -> Process:
     try:
         return msgspec.json.decode(path.read_bytes(), type=Process)
     except msgspec.DecodeError as error:
-        raise ValueError(f"{path}: {error}; expected what tools/launch wrote") from None
+        raise ValueError(f"{path}: {error}; expected what coppice launch wrote") from None
 
 
 def turns(folder: Path, row: TreeRow, tree: Tree) -> list[tuple[Node, JudgedTurn]]:

@@ -8,20 +8,20 @@ from typing import Any
 
 import msgspec
 
-from actors.config import ActorsConfig
-from actors.engines.base import Engine
-from actors.engines.endpoint import EndpointEngine, EndpointText
-from actors.environments import registry
-from actors.environments.base import POLICY, Environment, Task
-from actors.environments.game import Game
-from judges.players import Player
-from judges.serve import BUILT_IN, PLAYERS, Worker, make_worker
-from scheduler import baselines
-from scheduler.config import UNJUDGED, SchedulerConfig
-from scheduler.text import Text
-from tools.evaluating import players
-from tools.evaluating.players import MAX_CONTEXT, Trained, table
-from wire.messages import LoadRequest
+from coppice.actors.config import ActorsConfig
+from coppice.actors.engines.base import Engine
+from coppice.actors.engines.endpoint import EndpointEngine, EndpointText
+from coppice.actors.environments import registry
+from coppice.actors.environments.base import POLICY, Environment, Task
+from coppice.actors.environments.game import Game
+from coppice.judges.players import Player
+from coppice.judges.serve import BUILT_IN, PLAYERS, Worker, make_worker
+from coppice.scheduler.config import UNJUDGED, SchedulerConfig
+from coppice.scheduler.growth import baselines
+from coppice.scheduler.growth.text import Text
+from coppice.tools.evaluating import players
+from coppice.tools.evaluating.players import MAX_CONTEXT, Trained, table
+from coppice.wire.messages import LoadRequest
 
 NO_MODEL = {name.removesuffix("_legal_move"): name for name in baselines.PLAYERS}
 """The players of --baseline, by their names on the command line."""

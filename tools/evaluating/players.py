@@ -10,14 +10,14 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from actors.config import ActorProcess, ActorsConfig
-from actors.engines.base import Engine
-from scheduler.config import SchedulerProcess
-from tools.evaluating import versions
-from wire import published
-from wire.http import Reached
-from wire.messages import LoadRequest
-from wire.options import option
+from coppice.actors.config import ActorProcess, ActorsConfig
+from coppice.actors.engines.base import Engine
+from coppice.scheduler.config import SchedulerProcess
+from coppice.tools.evaluating import versions
+from coppice.wire import published
+from coppice.wire.http import Reached
+from coppice.wire.messages import LoadRequest
+from coppice.wire.options import option
 
 MAX_CONTEXT = 4096
 """Tokens of prompt and action, unless a run's settings say otherwise."""
@@ -197,8 +197,8 @@ def saved(path: Path, kind: type[_Read]) -> _Read:
 
 def model_folder(name: str) -> str:
     """The folder of --model. Raises ValueError."""
-    from tools.defaults.models import ensure_model
-    from tools.defaults.settings import cache_folder  # these import torch
+    from coppice.tools.defaults.models import ensure_model
+    from coppice.tools.defaults.settings import cache_folder  # these import torch
 
     try:
         return str(ensure_model(name, cache_folder()))
@@ -259,7 +259,7 @@ def local_engine(folder: str, config: ActorsConfig, flags: argparse.Namespace) -
     most 64)."""
     from transformers.utils import logging  # these import torch, which the other players do without
 
-    from actors.engines.local import LocalEngine
+    from coppice.actors.engines.local import LocalEngine
 
     logging.disable_progress_bar()
     config = msgspec.structs.replace(

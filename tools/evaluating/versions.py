@@ -4,7 +4,7 @@ the held-out tasks."""
 import argparse
 from pathlib import Path
 
-from scheduler import best
+from coppice.scheduler.evaluation import best
 
 BEST = "best"
 

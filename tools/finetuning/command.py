@@ -1,4 +1,4 @@
-"""The command tools/sft. Each subcommand reads files and writes files, so that every stage can be
+"""The command coppice sft. Each subcommand reads files and writes files, so that every stage can be
 inspected and repeated."""
 
 import argparse
@@ -9,15 +9,15 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tools.evaluating.folder import INTERRUPTED, conduct, keep, locked
-from tools.evaluating.judge_bench import build, judging, record
-from tools.evaluating.judge_bench.evaluate import add_deadline, check_threshold
-from tools.evaluating.judge_bench.record import THRESHOLD, Labelled, Step, Trajectory
-from tools.finetuning import training
-from tools.finetuning.judge import files, label
-from wire.atomic import write_whole
-from wire.faults import Fault
-from wire.options import command_parser, option
+from coppice.tools.evaluating.folder import INTERRUPTED, conduct, keep, locked
+from coppice.tools.evaluating.judge_bench import build, judging, record
+from coppice.tools.evaluating.judge_bench.evaluate import add_deadline, check_threshold
+from coppice.tools.evaluating.judge_bench.record import THRESHOLD, Labelled, Step, Trajectory
+from coppice.tools.finetuning import training
+from coppice.tools.finetuning.judge import files, label
+from coppice.wire.atomic import write_whole
+from coppice.wire.faults import Fault
+from coppice.wire.options import command_parser, option
 
 MODEL_MAKERS = ("train", "warm-start")
 """The commands whose --out is a new folder. The --out of the other commands is a file."""
@@ -33,10 +33,10 @@ def main(arguments: list[str] | None = None) -> int:
             files.check(options)
         return options.run(options) or 0
     except KeyboardInterrupt:
-        print(f"tools/sft {options.command}: stopped; {_left(options)}", file=sys.stderr)
+        print(f"coppice sft {options.command}: stopped; {_left(options)}", file=sys.stderr)
         return INTERRUPTED
     except (Fault, OSError, ValueError, MemoryError) as error:
-        print(f"tools/sft {options.command}: {error}", file=sys.stderr)
+        print(f"coppice sft {options.command}: {error}", file=sys.stderr)
         return 1 if isinstance(error, Fault) else 2
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -49,20 +49,20 @@ def _left(options: argparse.Namespace) -> str:
 
 
 EXAMPLES = """\
-  tools/sft collect RUN --out trajectories.jsonl
-  tools/sft label trajectories.jsonl --judge-a slate --judge-b slate_rules \\
+  coppice sft collect RUN --out trajectories.jsonl
+  coppice sft label trajectories.jsonl --judge-a slate --judge-b slate_rules \\
     --out labelled.jsonl --review review.txt
-  tools/sft review labelled.jsonl review.txt --out corrected.jsonl
-  tools/sft rows corrected.jsonl --balance --out rows.jsonl
-  tools/sft bench corrected.jsonl --size 100 --out bench.jsonl
-  tools/sft train --model FOLDER --rows rows.jsonl --out FOLDER --epochs 2
-  tools/sft warm-start --config configs/slate-tiny.toml --out FOLDER"""
+  coppice sft review labelled.jsonl review.txt --out corrected.jsonl
+  coppice sft rows corrected.jsonl --balance --out rows.jsonl
+  coppice sft bench corrected.jsonl --size 100 --out bench.jsonl
+  coppice sft train --model FOLDER --rows rows.jsonl --out FOLDER --epochs 2
+  coppice sft warm-start --config configs/slate-tiny.toml --out FOLDER"""
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of tools/sft."""
+    """Return the parser of coppice sft."""
     parser = command_parser(
-        "tools/sft", "Make a fine-tuned judge from trajectories of runs (docs/sft.md).", EXAMPLES
+        "coppice sft", "Make a fine-tuned judge from trajectories of runs (docs/sft.md).", EXAMPLES
     )
     commands = parser.add_subparsers(dest="command", required=True)
     _add_stages(commands)
@@ -235,7 +235,7 @@ def _add_training(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
 
 def collect(options: argparse.Namespace) -> None:
     """Read journals and write trajectories."""
-    from tools.finetuning.judge.collect import collect as collected
+    from coppice.tools.finetuning.judge.collect import collect as collected
 
     trajectories, skipped = collected(options.runs, options.split, options.prefix)
     record.write(options.out, trajectories)
@@ -277,12 +277,12 @@ def _label(
     answers = judging.Answers(files.answers_of(options.out)[0])
     session = functools.partial(judging.Session, asked, trajectories, answers, options.deadline)
     failed = conduct(
-        session, "the same command", f"answered (in {answers.path})", "tools/sft label"
+        session, "the same command", f"answered (in {answers.path})", "coppice sft label"
     )
     if isinstance(failed, int):
         return failed
     if failed:
-        judging.say_failed(failed, "tools/sft label")
+        judging.say_failed(failed, "coppice sft label")
         print(
             f"the answers so far are kept in {answers.path}; go on with the same command",
             file=sys.stderr,
@@ -300,7 +300,7 @@ def _label(
 
 def review(options: argparse.Namespace) -> None:
     """Read labelled trajectories and an edited review file; write corrected trajectories."""
-    from tools.finetuning.judge.review import corrected, read_corrections
+    from coppice.tools.finetuning.judge.review import corrected, read_corrections
 
     records = record.read(options.labelled, Trajectory[Labelled])
     kept, counts = corrected(records, read_corrections(options.review, label.to_review(records)))
@@ -313,7 +313,7 @@ def review(options: argparse.Namespace) -> None:
 
 def rows(options: argparse.Namespace) -> None:
     """Read labelled trajectories; write training rows of a process reward model."""
-    from tools.finetuning.judge.rows import judgement_rows
+    from coppice.tools.finetuning.judge.rows import judgement_rows
 
     labelled = record.read_all(options.labelled, Trajectory[Labelled])
     training_rows, left_out = judgement_rows(labelled, options.most, options.seed, options.balance)

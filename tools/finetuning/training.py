@@ -1,4 +1,4 @@
-"""The stages of tools/sft that make a model folder: train and warm-start. The folder appears whole
+"""The stages of coppice sft that make a model folder: train and warm-start. The folder appears whole
 or not at all."""
 
 import argparse
@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from wire.atomic import drafted, write_whole
+from coppice.wire.atomic import drafted, write_whole
 
 if TYPE_CHECKING:
-    from learner.fine_tune import Example  # which imports torch
+    from coppice.learner.fine_tune import Example  # which imports torch
 
 
 def train(options: argparse.Namespace) -> None:
@@ -29,12 +29,12 @@ def _train(options: argparse.Namespace, folder: Path) -> None:
     from torch import OutOfMemoryError
     from transformers.utils import logging
 
-    from learner import fine_tune
-    from learner.fine_tune import Recipe, context_of, within
-    from scheduler.text import Text
-    from tools.defaults.models import ensure_model
-    from tools.defaults.settings import cache_folder
-    from tools.finetuning.pairs import read_pairs
+    from coppice.learner import fine_tune
+    from coppice.learner.fine_tune import Recipe, context_of, within
+    from coppice.scheduler.growth.text import Text
+    from coppice.tools.defaults.models import ensure_model
+    from coppice.tools.defaults.settings import cache_folder
+    from coppice.tools.finetuning.pairs import read_pairs
 
     logging.disable_progress_bar()
     model = ensure_model(options.model, cache_folder())
@@ -132,8 +132,8 @@ def _end_token(model: Path) -> list[int]:
 def warm_start(options: argparse.Namespace) -> None:
     """Copy the policy with which the runs of a config begin to a new model folder."""
     _check_new(options.out)
-    from tools.launching.config import load
-    from tools.launching.prepare import prepare
+    from coppice.tools.launching.config import load
+    from coppice.tools.launching.prepare import prepare
 
     with drafted(options.out, "--out") as draft:
         model = prepare(load(options.config, options.set)).model

@@ -1,4 +1,4 @@
-"""The command tools/audit: it reads a run folder from outside and says whether every task was
+"""The command coppice watch --audit: it reads a run folder from outside and says whether every task was
 trained exactly once or is accounted for.
 
 It believes the files alone (journal, metrics, checkpoints), and no process. A run that has not
@@ -17,12 +17,12 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from scheduler.journal import Journal, TreeRow
-from scheduler.records import UPDATE
-from scheduler.tree import Tree
-from tools.launching import changes
-from wire import digest, frontier, shards
-from wire.options import command_parser
+from coppice.scheduler.growth.tree import Tree
+from coppice.scheduler.ledger.journal import Journal, TreeRow
+from coppice.scheduler.ledger.records import UPDATE
+from coppice.tools.launching import changes
+from coppice.wire import digest, frontier, shards
+from coppice.wire.options import command_parser
 
 
 class Violation(msgspec.Struct, frozen=True):
@@ -260,14 +260,14 @@ def _faults(tree: Tree) -> Iterator[str]:
 
 
 EXAMPLES = """\
-  tools/audit RUN && echo sound        the exit status is 1 if a rule is broken
+  coppice watch --audit RUN && echo sound        the exit status is 1 if a rule is broken
 docs/troubleshooting.md says what each rule means"""
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of tools/audit."""
+    """Return the parser of coppice watch --audit."""
     parser = command_parser(
-        "tools/audit",
+        "coppice watch --audit",
         "Check from a run's files that every task was trained exactly once.",
         EXAMPLES,
     )
@@ -281,7 +281,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         violations = audit(run)
     except FileNotFoundError as error:
-        print(f"tools/audit: {error}", file=sys.stderr)
+        print(f"coppice watch --audit: {error}", file=sys.stderr)
         return 2
     try:
         print("\n".join(map(str, violations)) or f"{run}: every invariant holds", flush=True)

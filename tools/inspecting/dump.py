@@ -1,4 +1,4 @@
-"""The command tools/dump: find prefix trees of a run in its journal, which may be that of a live
+"""The command coppice trees: find prefix trees of a run in its journal, which may be that of a live
 run, and show them."""
 
 import argparse
@@ -12,22 +12,22 @@ from pathlib import Path
 
 import polars as pl
 
-from scheduler.journal import Journal, TreeRow
-from scheduler.tree import Node, Tree
-from tools.inspecting import drawing, frames, page, replay, tokens
-from wire.options import command_parser
+from coppice.scheduler.growth.tree import Node, Tree
+from coppice.scheduler.ledger.journal import Journal, TreeRow
+from coppice.tools.inspecting import drawing, frames, page, replay, tokens
+from coppice.wire.options import command_parser
 
 EXAMPLES = """\
-  tools/dump RUN                               the last finished tree
-  tools/dump RUN --list                        one line per tree, newest first
-  tools/dump RUN --where "reward > 0.5 AND version > 3"
+  coppice trees RUN                               the last finished tree
+  coppice trees RUN --list                        one line per tree, newest first
+  coppice trees RUN --where "reward > 0.5 AND version > 3"
                                                trees by their columns, in SQL
-  tools/dump RUN --text "capital of Peru"      trees with such a text
-  tools/dump RUN --surprising 3 --full         largest advantages, judges' words
-  tools/dump RUN --diff 12:4 12:9              two candidates of tree 12
-  tools/dump RUN --surprising 20 --html trees.html
+  coppice trees RUN --text "capital of Peru"      trees with such a text
+  coppice trees RUN --surprising 3 --full         largest advantages, judges' words
+  coppice trees RUN --diff 12:4 12:9              two candidates of tree 12
+  coppice trees RUN --surprising 20 --html trees.html
                                                a page to click through
-  tools/dump RUN --parquet FOLDER              trees.parquet and nodes.parquet"""
+  coppice trees RUN --parquet FOLDER              trees.parquet and nodes.parquet"""
 LISTED = (
     "tree",
     "task",
@@ -52,11 +52,11 @@ def main(arguments: list[str] | None = None) -> int:
         # the reader (head, less) has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (OSError, ValueError) as error:
-        print(f"tools/dump: {error}", file=sys.stderr)
+        print(f"coppice trees: {error}", file=sys.stderr)
         return 2
     except sqlite3.DatabaseError as error:
         print(
-            f"tools/dump: {options.run} is no journal of a run, or a damaged one ({error})",
+            f"coppice trees: {options.run} is no journal of a run, or a damaged one ({error})",
             file=sys.stderr,
         )
         return 2
@@ -70,12 +70,12 @@ def _count(text: str) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of tools/dump."""
+    """Return the parser of coppice trees."""
     parser = command_parser(
-        "tools/dump",
+        "coppice trees",
         "Find prefix trees and print them; * marks the candidate that was continued.",
         EXAMPLES,
-        "tools/dump RUN [which trees] [how]",
+        "coppice trees RUN [which trees] [how]",
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="run folder, or a journal file")
     which = parser.add_argument_group("which trees (default: the last finished one)")

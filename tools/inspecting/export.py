@@ -1,4 +1,4 @@
-"""The command tools/export: it writes the policy of a run as a Hugging Face folder that
+"""The command coppice export: it writes the policy of a run as a Hugging Face folder that
 transformers and SGLang load."""
 
 import argparse
@@ -10,12 +10,12 @@ from typing import Any
 import msgspec
 from safetensors import SafetensorError
 
-from tools.evaluating import versions
-from tools.inspecting import replay
-from wire import published, vision
-from wire.atomic import drafted
-from wire.faults import InfrastructureFault
-from wire.options import command_parser
+from coppice.tools.evaluating import versions
+from coppice.tools.inspecting import replay
+from coppice.wire import published, vision
+from coppice.wire.atomic import drafted
+from coppice.wire.faults import InfrastructureFault
+from coppice.wire.options import command_parser
 
 BESIDE = (
     "*token*",
@@ -42,7 +42,7 @@ def export(
     """
     import torch  # here, because --help should not wait for it
 
-    from actors.engines import weights
+    from coppice.actors.engines import weights
 
     process = replay.learner(run)
     if process is None:
@@ -78,15 +78,15 @@ def _save(model: Any, source: Path, folder: Path) -> None:
 
 
 EXAMPLES = """\
-  tools/export RUN --out FOLDER                     the newest weights
-  tools/export RUN --out FOLDER --version best      the best on held-out tasks
-  tools/export RUN --out FOLDER --dtype bfloat16    half the size"""
+  coppice export RUN --out FOLDER                     the newest weights
+  coppice export RUN --out FOLDER --version best      the best on held-out tasks
+  coppice export RUN --out FOLDER --dtype bfloat16    half the size"""
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of tools/export."""
+    """Return the parser of coppice export."""
     parser = command_parser(
-        "tools/export", "Write the policy of a run as a Hugging Face folder.", EXAMPLES
+        "coppice export", "Write the policy of a run as a Hugging Face folder.", EXAMPLES
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="run folder")
     parser.add_argument(
@@ -110,7 +110,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         version = export(options.run, options.out, options.version, options.dtype)
     except (OSError, ValueError, InfrastructureFault) as error:
-        print(f"tools/export: {error}", file=sys.stderr)
+        print(f"coppice export: {error}", file=sys.stderr)
         return 2
     print(f"policy version {version} is in {options.out}")
     return 0

@@ -13,7 +13,7 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from tools.inspecting.runs import Curve
+from coppice.tools.inspecting.runs import Curve
 
 INK = "#1b1c1d"
 """The colour of texts and axes; on a page it becomes the colour of the page's text, so that figures

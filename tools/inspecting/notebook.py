@@ -21,12 +21,12 @@ import numpy as np
 import polars as pl
 from matplotlib.figure import Figure
 
-from judges.base import Judge, checked
-from judges.serve import make_worker
-from learner.config import LearnerProcess
-from scheduler.journal import Journal, TreeRow
-from tools.evaluating import judged
-from tools.inspecting import frames, replay, runs, sections
+from coppice.judges.base import Judge, checked
+from coppice.judges.serve import make_worker
+from coppice.learner.config import LearnerProcess
+from coppice.scheduler.ledger.journal import Journal, TreeRow
+from coppice.tools.evaluating import judged
+from coppice.tools.inspecting import frames, replay, runs, sections
 
 
 class Run:
@@ -79,7 +79,7 @@ class Run:
         """
         import torch  # takes seconds
 
-        from learner import corrections
+        from coppice.learner.update import corrections
 
         if level not in ("token", "turn"):
             raise ValueError(f"level = {level!r}: expected token or turn")

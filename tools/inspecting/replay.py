@@ -8,12 +8,13 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from learner import rewards, schemes
-from learner.config import LearnerConfig, LearnerProcess, LoraConfig
-from learner.table import TurnTable, TurnTokens, build
-from scheduler.journal import Journal, TreeRow
-from scheduler.tree import Tree
-from wire.messages import TrainGroup, Turn
+from coppice.learner import schemes
+from coppice.learner.config import LearnerConfig, LearnerProcess, LoraConfig
+from coppice.learner.update import rewards
+from coppice.learner.update.table import TurnTable, TurnTokens, build
+from coppice.scheduler.growth.tree import Tree
+from coppice.scheduler.ledger.journal import Journal, TreeRow
+from coppice.wire.messages import TrainGroup, Turn
 
 Places = list[tuple[int, int]]
 """The tree and the node of each row of a table."""
@@ -150,12 +151,12 @@ def newest(
     among the tokens that top-p and top-k left. Raises ValueError without the run's folder or
     weights, InfrastructureFault for weights that fail their digest.
     """
-    from actors.engines import weights  # with torch, which takes seconds
-    from learner.model import Policy
-    from learner.passes import plan, rows_of, sweep
-    from learner.ranks import Ranks
-    from tools.evaluating import versions
-    from wire import published
+    from coppice.actors.engines import weights  # with torch, which takes seconds
+    from coppice.learner.model.model import Policy
+    from coppice.learner.model.ranks import Ranks
+    from coppice.learner.update.passes import plan, rows_of, sweep
+    from coppice.tools.evaluating import versions
+    from coppice.wire import published
 
     process = learner(run)
     if process is None:

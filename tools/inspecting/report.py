@@ -1,20 +1,20 @@
-"""The command tools/report: one page, or a picture, that shows one or several runs."""
+"""The command coppice report: one page, or a picture, that shows one or several runs."""
 
 import argparse
 import sys
 from pathlib import Path
 
-from tools.inspecting import sections
-from tools.inspecting.figures import save
-from tools.inspecting.runs import Run, check_metrics, grouped, read
-from wire.options import command_parser
+from coppice.tools.inspecting import sections
+from coppice.tools.inspecting.figures import save
+from coppice.tools.inspecting.runs import Run, check_metrics, grouped, read
+from coppice.wire.options import command_parser
 
 EXAMPLES = """\
-  tools/report runs/slate-tiny-20261123-090049    report.html of one run
-  tools/report A=slate B=slate C=slate D=grpo     three seeds against one run
-  tools/report RUN --out report.html --png FOLDER  every figure as a PNG, too
-  tools/report RUN --out curves.png --metric learner/kl --metric score/reward
-  tools/report A B --against time/run             curves against seconds"""
+  coppice report runs/slate-tiny-20261123-090049    report.html of one run
+  coppice report A=slate B=slate C=slate D=grpo     three seeds against one run
+  coppice report RUN --out report.html --png FOLDER  every figure as a PNG, too
+  coppice report RUN --out curves.png --metric learner/kl --metric score/reward
+  coppice report A B --against time/run             curves against seconds"""
 SUFFIXES = (".html", ".png", ".svg")
 
 
@@ -34,7 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
         else:
             save(sections.picture(groups, options.against, options.metric), options.out)
     except (OSError, ValueError) as error:
-        print(f"tools/report: {error}", file=sys.stderr)
+        print(f"coppice report: {error}", file=sys.stderr)
         return 2
     table = sections.results(groups)
     print(
@@ -44,9 +44,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of tools/report."""
+    """Return the parser of coppice report."""
     parser = command_parser(
-        "tools/report",
+        "coppice report",
         "Show runs on one HTML page, or as a picture. The page needs no network and no\n"
         "other file. Runs may be live, stopped, failed or old.",
         EXAMPLES,

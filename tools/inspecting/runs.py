@@ -14,19 +14,19 @@ from typing import Any
 
 import msgspec
 
-from scheduler.journal import Journal
-from scheduler.nothing_learnt import COMPARED, EQUAL
-from scheduler.records import Reader
-from tools.inspecting.intervals import interval
-from tools.launching import changes, environment, status
-from wire import shards
+from coppice.scheduler.ledger.journal import Journal
+from coppice.scheduler.ledger.records import Reader
+from coppice.scheduler.telemetry.nothing_learnt import COMPARED, EQUAL
+from coppice.tools.inspecting.intervals import interval
+from coppice.tools.launching import changes, environment, status
+from coppice.wire import shards
 
 SHARE = "share/"
 """The prefix of metrics made here: share/staleness_1 is the share of the tokens that were sampled
 one update before the version being trained."""
 EQUAL_SHARE = "equal/"
 """The same for equal/1: the share of the compared groups of step 1 whose rewards are all equal
-(scheduler/nothing_learnt.py)."""
+(scheduler/telemetry/nothing_learnt.py)."""
 
 
 UNREADABLE = (OSError, ValueError, sqlite3.Error, msgspec.MsgspecError)

@@ -12,13 +12,13 @@ import polars as pl
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
-from scheduler.journal import Journal, TreeRow
-from scheduler.phases import Training
-from tools.bootstrap import ROOT
-from tools.inspecting import critical, drawing, frames
-from tools.inspecting.figures import caption, inline, panels
-from tools.inspecting.intervals import shown
-from tools.inspecting.runs import (
+from coppice.scheduler.ledger.journal import Journal, TreeRow
+from coppice.scheduler.telemetry.phases import Training
+from coppice.tools.bootstrap import ROOT
+from coppice.tools.inspecting import critical, drawing, frames
+from coppice.tools.inspecting.figures import caption, inline, panels
+from coppice.tools.inspecting.intervals import shown
+from coppice.tools.inspecting.runs import (
     EQUAL_SHARE,
     SHARE,
     UNREADABLE,
@@ -30,7 +30,7 @@ from tools.inspecting.runs import (
     heldout,
     measures,
 )
-from tools.launching.config import ConfigError, load, saved
+from coppice.tools.launching.config import ConfigError, load, saved
 
 Groups = Mapping[str, Sequence[Run]]
 TREES = 5000
@@ -428,7 +428,7 @@ def _remarkable(
             for tree in frames.ranked(table.reverse(), rank).head(ROLLOUTS).iter_rows(named=True):
                 text = drawing.as_text(journal, by_id[tree["tree"]], drawing.Detail(110, full=True))
                 if len(text) > CHARACTERS:
-                    text = f"{text[:CHARACTERS]}\n... (tools/dump RUN --tree {tree['tree']} --full prints the rest)"
+                    text = f"{text[:CHARACTERS]}\n... (coppice trees RUN --tree {tree['tree']} --full prints the rest)"
                 values = [
                     f"{c} {tree[c]:+.2f}"
                     for c in ("outcome", "reward", "step_reward", "spread")

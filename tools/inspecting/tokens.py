@@ -6,8 +6,8 @@ import numpy as np
 import tokenizers
 from tokenizers.decoders import DecodeStream
 
-from scheduler.tree import Node
-from tools.inspecting import replay
+from coppice.scheduler.growth.tree import Node
+from coppice.tools.inspecting import replay
 
 
 def tokenizer(run: Path) -> tokenizers.Tokenizer | None:

@@ -1,4 +1,4 @@
-"""The command tools/trace: a window of a run for Perfetto (ui.perfetto.dev), in the JSON of
+"""The command coppice report --trace: a window of a run for Perfetto (ui.perfetto.dev), in the JSON of
 Chrome's trace format.
 
 Each process is a row with as many lanes as it had calls at once; in a call stand its phases (queue,
@@ -12,22 +12,24 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tools.inspecting import runs
-from tools.inspecting.critical import Call, Recorded, recorded
-from wire.atomic import write_whole
-from wire.options import command_parser
+from coppice.tools.inspecting import runs
+from coppice.tools.inspecting.critical import Call, Recorded, recorded
+from coppice.wire.atomic import write_whole
+from coppice.wire.options import command_parser
 
 EXAMPLES = """\
-  tools/trace RUN --out trace.json                the newest start of a run
-  tools/trace RUN --from 60 --to 90 --out t.json  half a minute of it
+  coppice report --trace RUN --out trace.json                the newest start of a run
+  coppice report --trace RUN --from 60 --to 90 --out t.json  half a minute of it
 then open the file at ui.perfetto.dev; nothing of it leaves your browser"""
 LEARNER = "learner"
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of tools/trace."""
+    """Return the parser of coppice report --trace."""
     parser = command_parser(
-        "tools/trace", "Write a window of a run as a trace that Perfetto shows.", EXAMPLES
+        "coppice report --trace",
+        "Write a window of a run as a trace that Perfetto shows.",
+        EXAMPLES,
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="run folder, also of a live run")
     parser.add_argument(
@@ -67,7 +69,7 @@ def main(arguments: list[str] | None = None) -> int:
             )
         write_whole(options.out, {"traceEvents": events, "displayTimeUnit": "ms"})
     except runs.UNREADABLE as error:
-        print(f"tools/trace: {options.run}: {error}", file=sys.stderr)
+        print(f"coppice report --trace: {options.run}: {error}", file=sys.stderr)
         return 2
     print(f"trace: {options.out} ({len(events)} events; open it at ui.perfetto.dev)")
     return 0

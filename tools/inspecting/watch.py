@@ -1,4 +1,4 @@
-"""The command tools/watch: a live view of a run, with keys that open a tree, pause and resume the
+"""The command coppice watch: a live view of a run, with keys that open a tree, pause and resume the
 run, drain a worker and stop the run."""
 
 import argparse
@@ -22,15 +22,15 @@ from textual.containers import Vertical, VerticalScroll
 from textual.screen import ModalScreen, Screen
 from textual.widgets import Footer, OptionList, Static
 
-from tools.inspecting import drawing, frames, watched
-from tools.inspecting.watched import Look, Reader
-from tools.launching import control, screen
-from wire.options import command_parser
+from coppice.tools.inspecting import drawing, frames, watched
+from coppice.tools.inspecting.watched import Look, Reader
+from coppice.tools.launching import control, screen
+from coppice.wire.options import command_parser
 
 EXAMPLES = """\
-  tools/watch RUN                  the run folder, live, stopped or broken
-  tools/watch RUN/journal.sqlite   a journal alone: its trees
-  tools/watch RUN | cat            one page, where there is no terminal"""
+  coppice watch RUN                  the run folder, live, stopped or broken
+  coppice watch RUN/journal.sqlite   a journal alone: its trees
+  coppice watch RUN | cat            one page, where there is no terminal"""
 EVERY_S, RESTING_S, LONGEST_S = 1.0, 5.0, 10.0
 """Seconds between two looks at a run that is running, and at one that is not; the longest pause."""
 SHARE = 0.005
@@ -62,7 +62,7 @@ class Question(ModalScreen[bool]):
 
 
 class TreeScreen(Screen[None]):
-    """One tree, as tools/dump prints it."""
+    """One tree, as coppice trees prints it."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         ("escape,q", "dismiss", "Back"),
@@ -142,7 +142,7 @@ class Watch(App[None]):
     """The view of one run. It only reads, and gives the orders of tools/launching/control.py when
     asked to."""
 
-    TITLE, AUTO_FOCUS, ENABLE_COMMAND_PALETTE = "tools/watch", "", False
+    TITLE, AUTO_FOCUS, ENABLE_COMMAND_PALETTE = "coppice watch", "", False
     HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (150, "-wide")]
     CSS = """
     #page { scrollbar-gutter: stable; scrollbar-size-vertical: 1; }
@@ -272,7 +272,7 @@ class Watch(App[None]):
     def action_stop(self) -> None:
         """Ask, then stop the run."""
         self.order(
-            "Stop the run? The learner writes a checkpoint and every process ends. tools/launch --resume goes on.",
+            "Stop the run? The learner writes a checkpoint and every process ends. coppice launch --resume goes on.",
             control.stop,
         )
 
@@ -289,9 +289,9 @@ class Watch(App[None]):
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of tools/watch."""
+    """Return the parser of coppice watch."""
     parser = command_parser(
-        "tools/watch",
+        "coppice watch",
         "A live view of a run; keys open a tree, pause, resume, drain a worker, stop.",
         EXAMPLES,
     )
@@ -304,7 +304,7 @@ def main(arguments: list[str] | None = None) -> int:
     run: Path = parser().parse_args(arguments).run.resolve()
     if not (run.is_file() or (run / "config.json").exists() or (run / "journal.sqlite").exists()):
         print(
-            f"tools/watch: {run}: expected the folder of a run (runs/NAME-TIME) or a journal file",
+            f"coppice watch: {run}: expected the folder of a run (runs/NAME-TIME) or a journal file",
             file=sys.stderr,
         )
         return 2

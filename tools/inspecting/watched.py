@@ -1,4 +1,4 @@
-"""What tools/watch shows of a run, as plain text: its status, curves, staleness, newest trees and
+"""What coppice watch shows of a run, as plain text: its status, curves, staleness, newest trees and
 processes.
 
 Nothing here raises for what is missing, torn or damaged; the status says it in words
@@ -15,13 +15,13 @@ from pathlib import Path
 
 import msgspec
 
-from scheduler import health
-from scheduler.journal import Journal, TreeRow
-from scheduler.records import Reader as Records
-from tools.inspecting import frames
-from tools.launching import status
-from tools.launching.status import Status, ago, span
-from tools.launching.table import COLUMNS
+from coppice.scheduler.ledger.journal import Journal, TreeRow
+from coppice.scheduler.ledger.records import Reader as Records
+from coppice.scheduler.telemetry import health
+from coppice.tools.inspecting import frames
+from coppice.tools.launching import status
+from coppice.tools.launching.status import Status, ago, span
+from coppice.tools.launching.table import COLUMNS
 
 CURVES = (
     "reward",

@@ -5,14 +5,14 @@ import asyncio
 import os
 import random
 
-from actors.environments import registry
-from actors.environments.agents.environment import Agent
-from actors.environments.base import Task, Tools
-from actors.environments.task_files import listed, load_tasks
-from tools.launching.config import Config
-from wire.apart import apart
-from wire.faults import Fault
-from wire.messages import Passage
+from coppice.actors.environments import registry
+from coppice.actors.environments.agents.environment import Agent
+from coppice.actors.environments.base import Task, Tools
+from coppice.actors.environments.task_files import listed, load_tasks
+from coppice.tools.launching.config import Config
+from coppice.wire.apart import apart
+from coppice.wire.faults import Fault
+from coppice.wire.messages import Passage
 
 PATIENCE_S = 20.0
 """Seconds that an agent has for its first call in a trial. A slower one is no fault: a run gives it

@@ -1,4 +1,4 @@
-"""The command tools/launch: config -> assets -> run folder -> processes -> summary."""
+"""The command coppice launch: config -> assets -> run folder -> processes -> summary."""
 
 import argparse
 import contextlib
@@ -14,36 +14,45 @@ from typing import Any, TextIO
 
 import msgspec
 
-from scheduler import health, tracking
-from tools.defaults.settings import cache_folder
-from tools.launching import agent_trial, changes, environment, jobs, needs, processes, rules, status
-from tools.launching.assets import Assets
-from tools.launching.config import DEFAULT_CONFIG, Config, ConfigError, convert, load
-from tools.launching.disk import existing, no_space
-from tools.launching.memory import estimate, memory_warning
-from tools.launching.nodes import Nodes, reachable
-from tools.launching.number_types import number_type
-from tools.launching.prepare import prepare
-from tools.launching.resuming import supervise
-from tools.launching.screen import Screen
-from wire.atomic import fresh
-from wire.options import command_parser
+from coppice.scheduler.telemetry import health, tracking
+from coppice.tools.defaults.settings import cache_folder
+from coppice.tools.launching import (
+    agent_trial,
+    changes,
+    environment,
+    jobs,
+    needs,
+    processes,
+    rules,
+    status,
+)
+from coppice.tools.launching.assets import Assets
+from coppice.tools.launching.config import DEFAULT_CONFIG, Config, ConfigError, convert, load
+from coppice.tools.launching.disk import existing, no_space
+from coppice.tools.launching.memory import estimate, memory_warning
+from coppice.tools.launching.nodes import Nodes, reachable
+from coppice.tools.launching.number_types import number_type
+from coppice.tools.launching.prepare import prepare
+from coppice.tools.launching.resuming import supervise
+from coppice.tools.launching.screen import Screen
+from coppice.wire.atomic import fresh
+from coppice.wire.options import command_parser
 
 _EXAMPLES = """\
   tools/launch --actors 4 --learner 4           train the default task
-  tools/launch --config configs/slate-cpu.toml --actors 2 --learner 2
-  tools/launch scheduler.updates=20 learner.lr=1e-4    change keys
-  tools/launch --resume runs/NAME-TIME          go on after a stop or a crash
-  tools/launch --status runs/NAME-TIME          what it does, or why it ended
-  tools/launch --track wandb --quiet            W&B, and hardly a line here
-  tools/launch --json 2> words | jq '."score/reward"'
+  coppice launch --config configs/slate-cpu.toml --actors 2 --learner 2
+  coppice launch scheduler.updates=20 learner.lr=1e-4    change keys
+  coppice launch --resume runs/NAME-TIME          go on after a stop or a crash
+  coppice launch --status runs/NAME-TIME          what it does, or why it ended
+  coppice launch --track wandb --quiet            W&B, and hardly a line here
+  coppice launch --json 2> words | jq '."score/reward"'
 """
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of tools/launch."""
+    """Return the parser of coppice launch."""
     parser = command_parser(
-        "tools/launch",
+        "coppice launch",
         "Train a policy, or go on with a run; everything is set up on the first start.",
         _EXAMPLES,
     )
@@ -189,11 +198,12 @@ def main(command: list[str] | None = None) -> int:
             with _silence() if options.quiet else contextlib.nullcontext():
                 assets = prepare(config)
         except (ConfigError, OSError, ValueError, MemoryError) as error:
-            print(f"tools/launch: {' '.join(str(error).split())}", file=sys.stderr)
+            print(f"coppice launch: {' '.join(str(error).split())}", file=sys.stderr)
             return 2
         except KeyboardInterrupt:
             print(
-                "tools/launch: stopped during set-up; what was finished is cached", file=sys.stderr
+                "coppice launch: stopped during set-up; what was finished is cached",
+                file=sys.stderr,
             )
             return 130
         try:
@@ -201,7 +211,7 @@ def main(command: list[str] | None = None) -> int:
             run = (run if named else fresh(run)).resolve()
             return _launch(config, assets, run, screen, nodes, options.resume is not None)
         except (OSError, ValueError) as error:
-            print(f"tools/launch: {_told(error, run)}", file=sys.stderr)
+            print(f"coppice launch: {_told(error, run)}", file=sys.stderr)
             return 2
 
 
@@ -303,7 +313,7 @@ def dry_run(config: Config, run: Path) -> int:
     FileNotFoundError for a wrong model."""
     import tempfile
 
-    from tools.defaults.models import check_name  # it imports transformers
+    from coppice.tools.defaults.models import check_name  # it imports transformers
 
     check_name(config.model.name)
     print(msgspec.json.format(msgspec.json.encode(config), indent=1).decode())

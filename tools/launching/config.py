@@ -17,13 +17,13 @@ from typing import Any, Literal
 
 import msgspec
 
-from tools.bootstrap import ROOT
-from tools.launching import engine_rules, rules
-from tools.launching.disk import shown
-from tools.launching.method import option_table
-from tools.launching.settings import Config, with_agent
-from wire.atomic import as_json
-from wire.options import known, option
+from coppice.tools.bootstrap import ROOT
+from coppice.tools.launching import engine_rules, rules
+from coppice.tools.launching.disk import shown
+from coppice.tools.launching.method import option_table
+from coppice.tools.launching.settings import Config, with_agent
+from coppice.wire.atomic import as_json
+from coppice.wire.options import known, option
 
 DEFAULT_CONFIG = ROOT / "configs" / "slate-tiny.toml"
 

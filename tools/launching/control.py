@@ -8,12 +8,12 @@ import os
 import signal
 from pathlib import Path
 
-from scheduler import health
-from tools.launching import record
-from tools.launching.children import LEFT_S
-from tools.launching.disk import resume_command, shown
-from tools.launching.supervisor import DRAIN
-from tools.launching.watchdog import SCHEDULER
+from coppice.scheduler.telemetry import health
+from coppice.tools.launching import record
+from coppice.tools.launching.children import LEFT_S
+from coppice.tools.launching.disk import resume_command, shown
+from coppice.tools.launching.supervisor import DRAIN
+from coppice.tools.launching.watchdog import SCHEDULER
 
 
 def pause(run: Path) -> str:
@@ -68,7 +68,7 @@ def _worker(run: Path, name: str) -> None:
     member = _running(run).members.get(name)
     if member is None:
         raise ValueError(
-            f"{name} was not started by tools/launch: end it where it was started, with Ctrl-C"
+            f"{name} was not started by coppice launch: end it where it was started, with Ctrl-C"
         )
     if name.startswith((SCHEDULER, "learner")):
         raise ValueError(

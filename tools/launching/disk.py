@@ -38,4 +38,4 @@ def shown(path: Path) -> Path:
 
 def resume_command(run: Path) -> str:
     """Return the command that goes on with a run, as a shell takes it."""
-    return f"tools/launch --resume {shlex.quote(str(shown(run)))}"
+    return f"coppice launch --resume {shlex.quote(str(shown(run)))}"

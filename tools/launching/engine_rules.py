@@ -5,10 +5,10 @@ from collections.abc import Iterator
 
 import msgspec
 
-from actors.config import ActorsConfig, SGLangConfig
-from actors.engines import registry
-from learner.config import LearnerConfig
-from tools.launching.settings import Config
+from coppice.actors.config import ActorsConfig, SGLangConfig
+from coppice.actors.engines import registry
+from coppice.learner.config import LearnerConfig
+from coppice.tools.launching.settings import Config
 
 _ADAPTERS_AT_ONCE = {"max_loras_per_batch": 2, "max_loaded_loras": 3}
 """Running requests keep the adapter with which they began, new requests use the newest one, and a

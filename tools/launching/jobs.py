@@ -13,9 +13,9 @@ from typing import Any
 
 import yaml
 
-from tools.bootstrap import ROOT
-from tools.launching.config import ConfigError
-from tools.launching.settings import Config
+from coppice.tools.bootstrap import ROOT
+from coppice.tools.launching.config import ConfigError
+from coppice.tools.launching.settings import Config
 
 PORT = 6379
 """Ray's default, where the nodes find the first one."""
@@ -23,7 +23,7 @@ GRACE_S = 120
 """Seconds before the end of its time at which SLURM sends SIGTERM, for the learner's last
 checkpoint: to the script alone, which has the launcher stop in order. ``srun`` would send it to all
 processes of the step at once, and Ray would die before the run had ended."""
-_STOP = "import pathlib, sys; from tools.launching import control; print(control.stop(pathlib.Path(sys.argv[1])))"
+_STOP = "import pathlib, sys; from coppice.tools.launching import control; print(control.stop(pathlib.Path(sys.argv[1])))"
 _SHARED = "/runs"
 """Where the pods see the shared volume."""
 
@@ -69,7 +69,7 @@ def _command(given: list[str], run: str) -> tuple[str, str]:
 
 
 def slurm(config: Config, given: list[str]) -> str:
-    """Return the script for sbatch. given: the options of tools/launch."""
+    """Return the script for sbatch. given: the options of coppice launch."""
     c, name = config.cluster, config.name
     first, later = _command(given, '"$run"')
     options = [
@@ -92,8 +92,8 @@ def slurm(config: Config, given: list[str]) -> str:
 set -euo pipefail
 cd {shlex.quote(str(ROOT))}
 run=${{1:-{shlex.quote(config.runs)}/{name}-$SLURM_JOB_ID}}
-launch=(tools/launch {first})
-if [ -f "$run/config.json" ]; then launch=(tools/launch {later}); fi
+launch=(coppice launch {first})
+if [ -f "$run/config.json" ]; then launch=(coppice launch {later}); fi
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export RAY_USAGE_STATS_ENABLED=0 PATH=${{COPPICE_VENV:-$PWD/.venv}}/bin:$PATH  # Ray starts itself by its name
 srun --kill-on-bad-exit=1 ray symmetric-run --address "$first:{PORT}" \\
@@ -105,7 +105,7 @@ wait $step || wait $step  # the signal ends the first
 
 
 def kuberay(config: Config, given: list[str]) -> str:
-    """Return the manifest of a RayJob. given: the options of tools/launch."""
+    """Return the manifest of a RayJob. given: the options of coppice launch."""
     c = config.cluster
     for key in ("image", "volume"):
         if not getattr(c, key):
@@ -114,7 +114,7 @@ def kuberay(config: Config, given: list[str]) -> str:
             )
     name = re.sub(r"[^a-z0-9-]+", "-", config.name.lower()).strip("-")
     first, later = _command(given, f"{_SHARED}/{name}")
-    start = f"cd {shlex.quote(c.folder)}; if [ -f {_SHARED}/{name}/config.json ]; then tools/launch {later}; else tools/launch {first}; fi"
+    start = f"cd {shlex.quote(c.folder)}; if [ -f {_SHARED}/{name}/config.json ]; then coppice launch {later}; else coppice launch {first}; fi"
     count, groups = nodes(config), []
     if count > 1:
         shape = {

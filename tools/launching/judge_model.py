@@ -1,4 +1,4 @@
-"""The process that serves [judges.model] to a run's own judges: it runs tools/serve-model on the
+"""The process that serves [judges.model] to a run's own judges: it runs coppice serve --model on the
 loopback address."""
 
 import argparse
@@ -7,10 +7,10 @@ from pathlib import Path
 
 import msgspec
 
-from judges.config import JudgeModelConfig
-from wire import loop
-from wire.faults import InfrastructureFault
-from wire.process import begin
+from coppice.judges.config import JudgeModelConfig
+from coppice.wire import loop
+from coppice.wire.faults import InfrastructureFault
+from coppice.wire.process import begin
 
 HOST = "127.0.0.1"
 
@@ -35,7 +35,7 @@ def main() -> None:
     process again."""
     # The launcher imports this module to write the process file and must not import torch, which
     # serve_model imports.
-    from tools.launching.serve_model import serve
+    from coppice.tools.launching.serve_model import serve
 
     begin()
     process = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=JudgeModelProcess)

@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 
-from learner.config import LearnerConfig
-from learner.plan import plan_of
-from tools.launching.settings import Config
+from coppice.learner.config import LearnerConfig
+from coppice.learner.update.plan import plan_of
+from coppice.tools.launching.settings import Config
 
 
 def faults(config: Config) -> Iterator[str]:
@@ -81,6 +81,6 @@ def _schedule(config: Config) -> Iterator[str]:
         )
     if config.data.train != "default" and steps and config.data.corpus != "default":
         yield (
-            f"warm_start.steps = {steps}: the built-in warm start knows the default data only; set warm_start.steps = 0 (and use tools/sft if"
+            f"warm_start.steps = {steps}: the built-in warm start knows the default data only; set warm_start.steps = 0 (and use coppice sft if"
             " your model needs one)"
         )

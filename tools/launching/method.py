@@ -8,19 +8,20 @@ from typing import Any
 
 import msgspec
 
-from actors.environments.base import Environment
-from judges.base import Judge
-from judges.serve import Worker
-from learner import corrections, schemes
-from learner.config import LearnerConfig
-from learner.plan import plan_of
-from learner.schemes import Scheme
-from scheduler import strategies
-from scheduler.config import UNJUDGED
-from scheduler.rewards import COMPONENTS
-from scheduler.strategies import Strategy
-from tools.launching.settings import Config
-from wire.declared import SchemeNeeds, StrategyGives
+from coppice.actors.environments.base import Environment
+from coppice.judges.base import Judge
+from coppice.judges.serve import Worker
+from coppice.learner import schemes
+from coppice.learner.config import LearnerConfig
+from coppice.learner.schemes import Scheme
+from coppice.learner.update import corrections
+from coppice.learner.update.plan import plan_of
+from coppice.scheduler.config import UNJUDGED
+from coppice.scheduler.growth import strategies
+from coppice.scheduler.growth.rewards import COMPONENTS
+from coppice.scheduler.growth.strategies import Strategy
+from coppice.tools.launching.settings import Config
+from coppice.wire.declared import SchemeNeeds, StrategyGives
 
 Served = dict[str, Worker]
 """The judges, opponents and speakers of [judges.use], by the service that each of them offers."""

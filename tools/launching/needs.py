@@ -6,10 +6,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from actors.environments import hub
-from actors.environments.task_files import EXPECTED, listed
-from tools.launching.settings import Config
-from wire import hardware
+from coppice.actors.environments import hub
+from coppice.actors.environments.task_files import EXPECTED, listed
+from coppice.tools.launching.settings import Config
+from coppice.wire import hardware
 
 _HAS_SGLANG = "import importlib.util, sys; sys.exit(importlib.util.find_spec('sglang') is None)"
 

@@ -17,19 +17,19 @@ from typing import Any
 
 import msgspec
 
-from tools.bootstrap import ROOT
-from tools.launching.config import ConfigError
-from tools.launching.failures import Cause
-from tools.launching.holder import Delivery, Holder, Report
-from tools.launching.processes import Process
-from tools.launching.settings import Config
-from wire import shards
+from coppice.tools.bootstrap import ROOT
+from coppice.tools.launching.config import ConfigError
+from coppice.tools.launching.failures import Cause
+from coppice.tools.launching.holder import Delivery, Holder, Report
+from coppice.tools.launching.processes import Process
+from coppice.tools.launching.settings import Config
+from coppice.wire import shards
 
 ROLE_OF = {
-    "actors.worker": "actor",
-    "judges.serve": "judge",
-    "judges.retriever.worker": "retriever",
-    "learner.main": "learner",
+    "coppice.actors.worker": "actor",
+    "coppice.judges.serve": "judge",
+    "coppice.judges.retriever.worker": "retriever",
+    "coppice.learner.main": "learner",
 }
 """The role of each module that may run on another node. A module that is not here runs with the
 launcher."""
@@ -180,7 +180,7 @@ class Nodes:
     def takes(self, spec: Process) -> bool:
         """Return whether the process runs on the cluster, and not with the launcher."""
         return spec.module in ROLE_OF and not (
-            spec.module == "judges.serve" and self.config.judges.model
+            spec.module == "coppice.judges.serve" and self.config.judges.model
         )
 
     def start(self, spec: Process, run: Path, log: Path) -> Away:
@@ -188,7 +188,7 @@ class Nodes:
         ray = _ray()
         options = self._resources(spec)
         needs = f"{spec.name} ({options['num_cpus']} CPU, {options['num_gpus']} GPU)"
-        if spec.module == "learner.main":
+        if spec.module == "coppice.learner.main":
             options |= self._beside(spec, options)
         elif not options["num_gpus"]:
             options["scheduling_strategy"] = "SPREAD"
@@ -207,9 +207,9 @@ class Nodes:
 
     def _resources(self, spec: Process) -> dict[str, Any]:
         a, gpus = self.config.actors, 0
-        if spec.module == "learner.main":
+        if spec.module == "coppice.learner.main":
             gpus = 1
-        elif spec.module == "actors.worker":
+        elif spec.module == "coppice.actors.worker":
             gpus = a.sglang.gpus * (a.sglang.way != "url") if a.engine == "sglang" else 1
         return {"num_cpus": spec.threads, "num_gpus": gpus if self.gpus else 0}
 

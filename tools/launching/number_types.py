@@ -6,8 +6,8 @@ from typing import Any
 
 import msgspec
 
-from tools.launching.settings import Config
-from wire import hardware
+from coppice.tools.launching.settings import Config
+from coppice.wire import hardware
 
 
 def typed(config: Config) -> Config:

@@ -4,17 +4,17 @@ episode asks is served by somebody."""
 from collections.abc import Generator, Iterator
 from typing import Any
 
-from actors.environments import registry
-from actors.environments.base import POLICY, Environment
-from actors.environments.task_files import check_form, listed
-from judges.config import SERVED, JudgesConfig, uses_served_model, with_served_model
-from judges.llm import PATIENCE_S
-from judges.serve import KINDS, make_worker, service_of
-from scheduler.config import UNJUDGED
-from tools.launching import method
-from tools.launching.method import Served
-from tools.launching.settings import Config
-from wire.options import known
+from coppice.actors.environments import registry
+from coppice.actors.environments.base import POLICY, Environment
+from coppice.actors.environments.task_files import check_form, listed
+from coppice.judges.config import SERVED, JudgesConfig, uses_served_model, with_served_model
+from coppice.judges.llm import PATIENCE_S
+from coppice.judges.serve import KINDS, make_worker, service_of
+from coppice.scheduler.config import UNJUDGED
+from coppice.tools.launching import method
+from coppice.tools.launching.method import Served
+from coppice.tools.launching.settings import Config
+from coppice.wire.options import known
 
 
 def of_judges(config: Config) -> Generator[str, None, Served]:
@@ -108,7 +108,7 @@ def _asked(
         )
         if name not in own:
             names = {service.partition(".")[2] for service in served if service.startswith(kind)}
-            bring = f"; for one that tools/serve brings, add --set 'judges.outside=[\"{name}\"]'"
+            bring = f"; for one that coppice serve brings, add --set 'judges.outside=[\"{name}\"]'"
             known(setting, name, {*own, *names, unserved}, bring)
         yield f"{setting}, which nobody serves: add --set 'judges.use.{name}={{}}' (or its section)"
     for name in outside:

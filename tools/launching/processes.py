@@ -8,22 +8,22 @@ from typing import Any
 
 import msgspec
 
-from actors.config import ActorProcess
-from judges.config import with_served_model
-from judges.retriever.worker import RetrieverProcess
-from judges.serve import PLAYERS, JudgeProcess, built_in_service
-from judges.slate_rules import SlateRules
-from learner import schemes
-from learner.config import LearnerConfig, LearnerProcess
-from scheduler.config import EvaluationConfig, SchedulerConfig, SchedulerProcess
-from scheduler.tracking import KEYS
-from tools.launching.assets import Assets
-from tools.launching.config import Config
-from tools.launching.judge_model import JudgeModelProcess
-from tools.launching.method import strategy_options
-from tools.launching.number_types import typed
-from wire import hardware, shards
-from wire.process import free_port
+from coppice.actors.config import ActorProcess
+from coppice.judges.config import with_served_model
+from coppice.judges.retriever.worker import RetrieverProcess
+from coppice.judges.serve import PLAYERS, JudgeProcess, built_in_service
+from coppice.judges.slate_rules import SlateRules
+from coppice.learner import schemes
+from coppice.learner.config import LearnerConfig, LearnerProcess
+from coppice.scheduler.config import EvaluationConfig, SchedulerConfig, SchedulerProcess
+from coppice.scheduler.telemetry.tracking import KEYS
+from coppice.tools.launching.assets import Assets
+from coppice.tools.launching.config import Config
+from coppice.tools.launching.judge_model import JudgeModelProcess
+from coppice.tools.launching.method import strategy_options
+from coppice.tools.launching.number_types import typed
+from coppice.wire import hardware, shards
+from coppice.wire.process import free_port
 
 
 class Process(msgspec.Struct, frozen=True):
@@ -159,20 +159,29 @@ def _plan(config: Config, files: dict[str, Any], run: Path) -> list[Process]:
     """Return the processes that read the files."""
     rest, numbers = _rest(config), range(config.scheduler.shards)
     # The death of the first scheduler resumes the whole run; another one is started again alone.
-    plan = [_of_shard("scheduler", "scheduler.main", n, 1, {}, vital=not n) for n in numbers]
-    plan += [_of_shard("judges", "judges.serve", n, 1, rest) for n in numbers]
+    plan = [
+        _of_shard("scheduler", "coppice.scheduler.main", n, 1, {}, vital=not n) for n in numbers
+    ]
+    plan += [_of_shard("judges", "coppice.judges.serve", n, 1, rest) for n in numbers]
     if served := files.get("judge-model"):
         threads = served.model.threads
         plan.append(
             Process(
-                "judge-model", "tools.launching.judge_model", "judge-model", threads, False, rest
+                "judge-model",
+                "coppice.tools.launching.judge_model",
+                "judge-model",
+                threads,
+                False,
+                rest,
             )
         )
     if "players" in files:
-        plan += [_of_shard("players", "judges.serve", n, 1, {}) for n in numbers]
+        plan += [_of_shard("players", "coppice.judges.serve", n, 1, {}) for n in numbers]
     if "retriever" in files:
         plan += [
-            _of_shard("retriever", "judges.retriever.worker", n, config.retriever.threads, {})
+            _of_shard(
+                "retriever", "coppice.judges.retriever.worker", n, config.retriever.threads, {}
+            )
             for n in numbers
         ]
     actors = [_actor(config, place) for place in range(config.actors.count)]
@@ -257,7 +266,7 @@ def _ranks(learner: LearnerConfig, meeting: dict[str, str]) -> list[Process]:
     return [
         Process(
             f"learner-{rank}",
-            "learner.main",
+            "coppice.learner.main",
             "learner",
             learner.threads,
             True,
@@ -272,14 +281,14 @@ def _actor(config: Config, place: int) -> Process:
     actors.sglang.gpus it sees only its own GPUs."""
     a, name = config.actors, f"actor-{place}"
     if a.engine != "sglang":
-        return Process(name, "actors.worker", name, a.threads, False)
+        return Process(name, "coppice.actors.worker", name, a.threads, False)
     inside = a.sglang.way == "inside"
     shown = gpus_of(place, a.sglang.gpus, config.learner.here, hardware.visible_gpus())
     environment = dict(a.sglang.environment) if inside else {}
     environment |= {"CUDA_VISIBLE_DEVICES": ",".join(shown)} if shown else {}
     return Process(
         name,
-        "actors.worker",
+        "coppice.actors.worker",
         name,
         a.threads,
         False,
@@ -318,5 +327,5 @@ def torchrun(learner: LearnerConfig, run: Path) -> str:
     return (
         f"the learner's {learner.count} ranks come from outside: start them from the repository's folder on each of N machines with\n"
         f"  torchrun --nnodes N --node-rank I --nproc-per-node {learner.count}/N --master-addr FIRST --master-port PORT"
-        f" -m learner.main {run}/processes/learner.json"
+        f" -m coppice.learner.main {run}/processes/learner.json"
     )

@@ -1,7 +1,7 @@
 """What the launcher knows of a run, in ``RUN/launcher.json``: its processes, its restarts, what
 failed and how it ended.
 
-The launcher writes the file anew whenever something changes, and ``tools/launch --status`` reads
+The launcher writes the file anew whenever something changes, and ``coppice launch --status`` reads
 it.
 """
 
@@ -14,7 +14,7 @@ from typing import Literal
 import msgspec
 import psutil
 
-from wire.atomic import write_whole
+from coppice.wire.atomic import write_whole
 
 NAME = "launcher.json"
 KEPT = 50

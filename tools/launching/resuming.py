@@ -6,16 +6,16 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from scheduler import health
-from tools.launching import disk
-from tools.launching.disk import resume_command, shown
-from tools.launching.failures import Resumes, remedy
-from tools.launching.nodes import Nodes
-from tools.launching.processes import Process
-from tools.launching.record import Recorder
-from tools.launching.screen import Screen
-from tools.launching.signals import Signals
-from tools.launching.supervisor import INTERRUPTED, Supervisor
+from coppice.scheduler.telemetry import health
+from coppice.tools.launching import disk
+from coppice.tools.launching.disk import resume_command, shown
+from coppice.tools.launching.failures import Resumes, remedy
+from coppice.tools.launching.nodes import Nodes
+from coppice.tools.launching.processes import Process
+from coppice.tools.launching.record import Recorder
+from coppice.tools.launching.screen import Screen
+from coppice.tools.launching.signals import Signals
+from coppice.tools.launching.supervisor import INTERRUPTED, Supervisor
 
 
 def supervise(

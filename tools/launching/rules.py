@@ -4,13 +4,14 @@ config is read."""
 from collections.abc import Iterator
 from pathlib import Path
 
-from judges.config import RetrieverConfig
-from learner import corrections, schemes
-from scheduler.tracking import TRACKERS
-from tools.launching import engine_rules, learner_rules, plug_in_rules
-from tools.launching.settings import Config
-from wire import storage
-from wire.options import known
+from coppice.judges.config import RetrieverConfig
+from coppice.learner import schemes
+from coppice.learner.update import corrections
+from coppice.scheduler.telemetry.tracking import TRACKERS
+from coppice.tools.launching import engine_rules, learner_rules, plug_in_rules
+from coppice.tools.launching.settings import Config
+from coppice.wire import storage
+from coppice.wire.options import known
 
 
 def check(config: Config) -> None:

@@ -1,4 +1,4 @@
-"""The command tools/serve-model: the embedded engine serves a model over the OpenAI-compatible
+"""The command coppice serve --model: the embedded engine serves a model over the OpenAI-compatible
 protocol."""
 
 import argparse
@@ -10,12 +10,12 @@ import os
 import sys
 from pathlib import Path
 
-from actors.config import ActorsConfig
-from tools.defaults.models import DEFAULT, ensure_model
-from tools.defaults.settings import cache_folder
-from wire import loop
-from wire.faults import InfrastructureFault
-from wire.options import command_parser
+from coppice.actors.config import ActorsConfig
+from coppice.tools.defaults.models import DEFAULT, ensure_model
+from coppice.tools.defaults.settings import cache_folder
+from coppice.wire import loop
+from coppice.wire.faults import InfrastructureFault
+from coppice.wire.options import command_parser
 
 _DEFAULTS = ActorsConfig()
 _CONTEXT = 4096
@@ -41,8 +41,8 @@ async def _serve(options: argparse.Namespace, folder: Path, api_key: str) -> Non
     # here, because what follows imports torch, for which --help should not wait
     from aiohttp import web
 
-    from actors.engines.local import LocalEngine
-    from actors.serving.server import Server, runner
+    from coppice.actors.engines.local import LocalEngine
+    from coppice.actors.serving.server import Server, runner
 
     config = ActorsConfig(
         threads=options.threads,
@@ -80,10 +80,10 @@ def main(arguments: list[str] | None = None) -> int:
         _quiet()
         loop.run(serve(options, ensure_model(options.model, cache_folder()), api_key))
     except (ValueError, OSError, MemoryError) as error:
-        command.exit(1, f"tools/serve-model: {error}\n")
+        command.exit(1, f"coppice serve --model: {error}\n")
     except InfrastructureFault as fault:
         command.exit(
-            1, f"tools/serve-model: {fault}; its traceback is above. Start the server again\n"
+            1, f"coppice serve --model: {fault}; its traceback is above. Start the server again\n"
         )
     return 0
 
@@ -123,15 +123,15 @@ def _quiet() -> None:
 
 
 EXAMPLES = """\
-  tools/serve-model FOLDER                        at http://127.0.0.1:30000/v1
-  tools/serve-model FOLDER --port 0 --threads 2   any free port, two threads
-  tools/serve-model FOLDER --host 0.0.0.0 --api-key-env MY_KEY"""
+  coppice serve --model FOLDER                        at http://127.0.0.1:30000/v1
+  coppice serve --model FOLDER --port 0 --threads 2   any free port, two threads
+  coppice serve --model FOLDER --host 0.0.0.0 --api-key-env MY_KEY"""
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of tools/serve-model."""
+    """Return the parser of coppice serve --model."""
     parser = command_parser(
-        "tools/serve-model",
+        "coppice serve --model",
         "Serve a model over the OpenAI-compatible protocol (docs/serve-model.md).",
         EXAMPLES,
     )

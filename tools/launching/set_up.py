@@ -5,24 +5,24 @@ from pathlib import Path
 
 import msgspec
 
-from actors.environments import registry
-from actors.environments.agents.environment import Agent
-from actors.environments.base import POLICY
-from actors.environments.game import Game
-from actors.environments.search_qa import SearchQA
-from actors.environments.task_files import listed
-from tools.defaults.facts import ensure_facts
-from tools.defaults.index_corpus import ensure_index
-from tools.defaults.legal_play import ensure_legal_play
-from tools.defaults.models import check_weights, ensure_model
-from tools.defaults.search_play import Tags, ensure_search_play
-from tools.defaults.settings import cache_folder
-from tools.defaults.tiny_agent import NAME as TINY_AGENT
-from tools.defaults.tiny_agent import Calls
-from tools.defaults.tiny_search import NAME as TINY_SEARCH
-from tools.defaults.warm_start import ensure_warm_start
-from tools.launching.assets import Assets
-from tools.launching.config import Config
+from coppice.actors.environments import registry
+from coppice.actors.environments.agents.environment import Agent
+from coppice.actors.environments.base import POLICY
+from coppice.actors.environments.game import Game
+from coppice.actors.environments.search_qa import SearchQA
+from coppice.actors.environments.task_files import listed
+from coppice.tools.defaults.facts import ensure_facts
+from coppice.tools.defaults.index_corpus import ensure_index
+from coppice.tools.defaults.legal_play import ensure_legal_play
+from coppice.tools.defaults.models import check_weights, ensure_model
+from coppice.tools.defaults.search_play import Tags, ensure_search_play
+from coppice.tools.defaults.settings import cache_folder
+from coppice.tools.defaults.tiny_agent import NAME as TINY_AGENT
+from coppice.tools.defaults.tiny_agent import Calls
+from coppice.tools.defaults.tiny_search import NAME as TINY_SEARCH
+from coppice.tools.defaults.warm_start import ensure_warm_start
+from coppice.tools.launching.assets import Assets
+from coppice.tools.launching.config import Config
 
 
 def prepare(config: Config) -> Assets:
@@ -93,7 +93,7 @@ def _for_questions(
     elif config.warm_start.steps and not isinstance(environment, SearchQA):
         raise ValueError(
             f"warm_start.steps = {config.warm_start.steps}: agents have a warm start for model.name = {TINY_AGENT!r} alone; set it to 0"
-            " (tools/sft trains a model on conversations)"
+            " (coppice sft trains a model on conversations)"
         )
     elif config.warm_start.steps and facts is not None:
         assert isinstance(environment, SearchQA)

@@ -5,12 +5,12 @@ from typing import Any, Literal
 
 import msgspec
 
-from actors.config import ActorsConfig
-from judges.config import JudgesConfig, RetrieverConfig
-from learner.config import LearnerConfig
-from scheduler.config import SchedulerConfig
-from tools.defaults.settings import WarmStart
-from wire.numbers import Count, Natural
+from coppice.actors.config import ActorsConfig
+from coppice.judges.config import JudgesConfig, RetrieverConfig
+from coppice.learner.config import LearnerConfig
+from coppice.scheduler.config import SchedulerConfig
+from coppice.tools.defaults.settings import WarmStart
+from coppice.wire.numbers import Count, Natural
 
 
 class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -1,5 +1,5 @@
-"""``tools/launch --status RUN``: what runs, how far it is, what waits for what, what failed last
-and what to do, on one page. ``tools/watch`` shows its parts anew every second.
+"""``coppice launch --status RUN``: what runs, how far it is, what waits for what, what failed last
+and what to do, on one page. ``coppice watch`` shows its parts anew every second.
 
 It only reads: the launcher's record, the scheduler's report, the journal (opened read-only), and
 the system's list of processes. So it works on live, stopped and broken runs and disturbs none. What
@@ -18,15 +18,15 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from scheduler import health
-from scheduler.evaluation import HeldOut
-from scheduler.health import Health
-from scheduler.journal import Journal
-from tools.launching import record
-from tools.launching.disk import shown
-from tools.launching.record import Failure, Record
-from tools.launching.settings import Config
-from wire import shards
+from coppice.scheduler.evaluation.evaluation import HeldOut
+from coppice.scheduler.ledger.journal import Journal
+from coppice.scheduler.telemetry import health
+from coppice.scheduler.telemetry.health import Health
+from coppice.tools.launching import record
+from coppice.tools.launching.disk import shown
+from coppice.tools.launching.record import Failure, Record
+from coppice.tools.launching.settings import Config
+from coppice.wire import shards
 
 WIDTH = 80
 QUIET_S = 60.0
@@ -83,7 +83,7 @@ def show(run: Path, as_json: bool) -> int:
             else "nothing is there"
         )
         print(
-            f"tools/launch --status {run}: {reason}; expected the folder of a run, runs/NAME-TIME",
+            f"coppice launch --status {run}: {reason}; expected the folder of a run, runs/NAME-TIME",
             file=sys.stderr,
         )
         return 2
@@ -249,7 +249,7 @@ def _process(run: Path, name: str, member: record.Member, heard: float | None) -
 def _advice(status: Status, launched: Record | None) -> str:
     """One line that says what to do, with the exact command."""
     run = shlex.quote(str(status.run))
-    again = f"tools/launch --resume {run}"
+    again = f"coppice launch --resume {run}"
     config = next(
         (
             text
@@ -268,12 +268,12 @@ def _advice(status: Status, launched: Record | None) -> str:
             what = f"{', '.join(hanging)} hangs" if hanging else "nothing moves"
             return f"{what}; the launcher will replace it. For all stacks in the logs: kill -QUIT {launched.pid}"
         if status.paused.startswith("paus"):
-            return f"nothing; to go on: tools/watch {run} and the key r, or remove {run}/{health.PAUSED}"
-        return f"nothing, the run goes on. Look at a tree: tools/dump {run}"
+            return f"nothing; to go on: coppice watch {run} and the key r, or remove {run}/{health.PAUSED}"
+        return f"nothing, the run goes on. Look at a tree: coppice trees {run}"
     if config:
         return f"mend what is damaged ({config}); then {again}"
     if status.state == "finished":
-        return f"look at the results: tools/report {run}"
+        return f"look at the results: coppice report {run}"
     return (
         launched.remedy
         if status.state == "failed" and launched is not None and launched.remedy

@@ -17,18 +17,18 @@ import threading
 import time
 from pathlib import Path
 
-from scheduler import health
-from tools.launching import leftovers, watchdog
-from tools.launching.children import GRACE_S, Child
-from tools.launching.disk import shown
-from tools.launching.failures import Cause
-from tools.launching.nodes import Away, Nodes
-from tools.launching.processes import Process, forget_meeting
-from tools.launching.record import Recorder
-from tools.launching.screen import Screen
-from tools.launching.signals import Signals
-from tools.launching.watchdog import SCHEDULER, Watchdog
-from wire import shards
+from coppice.scheduler.telemetry import health
+from coppice.tools.launching import leftovers, watchdog
+from coppice.tools.launching.children import GRACE_S, Child
+from coppice.tools.launching.disk import shown
+from coppice.tools.launching.failures import Cause
+from coppice.tools.launching.nodes import Away, Nodes
+from coppice.tools.launching.processes import Process, forget_meeting
+from coppice.tools.launching.record import Recorder
+from coppice.tools.launching.screen import Screen
+from coppice.tools.launching.signals import Signals
+from coppice.tools.launching.watchdog import SCHEDULER, Watchdog
+from coppice.wire import shards
 
 SETTLE_S = 3.0
 """Seconds to wait after a rank's death for the ranks that it takes along, so that the first rank's

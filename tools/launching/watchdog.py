@@ -1,7 +1,7 @@
 """Finds processes that are alive and do not answer, and says where they hang: their state, their
 Python stacks and their last calls.
 
-The scheduler reports heartbeats, calls and progress in ``RUN/health.json`` (scheduler/health.py);
+The scheduler reports heartbeats, calls and progress in ``RUN/health.json`` (scheduler/telemetry/health.py);
 the system tells which processes are stopped. A process that is merely slow is never found:
 heartbeats stop only if the event loop of a worker stands still, and
 ``scheduler.dispatch.replace_after_s`` is far above any pause of a busy machine.
@@ -16,10 +16,10 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from scheduler import health
-from scheduler.calls import DispatchConfig
-from scheduler.health import Health
-from wire.process import STACKS
+from coppice.scheduler.dispatch.calls import DispatchConfig
+from coppice.scheduler.telemetry import health
+from coppice.scheduler.telemetry.health import Health
+from coppice.wire.process import STACKS
 
 HELD_UP_S = 10.0
 """The launcher looks several times a second. If so much time passed between two looks, the whole
@@ -109,7 +109,7 @@ class Watchdog:
         for worker in report.workers:
             name = names.get((worker.host, worker.pid))
             if name is None:
-                continue  # of tools/serve, or dead already, or started again
+                continue  # of coppice serve, or dead already, or started again
             if now - worker.heard > limit:
                 why = f"has been silent for {now - worker.heard:.0f} s"
                 if worker.state != "here" and not worker.state.startswith("silent"):

@@ -1,1 +1,1 @@
-"""The command tools/plan: what a run will take, before anything is started."""
+"""The command coppice plan: what a run will take, before anything is started."""

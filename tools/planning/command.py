@@ -1,4 +1,4 @@
-"""The command tools/plan: what a run of a config will take, and which split of the GPUs is the
+"""The command coppice plan: what a run of a config will take, and which split of the GPUs is the
 fastest."""
 
 import argparse
@@ -10,21 +10,21 @@ from typing import Any
 
 import msgspec
 
-from scheduler import strategies
-from tools.inspecting import runs
-from tools.launching.config import DEFAULT_CONFIG, Config, load
-from tools.launching.memory import memory_parts
-from tools.planning import formulas, prediction
-from tools.planning.formulas import GPUS, Assumed
-from tools.planning.growth import Work, work_of
-from tools.planning.prediction import Split
-from wire.options import checked, command_parser, known, option
+from coppice.scheduler.growth import strategies
+from coppice.tools.inspecting import runs
+from coppice.tools.launching.config import DEFAULT_CONFIG, Config, load
+from coppice.tools.launching.memory import memory_parts
+from coppice.tools.planning import formulas, prediction
+from coppice.tools.planning.formulas import GPUS, Assumed
+from coppice.tools.planning.growth import Work, work_of
+from coppice.tools.planning.prediction import Split
+from coppice.wire.options import checked, command_parser, known, option
 
 EXAMPLES = """\
-  tools/plan --config configs/slate-7b.toml --gpus 8 --gpu h100 --assume turns=3
-  tools/plan --config configs/ppr-7b.toml --gpus 8 --gpu h200 --assume price=3.5
-  tools/plan --run runs/NAME-TIME --set scheduler.strategy_options.k=8
-  tools/plan --against runs/NAME-TIME          what it predicts of a run"""
+  coppice plan --config configs/slate-7b.toml --gpus 8 --gpu h100 --assume turns=3
+  coppice plan --config configs/ppr-7b.toml --gpus 8 --gpu h200 --assume price=3.5
+  coppice plan --run runs/NAME-TIME --set scheduler.strategy_options.k=8
+  coppice plan --against runs/NAME-TIME          what it predicts of a run"""
 UNPROVEN = """\
 Nothing of this project was measured on a GPU: these times and bytes are
 arithmetic over assumed efficiencies. docs/plan.md compares runs on CPUs."""
@@ -35,18 +35,20 @@ LENGTHS = frozenset({"instruction", "prompt", "action", "observation", "turns"})
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of tools/plan."""
+    """Return the parser of coppice plan."""
     parser = command_parser(
-        "tools/plan", "Predict what a run takes: tokens, FLOPs, memory, time, cost.", EXAMPLES
+        "coppice plan", "Predict what a run takes: tokens, FLOPs, memory, time, cost.", EXAMPLES
     )
     add, names = parser.add_argument, ", ".join(Assumed.__struct_fields__)
-    default = f"TOML file, as for tools/launch (default: that of --run, else {DEFAULT_CONFIG.name})"
+    default = (
+        f"TOML file, as for coppice launch (default: that of --run, else {DEFAULT_CONFIG.name})"
+    )
     add("--config", type=Path, metavar="FILE", help=default)
     add(
         "--set",
         action="append",
         metavar="KEY=VALUE",
-        help="change a key, as for tools/launch; repeatable",
+        help="change a key, as for coppice launch; repeatable",
     )
     add(
         "--run",
@@ -88,12 +90,12 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command and return its exit status."""
     options = parser().parse_args(arguments)
     try:
-        given = checked("--assume", "tools/plan", Assumed, dict(map(option, options.assume)), ())
+        given = checked("--assume", "coppice plan", Assumed, dict(map(option, options.assume)), ())
         check(options, set(given))
         told = against(options) if options.against else plan(options, given)
         lines = compared(told) if isinstance(told, dict) else page(told)
     except runs.UNREADABLE as error:
-        print(f"tools/plan: {error}", file=sys.stderr)
+        print(f"coppice plan: {error}", file=sys.stderr)
         return 2
     print(
         msgspec.json.format(msgspec.json.encode(told)).decode()

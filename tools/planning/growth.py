@@ -17,20 +17,21 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from actors.environments import registry
-from actors.environments.base import SPLIT, Action, Environment, Task, Tools, Transition
-from learner import schemes, trees
-from scheduler import strategies
-from scheduler.context import Context
-from scheduler.journal import Journal
-from scheduler.residency import Prefixes
-from scheduler.rewards import COMPONENTS
-from scheduler.services import Shop
-from scheduler.tree import Tree
-from tools.launching.settings import Config
-from tools.planning.samples import Sampled, Source, seeded
-from wire import loop
-from wire.messages import (
+from coppice.actors.environments import registry
+from coppice.actors.environments.base import SPLIT, Action, Environment, Task, Tools, Transition
+from coppice.learner import schemes
+from coppice.learner.forest import trees
+from coppice.scheduler.dispatch.residency import Prefixes
+from coppice.scheduler.growth import strategies
+from coppice.scheduler.growth.context import Context
+from coppice.scheduler.growth.rewards import COMPONENTS
+from coppice.scheduler.growth.services import Shop
+from coppice.scheduler.growth.tree import Tree
+from coppice.scheduler.ledger.journal import Journal
+from coppice.tools.launching.settings import Config
+from coppice.tools.planning.samples import Sampled, Source, seeded
+from coppice.wire import loop
+from coppice.wire.messages import (
     GenerateRequest,
     GenerateResult,
     JudgedTurn,

@@ -7,18 +7,18 @@ from pathlib import Path
 
 import msgspec
 
-from actors.environments import registry
-from tools.defaults.models import OURS, ensure_model
-from tools.defaults.settings import cache_folder
-from tools.inspecting import runs
-from tools.launching.config import Config, ConfigError, convert
-from tools.launching.memory import rank_gib
-from tools.launching.number_types import model_shape, typed
-from tools.planning import formulas
-from tools.planning.formulas import Assumed, Dense, Speed
-from tools.planning.growth import Work, work_of
-from tools.planning.samples import MadeUp, Recorded
-from wire import hardware
+from coppice.actors.environments import registry
+from coppice.tools.defaults.models import OURS, ensure_model
+from coppice.tools.defaults.settings import cache_folder
+from coppice.tools.inspecting import runs
+from coppice.tools.launching.config import Config, ConfigError, convert
+from coppice.tools.launching.memory import rank_gib
+from coppice.tools.launching.number_types import model_shape, typed
+from coppice.tools.planning import formulas
+from coppice.tools.planning.formulas import Assumed, Dense, Speed
+from coppice.tools.planning.growth import Work, work_of
+from coppice.tools.planning.samples import MadeUp, Recorded
+from coppice.wire import hardware
 
 CUDA_GIB = 1.5
 """GiB of a GPU that a process takes beside what is counted (CUDA's context, libraries, buffers): an

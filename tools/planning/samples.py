@@ -12,9 +12,9 @@ from typing import Protocol
 import msgspec
 import numpy as np
 
-from actors.environments.base import Environment, Task
-from scheduler.journal import Journal
-from scheduler.tree import Node, Tree
+from coppice.actors.environments.base import Environment, Task
+from coppice.scheduler.growth.tree import Node, Tree
+from coppice.scheduler.ledger.journal import Journal
 
 OURS = frozenset({"valid", "advantage", "truncated"})
 """Columns that the scheduler writes itself."""

@@ -24,10 +24,10 @@ from typing import Any, Literal
 
 import msgspec
 
-from actors.environments.agents.episode import Ended, Episode, Limits
-from actors.environments.agents.gateway import Gateway
-from actors.environments.agents.nursery import Nursery
-from actors.environments.base import (
+from coppice.actors.environments.agents.episode import Ended, Episode, Limits
+from coppice.actors.environments.agents.gateway import Gateway
+from coppice.actors.environments.agents.nursery import Nursery
+from coppice.actors.environments.base import (
     Action,
     Diverged,
     Environment,
@@ -37,14 +37,14 @@ from actors.environments.base import (
     Transition,
     TurnedAway,
 )
-from actors.serving.asked import Asked
-from actors.serving.protocol import Refused
-from actors.serving.replies import Reply
-from wire.dialogue import Message, histories, until
-from wire.faults import DataFault, InfrastructureFault
-from wire.messages import JudgedTurn
-from wire.numbers import Count, NotNegative, Positive
-from wire.tool_calls import MARKS, ToolCall, opening, parse
+from coppice.actors.serving.asked import Asked
+from coppice.actors.serving.protocol import Refused
+from coppice.actors.serving.replies import Reply
+from coppice.wire.dialogue import Message, histories, until
+from coppice.wire.faults import DataFault, InfrastructureFault
+from coppice.wire.messages import JudgedTurn
+from coppice.wire.numbers import Count, NotNegative, Positive
+from coppice.wire.tool_calls import MARKS, ToolCall, opening, parse
 
 OVER = "The budget of this episode is used up."
 """What a call beyond the budget is answered. It is no reply of the policy and in no tree."""

@@ -10,11 +10,11 @@ from typing import Any
 
 import msgspec
 
-from actors.environments.agents.gateway import Gateway, Session
-from actors.environments.agents.nursery import Nursery, Process
-from actors.environments.agents.runner import REWARD
-from actors.serving.asked import Asked
-from actors.serving.replies import Reply
+from coppice.actors.environments.agents.gateway import Gateway, Session
+from coppice.actors.environments.agents.nursery import Nursery, Process
+from coppice.actors.environments.agents.runner import REWARD
+from coppice.actors.serving.asked import Asked
+from coppice.actors.serving.replies import Reply
 
 TAIL = 4_096
 """Bytes of what an agent wrote last that are kept of a fault."""

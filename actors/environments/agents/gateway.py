@@ -20,13 +20,13 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from actors.serving import anthropic
-from actors.serving.asked import Asked, body_of, chat_of, responses_of
-from actors.serving.protocol import Refused, http_refused, shown
-from actors.serving.remembered import Remembered
-from actors.serving.replies import ChatForm, Form, Reply, ResponsesForm
-from wire.faults import Fault, InfrastructureFault
-from wire.messages import Passage
+from coppice.actors.serving import anthropic
+from coppice.actors.serving.asked import Asked, body_of, chat_of, responses_of
+from coppice.actors.serving.protocol import Refused, http_refused, shown
+from coppice.actors.serving.remembered import Remembered
+from coppice.actors.serving.replies import ChatForm, Form, Reply, ResponsesForm
+from coppice.wire.faults import Fault, InfrastructureFault
+from coppice.wire.messages import Passage
 
 LARGEST_BODY = 16 << 20
 """The most bytes of a request; histories come whole with every call."""
@@ -55,8 +55,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 _REMEDIES = {
     "n": "candidates are the run's own (scheduler.strategy_options.k)",
     "response_format": "the policy is trained as it samples, without a grammar: say in the prompt what you want, or offer a tool",
-    "logprobs": "log-probabilities stand in the tree (tools/dump)",
-    "top_logprobs": "log-probabilities stand in the tree (tools/dump)",
+    "logprobs": "log-probabilities stand in the tree (coppice trees)",
+    "top_logprobs": "log-probabilities stand in the tree (coppice trees)",
     "functions": "they are called `tools` now",
     "function_call": "it is called `tool_choice` now",
 }

@@ -16,9 +16,9 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from actors.environments.agents import runner
-from wire.faults import InfrastructureFault
-from wire.process import die_with, without_secrets
+from coppice.actors.environments.agents import runner
+from coppice.wire.faults import InfrastructureFault
+from coppice.wire.process import die_with, without_secrets
 
 
 class Nursery:

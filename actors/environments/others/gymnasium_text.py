@@ -7,8 +7,8 @@ environments with discrete actions and a text rendering.
 import re
 from typing import Any
 
-from actors.environments.others.mutable import Mutable, Turned
-from wire.numbers import Count
+from coppice.actors.environments.others.mutable import Mutable, Turned
+from coppice.wire.numbers import Count
 
 ACTIONS = {
     "FrozenLake": ("left", "down", "right", "up"),

@@ -21,11 +21,11 @@ from typing import Any
 
 import msgspec
 
-from actors.environments.base import Task, Tools
-from actors.environments.others.mutable import KEPT, Live, Mutable, Played, Turned
-from wire.faults import DataFault, InfrastructureFault
-from wire.numbers import Count, Positive
-from wire.process import die_with, without_secrets
+from coppice.actors.environments.base import Task, Tools
+from coppice.actors.environments.others.mutable import KEPT, Live, Mutable, Played, Turned
+from coppice.wire.faults import DataFault, InfrastructureFault
+from coppice.wire.numbers import Count, Positive
+from coppice.wire.process import die_with, without_secrets
 
 GAMES = {
     "gem": "gem_games:Gem",

@@ -16,8 +16,8 @@ from typing import Any
 
 import msgspec
 
-from actors.environments.base import SPLIT, Action, Environment, Task, Tools, Transition
-from wire.faults import DataFault
+from coppice.actors.environments.base import SPLIT, Action, Environment, Task, Tools, Transition
+from coppice.wire.faults import DataFault
 
 KEPT = 256
 """Questions that are kept for their answers; some sets take seconds to make one."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from actors.environments.sotopia.scenarios import Agent, Rules
+from coppice.actors.environments.sotopia.scenarios import Agent, Rules
 
 KINDS = ("none", "speak", "non-verbal communication", "action", "leave")
 DIMENSIONS = {

@@ -12,7 +12,7 @@ from typing import Literal
 
 import msgspec
 
-from actors.environments.base import (
+from coppice.actors.environments.base import (
     HELD_OUT_SEEDS,
     POLICY,
     SPLIT,
@@ -22,11 +22,11 @@ from actors.environments.base import (
     Tools,
     Transition,
 )
-from actors.environments.sotopia import conversation
-from actors.environments.sotopia.conversation import DIMENSIONS, Conversation, Turn
-from actors.environments.sotopia.scenarios import Agent, Combo, Scenario, load, shown
-from wire.messages import JudgedTurn
-from wire.numbers import Count
+from coppice.actors.environments.sotopia import conversation
+from coppice.actors.environments.sotopia.conversation import DIMENSIONS, Conversation, Turn
+from coppice.actors.environments.sotopia.scenarios import Agent, Combo, Scenario, load, shown
+from coppice.wire.messages import JudgedTurn
+from coppice.wire.numbers import Count
 
 HELD_OUT_EVERY = 4
 """Every fourth scenario is held out, so that held-out conversations are about goals that training

@@ -10,9 +10,9 @@ from html.parser import HTMLParser
 
 import msgspec
 
-from actors.environments.webshop.pages import Piece, observation
-from actors.environments.webshop.shop import BACK
-from wire.faults import DataFault, InfrastructureFault
+from coppice.actors.environments.webshop.pages import Piece, observation
+from coppice.actors.environments.webshop.shop import BACK
+from coppice.wire.faults import DataFault, InfrastructureFault
 
 SCORE = "Your score (min 0.0, max 1.0)"
 UNSEEN, VOID = {"style", "script", "head", "title"}, {"input", "img", "br", "hr", "link", "meta"}

@@ -5,19 +5,19 @@ from typing import Literal
 
 import msgspec
 
-from actors.environments.base import Task
-from actors.environments.webshop.episode import Outcome, Pages, Shopping
-from actors.environments.webshop.goals import Goal, make_goals
-from actors.environments.webshop.goals import split as parted
-from actors.environments.webshop.invented import catalogue
-from actors.environments.webshop.nouns import spacy_nouns
-from actors.environments.webshop.pages import observation, pieces
-from actors.environments.webshop.products import read_products
-from actors.environments.webshop.replies import Think
-from actors.environments.webshop.reward import reward
-from actors.environments.webshop.shop import BUY, SEARCH, Place, Shop
-from wire.faults import DataFault
-from wire.numbers import Count, Natural
+from coppice.actors.environments.base import Task
+from coppice.actors.environments.webshop.episode import Outcome, Pages, Shopping
+from coppice.actors.environments.webshop.goals import Goal, make_goals
+from coppice.actors.environments.webshop.goals import split as parted
+from coppice.actors.environments.webshop.invented import catalogue
+from coppice.actors.environments.webshop.nouns import spacy_nouns
+from coppice.actors.environments.webshop.pages import observation, pieces
+from coppice.actors.environments.webshop.products import read_products
+from coppice.actors.environments.webshop.replies import Think
+from coppice.actors.environments.webshop.reward import reward
+from coppice.actors.environments.webshop.shop import BUY, SEARCH, Place, Shop
+from coppice.wire.faults import DataFault
+from coppice.wire.numbers import Count, Natural
 
 
 class State(msgspec.Struct, frozen=True):

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from actors.environments.base import (
+from coppice.actors.environments.base import (
     HELD_OUT_SEEDS,
     SPLIT,
     Action,
@@ -16,10 +16,10 @@ from actors.environments.base import (
     Tools,
     Transition,
 )
-from actors.environments.webshop.replies import Think, command_of, read_reply
-from actors.environments.webshop.shop import SEARCH
-from wire.messages import JudgedTurn
-from wire.numbers import Count, Natural
+from coppice.actors.environments.webshop.replies import Think, command_of, read_reply
+from coppice.actors.environments.webshop.shop import SEARCH
+from coppice.wire.messages import JudgedTurn
+from coppice.wire.numbers import Count, Natural
 
 PROMPT = (Path(__file__).parent.parent / "prompts" / "webshop.txt").read_text().strip()
 PERFECT = 10.0

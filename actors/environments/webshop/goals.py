@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from actors.environments.webshop.products import Product
+from coppice.actors.environments.webshop.products import Product
 
 NO_CAP = 1_000_000.0
 CAPS = [10.0 * tens for tens in range(1, 100)]

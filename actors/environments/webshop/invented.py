@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from actors.environments.webshop.products import PATH_SEPARATOR, Product, made
+from coppice.actors.environments.webshop.products import PATH_SEPARATOR, Product, made
 
 SEED = 7
 COUNT = 1000

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from actors.environments.webshop.products import Product
-from actors.environments.webshop.shop import SUB_PAGES, Place, Shop
+from coppice.actors.environments.webshop.products import Product
+from coppice.actors.environments.webshop.shop import SUB_PAGES, Place, Shop
 
 SEPARATOR = " [SEP] "
 RATING = "Rating: N.A."

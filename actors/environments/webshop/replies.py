@@ -4,7 +4,7 @@ click[..] </action>``."""
 import re
 from typing import Literal
 
-from actors.environments.base import Action
+from coppice.actors.environments.base import Action
 
 Think = Literal["required", "optional"]
 

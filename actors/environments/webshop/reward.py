@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from rapidfuzz.fuzz import token_set_ratio
 from rapidfuzz.utils import default_process
 
-from actors.environments.webshop.goals import Goal
-from actors.environments.webshop.products import PATH_SEPARATOR, Product
+from coppice.actors.environments.webshop.goals import Goal
+from coppice.actors.environments.webshop.products import PATH_SEPARATOR, Product
 
 COLOURS = """
 alabaster apricot aqua ash asphalt azure banana beige black blue blush bordeaux bronze brown burgundy camel camo caramel champagne charcoal cheetah

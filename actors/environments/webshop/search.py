@@ -8,7 +8,7 @@ import bm25s
 import numpy as np
 import Stemmer
 
-from actors.environments.webshop.products import Product
+from coppice.actors.environments.webshop.products import Product
 
 MOST_RESULTS = 50
 K1, B = 0.9, 0.4

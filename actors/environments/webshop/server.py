@@ -5,13 +5,13 @@ import asyncio
 
 import msgspec
 
-from actors.environments.base import Task
-from actors.environments.webshop.browser import Browser, Page
-from actors.environments.webshop.episode import Outcome, Pages, Shopping
-from actors.environments.webshop.goals import RELEASED_HELD_OUT
-from actors.environments.webshop.replies import Think
-from wire.faults import DataFault
-from wire.numbers import Count, Natural, Positive
+from coppice.actors.environments.base import Task
+from coppice.actors.environments.webshop.browser import Browser, Page
+from coppice.actors.environments.webshop.episode import Outcome, Pages, Shopping
+from coppice.actors.environments.webshop.goals import RELEASED_HELD_OUT
+from coppice.actors.environments.webshop.replies import Think
+from coppice.wire.faults import DataFault
+from coppice.wire.numbers import Count, Natural, Positive
 
 MOST_SESSIONS = 1000
 """How many sessions are kept open for the next action of their episodes."""

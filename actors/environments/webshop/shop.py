@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from actors.environments.webshop.products import Product
-from actors.environments.webshop.search import Search
+from coppice.actors.environments.webshop.products import Product
+from coppice.actors.environments.webshop.search import Search
 
 PER_PAGE = 10
 SEARCH, BACK, NEXT, PREVIOUS, BUY = "search", "back to search", "next >", "< prev", "buy now"

@@ -9,13 +9,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from actors.environments.base import HELD_OUT_SEEDS, POLICY, SPLIT, Task, Tools, Transition
-from actors.environments.sotopia import conversation
-from actors.environments.sotopia.conversation import Conversation, Turn
-from actors.environments.sotopia.environment import Sotopia, State
-from actors.environments.sotopia.scenarios import OWN, Agent, load, shown
-from scheduler.tasks import GeneratedTasks
-from wire.messages import Passage
+from coppice.actors.environments.base import HELD_OUT_SEEDS, POLICY, SPLIT, Task, Tools, Transition
+from coppice.actors.environments.sotopia import conversation
+from coppice.actors.environments.sotopia.conversation import Conversation, Turn
+from coppice.actors.environments.sotopia.environment import Sotopia, State
+from coppice.actors.environments.sotopia.scenarios import OWN, Agent, load, shown
+from coppice.scheduler.growth.tasks import GeneratedTasks
+from coppice.wire.messages import Passage
 
 AGENT = Agent(
     "Ada",

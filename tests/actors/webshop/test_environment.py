@@ -11,14 +11,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from actors.environments import registry
-from actors.environments.base import SPLIT, Task, Transition
-from actors.environments.webshop.environment import State, WebShop
-from actors.environments.webshop.episode import LONGEST_PROMPT, turn_text
-from actors.environments.webshop.replies import read_reply
-from scheduler.tasks import GeneratedTasks
-from tools.defaults.legal_play import FIRST_SEED
-from wire.faults import DataFault
+from coppice.actors.environments import registry
+from coppice.actors.environments.base import SPLIT, Task, Transition
+from coppice.actors.environments.webshop.environment import State, WebShop
+from coppice.actors.environments.webshop.episode import LONGEST_PROMPT, turn_text
+from coppice.actors.environments.webshop.replies import read_reply
+from coppice.scheduler.growth.tasks import GeneratedTasks
+from coppice.tools.defaults.legal_play import FIRST_SEED
+from coppice.wire.faults import DataFault
 
 NOBODY: Any = None
 SHOP = WebShop()

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from actors.environments.webshop.goals import NO_CAP, draw_cap, make_goals, split
-from actors.environments.webshop.invented import catalogue
-from actors.environments.webshop.reward import reward
-from actors.environments.webshop.shop import PER_PAGE, Shop
+from coppice.actors.environments.webshop.goals import NO_CAP, draw_cap, make_goals, split
+from coppice.actors.environments.webshop.invented import catalogue
+from coppice.actors.environments.webshop.reward import reward
+from coppice.actors.environments.webshop.shop import PER_PAGE, Shop
 
 ROOT = Path(__file__).parents[3]
 PRODUCTS = catalogue()

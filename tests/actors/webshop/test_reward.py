@@ -5,9 +5,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from actors.environments.webshop.goals import NO_CAP, Goal
-from actors.environments.webshop.products import PATH_SEPARATOR, Product
-from actors.environments.webshop.reward import COLOURS, colour_of, reward, similarity, type_factor
+from coppice.actors.environments.webshop.goals import NO_CAP, Goal
+from coppice.actors.environments.webshop.products import PATH_SEPARATOR, Product
+from coppice.actors.environments.webshop.reward import (
+    COLOURS,
+    colour_of,
+    reward,
+    similarity,
+    type_factor,
+)
 
 
 def product(

@@ -13,15 +13,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from actors.environments import registry
-from actors.environments.base import Transition
-from actors.environments.webshop.browser import read_page
-from actors.environments.webshop.environment import WebShop
-from actors.environments.webshop.episode import Shopping
-from actors.environments.webshop.reward import reward
-from actors.environments.webshop.server import State, WebShopServer
-from actors.environments.webshop.shop import Place
-from wire.faults import DataFault, InfrastructureFault
+from coppice.actors.environments import registry
+from coppice.actors.environments.base import Transition
+from coppice.actors.environments.webshop.browser import read_page
+from coppice.actors.environments.webshop.environment import WebShop
+from coppice.actors.environments.webshop.episode import Shopping
+from coppice.actors.environments.webshop.reward import reward
+from coppice.actors.environments.webshop.server import State, WebShopServer
+from coppice.actors.environments.webshop.shop import Place
+from coppice.wire.faults import DataFault, InfrastructureFault
 
 NOBODY: Any = None
 EMBEDDED = WebShop(split="released")

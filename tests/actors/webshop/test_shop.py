@@ -3,9 +3,9 @@
 import msgspec
 import pytest
 
-from actors.environments.webshop.pages import observation, page_text, pieces
-from actors.environments.webshop.products import made
-from actors.environments.webshop.shop import Place, Shop
+from coppice.actors.environments.webshop.pages import observation, page_text, pieces
+from coppice.actors.environments.webshop.products import made
+from coppice.actors.environments.webshop.shop import Place, Shop
 
 ROWS = [
     {

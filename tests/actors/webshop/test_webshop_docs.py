@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from actors.environments.webshop.environment import State, WebShop
-from tools.launching.config import load
+from coppice.actors.environments.webshop.environment import State, WebShop
+from coppice.tools.launching.config import load
 
 ROOT = Path(__file__).parents[3]
 TEXT = (ROOT / "docs" / "webshop.md").read_text()

@@ -6,15 +6,15 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from actors.environments.search_qa import SearchQA
-from actors.environments.task_files import load_tasks
-from judges.retriever.encoder import Encoder
-from judges.retriever.index import BadCorpus, Index, build, read_corpus
-from scheduler.text import Text
-from tools.defaults.facts import build as build_facts
-from tools.defaults.settings import WarmStart
-from tools.defaults.warm_start import _Row, traces
-from tools.finetuning.pairs import read_pairs
+from coppice.actors.environments.search_qa import SearchQA
+from coppice.actors.environments.task_files import load_tasks
+from coppice.judges.retriever.encoder import Encoder
+from coppice.judges.retriever.index import BadCorpus, Index, build, read_corpus
+from coppice.scheduler.growth.text import Text
+from coppice.tools.defaults.facts import build as build_facts
+from coppice.tools.defaults.settings import WarmStart
+from coppice.tools.defaults.warm_start import _Row, traces
+from coppice.tools.finetuning.pairs import read_pairs
 
 
 @pytest.fixture(scope="module")

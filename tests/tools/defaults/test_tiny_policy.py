@@ -10,18 +10,18 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from actors.config import ActorsConfig
-from actors.engines.local import LocalEngine
-from actors.environments import registry
-from actors.environments.base import SPLIT
-from actors.environments.game import Game
-from scheduler.text import Text
-from tools.defaults import tiny_board as tiny_policy
-from tools.defaults.legal_play import FIRST_SEED, ensure_legal_play, legal_play, random_play
-from tools.defaults.models import ensure_model
-from tools.defaults.settings import WarmStart
-from tools.defaults.warm_start import from_play
-from wire.messages import GenerateRequest, Sampling
+from coppice.actors.config import ActorsConfig
+from coppice.actors.engines.local import LocalEngine
+from coppice.actors.environments import registry
+from coppice.actors.environments.base import SPLIT
+from coppice.actors.environments.game import Game
+from coppice.scheduler.growth.text import Text
+from coppice.tools.defaults import tiny_board as tiny_policy
+from coppice.tools.defaults.legal_play import FIRST_SEED, ensure_legal_play, legal_play, random_play
+from coppice.tools.defaults.models import ensure_model
+from coppice.tools.defaults.settings import WarmStart
+from coppice.tools.defaults.warm_start import from_play
+from coppice.wire.messages import GenerateRequest, Sampling
 
 GAMES: dict[str, dict[str, Any]] = {
     "tictactoe": {"prompt": "tictactoe_compact"},

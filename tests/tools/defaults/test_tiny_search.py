@@ -10,14 +10,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.environments.base import Action
-from actors.environments.search_qa import SearchQA
-from learner.fine_tune import Example
-from scheduler.text import Text
-from tools.defaults import search_play, tiny_search
-from tools.defaults.models import ensure_model
-from tools.defaults.search_play import ensure_search_play
-from tools.defaults.settings import WarmStart
+from coppice.actors.environments.base import Action
+from coppice.actors.environments.search_qa import SearchQA
+from coppice.learner.fine_tune import Example
+from coppice.scheduler.growth.text import Text
+from coppice.tools.defaults import search_play, tiny_search
+from coppice.tools.defaults.models import ensure_model
+from coppice.tools.defaults.search_play import ensure_search_play
+from coppice.tools.defaults.settings import WarmStart
 
 FACTS = [
     ("Bulgaria", "Capital", "Sofia"),

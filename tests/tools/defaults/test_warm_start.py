@@ -10,15 +10,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from coppice.tools.check import PLAIN_KERNELS
 from tests import tiny
-from tools.check import PLAIN_KERNELS
 
 PROGRAM = """
 import sys
 from pathlib import Path
 import numpy as np
-from tools.defaults import warm_start
-from learner.fine_tune import Example
+from coppice.tools.defaults import warm_start
+from coppice.learner.fine_tune import Example
 
 rng = np.random.default_rng(0)
 examples = lambda count: [Example(rng.integers(0, 256, 40).tolist(), 20) for _ in range(count)]

@@ -5,7 +5,7 @@ from pathlib import Path
 import griffe
 import pytest
 
-from tools.documentation.fields import Fields, described, readable
+from coppice.tools.documentation.fields import Fields, described, readable
 
 ROOT = Path(__file__).parents[3]
 
@@ -71,7 +71,13 @@ def test_fields_and_parameters_become_rows_with_types_and_defaults(tmp_path: Pat
 
 @pytest.mark.parametrize(
     "module",
-    ["scheduler.config", "scheduler.calls", "actors.config", "judges.config", "learner.config"],
+    [
+        "coppice.scheduler.config",
+        "scheduler.calls",
+        "coppice.actors.config",
+        "coppice.judges.config",
+        "coppice.learner.config",
+    ],
 )
 def test_every_key_of_a_config_section_is_described(module: str) -> None:
     tables = {

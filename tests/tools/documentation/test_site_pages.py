@@ -11,7 +11,7 @@ import pytest
 from markdown import Markdown
 from playwright.sync_api import sync_playwright
 
-from tools.documentation.pages import (
+from coppice.tools.documentation.pages import (
     ROOT,
     Links,
     misread,
@@ -37,8 +37,8 @@ REFERENCE = {"learner": ["learner.table", "learner.schemes"]}
         ("docs/replication/slate.md", "replication/slate.md"),
         ("docs/figures/watch.svg", "figures/watch.svg"),
         ("docs/notebook.ipynb", "notebook.ipynb.md"),
-        ("learner/table.py", "reference/learner.md#learner.table"),
-        ("learner/kl.py", "source/learner/kl.py.md"),
+        ("learner/update/table.py", "reference/learner.md#learner.table"),
+        ("learner/update/kl.py", "source/learner/kl.py.md"),
         ("learner/schemes", "reference/learner.md#learner.schemes"),
         ("LICENSE", "source/LICENSE.md"),
     ],

@@ -1,4 +1,4 @@
-"""tools/evaluate: real games against real opponents, by a model, an endpoint and players without a
+"""coppice evaluate: real games against real opponents, by a model, an endpoint and players without a
 model."""
 
 import asyncio
@@ -22,21 +22,21 @@ from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.config import ActorProcess, ActorsConfig
-from actors.engines.endpoint import EndpointEngine, EndpointText, whole
-from actors.environments.base import HELD_OUT_SEEDS, SPLIT
-from actors.environments.sotopia.conversation import DIMENSIONS
-from scheduler.config import SchedulerConfig, SchedulerProcess
-from scheduler.journal import Journal
+from coppice.actors.config import ActorProcess, ActorsConfig
+from coppice.actors.engines.endpoint import EndpointEngine, EndpointText, whole
+from coppice.actors.environments.base import HELD_OUT_SEEDS, SPLIT
+from coppice.actors.environments.sotopia.conversation import DIMENSIONS
+from coppice.scheduler.config import SchedulerConfig, SchedulerProcess
+from coppice.scheduler.ledger.journal import Journal
+from coppice.tools.evaluating.folder import Ledger, Spent, claim
+from coppice.tools.evaluating.games import main
+from coppice.tools.inspecting.dump import main as dump
+from coppice.wire import digest
+from coppice.wire.faults import DataFault, InfrastructureFault
+from coppice.wire.http import Reached
+from coppice.wire.messages import GenerateRequest, Sampling
 from tests import tiny
 from tests.pictures import Colours, squares
-from tools.evaluating.folder import Ledger, Spent, claim
-from tools.evaluating.games import main
-from tools.inspecting.dump import main as dump
-from wire import digest
-from wire.faults import DataFault, InfrastructureFault
-from wire.http import Reached
-from wire.messages import GenerateRequest, Sampling
 
 Reply = Callable[[web.Request], Awaitable[web.Response]]
 
@@ -377,7 +377,7 @@ def test_an_endpoint_that_fails_for_good_ends_with_its_url_its_status_and_what_t
     said = capsys.readouterr().err
     assert f"{url}/chat/completions: HTTP 500: out of memory" in said
     assert "2 attempts" in said
-    assert "go on with: tools/evaluate tictactoe" in said
+    assert "go on with: coppice evaluate tictactoe" in said
     assert "s3cret" not in said
     for path in (tmp_path / "out").iterdir():
         assert b"s3cret" not in path.read_bytes(), path
@@ -499,7 +499,7 @@ def test_an_interrupted_evaluation_goes_on_to_the_result_of_an_uninterrupted_one
     with served(parts) as url:
         command = at_endpoint(url, tmp_path / "parts", "--attempts", "1", opponent=opponent)
         assert main(command) == 130
-        assert "stopped; go on with: tools/evaluate tictactoe" in capsys.readouterr().err
+        assert "stopped; go on with: coppice evaluate tictactoe" in capsys.readouterr().err
         assert any(status == "growing" for _, _, status, _ in played(tmp_path / "parts"))
         assert main(command) == 1, "the server failed"
         assert main(command) == 0
@@ -593,7 +593,7 @@ def test_a_journal_that_cannot_be_made_on_a_full_disk_is_one_line(
     def full(path: Path) -> None:
         raise sqlite3.OperationalError("disk I/O error")
 
-    monkeypatch.setattr("tools.evaluating.folder.Journal", full)
+    monkeypatch.setattr("coppice.tools.evaluating.folder.Journal", full)
     out = tmp_path / "new"
     assert (
         main(
@@ -613,7 +613,7 @@ def test_a_journal_that_cannot_be_made_on_a_full_disk_is_one_line(
     )
     said = capsys.readouterr().err
     assert (
-        "tools/evaluate: a database of the evaluation failed (disk I/O error): is its disk full?\n"
+        "coppice evaluate: a database of the evaluation failed (disk I/O error): is its disk full?\n"
         in said
     )
     assert f"--out {out}" in said

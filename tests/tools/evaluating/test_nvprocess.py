@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from judges.base import Judge
-from judges.pprm import messages, read_templates
-from tools.evaluating.judge_bench import build, evaluate, record
-from tools.evaluating.judge_bench.evaluate import SHIPPED, baseline, main, measure
-from tools.evaluating.judge_bench.judging import Answer, Answers
-from tools.evaluating.judge_bench.record import Item, Labelled, Trajectory
-from wire.faults import InfrastructureFault
-from wire.messages import JudgedTurn, Judgement
+from coppice.judges.base import Judge
+from coppice.judges.pprm import messages, read_templates
+from coppice.tools.evaluating.judge_bench import build, evaluate, record
+from coppice.tools.evaluating.judge_bench.evaluate import SHIPPED, baseline, main, measure
+from coppice.tools.evaluating.judge_bench.judging import Answer, Answers
+from coppice.tools.evaluating.judge_bench.record import Item, Labelled, Trajectory
+from coppice.wire.faults import InfrastructureFault
+from coppice.wire.messages import JudgedTurn, Judgement
 
 TURN = JudgedTurn(
     question="Who?",
@@ -504,7 +504,7 @@ def test_an_option_without_a_value_is_refused_with_the_usage(capsys: Any) -> Non
             ["--judge", "nope:X"],
             "judge 'nope:X': ModuleNotFoundError: No module named 'nope'; expected module:Class",
         ),
-        (["--judge", "judges.pprm:Nope"], "no attribute 'Nope'; expected module:Class"),
+        (["--judge", "coppice.judges.pprm:Nope"], "no attribute 'Nope'; expected module:Class"),
         (["--threshold", "1.5"], "--threshold 1.5: expected a score"),
         (["--deadline", "0"], "--deadline 0: expected more than 0"),
         (["--judge", "pprm_rules", "--option", "view=x"], "view"),

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from scheduler.tree import Tree
-from tools.evaluating.folder import HOPELESS, Kept
-from wire.faults import InfrastructureFault
-from wire.messages import Sample
+from coppice.scheduler.growth.tree import Tree
+from coppice.tools.evaluating.folder import HOPELESS, Kept
+from coppice.wire.faults import InfrastructureFault
+from coppice.wire.messages import Sample
 
 
 async def test_an_odd_exception_gives_up_its_task_with_the_traceback(tmp_path: Path) -> None:

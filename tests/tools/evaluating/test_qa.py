@@ -1,4 +1,4 @@
-"""tools/evaluate qa: scorers, sets, cached retrieval, the table, and whole evaluations by scripted
+"""coppice evaluate qa: scorers, sets, cached retrieval, the table, and whole evaluations by scripted
 players and a tiny model."""
 
 import asyncio
@@ -20,28 +20,28 @@ import numpy as np
 import pytest
 from aiohttp import web
 
-from actors.config import ActorProcess, ActorsConfig
-from actors.environments.base import Task
-from actors.environments.search_qa import SearchQA
-from actors.environments.task_files import load_tasks
-from scheduler.config import SchedulerConfig, SchedulerProcess
-from scheduler.evaluation import Estimate
-from scheduler.journal import Journal
-from scheduler.tasks import held_out
-from scheduler.tree import Tree
+from coppice.actors.config import ActorProcess, ActorsConfig
+from coppice.actors.environments.base import Task
+from coppice.actors.environments.search_qa import SearchQA
+from coppice.actors.environments.task_files import load_tasks
+from coppice.scheduler.config import SchedulerConfig, SchedulerProcess
+from coppice.scheduler.evaluation.evaluation import Estimate
+from coppice.scheduler.growth.tasks import held_out
+from coppice.scheduler.growth.tree import Tree
+from coppice.scheduler.ledger.journal import Journal
+from coppice.tools.evaluating.folder import Measured
+from coppice.tools.evaluating.qa.evaluation import Result, macro, settings_of
+from coppice.tools.evaluating.qa.main import main
+from coppice.tools.evaluating.qa.methods import PROMPTS as QA_PROMPTS
+from coppice.tools.evaluating.qa.methods import filled
+from coppice.tools.evaluating.qa.retrieval import CachedRetrieval
+from coppice.tools.evaluating.qa.scoring import score
+from coppice.tools.evaluating.qa.sets import HUB, PAPER, read_sets, subset
+from coppice.tools.evaluating.qa.table import notes
+from coppice.tools.inspecting.dump import main as dump
+from coppice.wire.messages import Passage, RetrieveRequest
+from coppice.wire.published import Manifest
 from tests.tools.evaluating.test_evaluate import chat, served
-from tools.evaluating.folder import Measured
-from tools.evaluating.qa.evaluation import Result, macro, settings_of
-from tools.evaluating.qa.main import main
-from tools.evaluating.qa.methods import PROMPTS as QA_PROMPTS
-from tools.evaluating.qa.methods import filled
-from tools.evaluating.qa.retrieval import CachedRetrieval
-from tools.evaluating.qa.scoring import score
-from tools.evaluating.qa.sets import HUB, PAPER, read_sets, subset
-from tools.evaluating.qa.table import notes
-from tools.inspecting.dump import main as dump
-from wire.messages import Passage, RetrieveRequest
-from wire.published import Manifest
 
 TOKENS = np.arange(3, dtype=np.int32)
 
@@ -401,7 +401,7 @@ def retriever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Books:
     """Books behind every --retriever."""
     books = Books()
     monkeypatch.setattr(
-        "tools.evaluating.qa.main.opening_of", lambda retriever, threads: books.opening
+        "coppice.tools.evaluating.qa.main.opening_of", lambda retriever, threads: books.opening
     )
     return books
 
@@ -509,7 +509,7 @@ def test_an_interrupted_evaluation_goes_on_to_the_result_of_an_uninterrupted_one
     with served(parts) as url:
         command = at_endpoint(url, tmp_path, tmp_path / "parts", *more, "--attempts", "1")
         assert main(command) == 130
-        assert "go on with: tools/evaluate qa" in capsys.readouterr().err
+        assert "go on with: coppice evaluate qa" in capsys.readouterr().err
         assert main(command) == 1, "the server failed"
         assert main(command) == 0
     assert answered(tmp_path / "parts" / f"{method}.m") == answered(
@@ -658,7 +658,7 @@ def test_a_cache_that_is_none_and_an_index_that_cannot_be_loaded_are_said_before
         assert main([*command, "--cache", str(notes)]) == 2
         assert "notes.txt is no file of found passages" in capsys.readouterr().err
         monkeypatch.setattr(
-            "tools.evaluating.qa.main.opening_of", lambda retriever, threads: no_encoder
+            "coppice.tools.evaluating.qa.main.opening_of", lambda retriever, threads: no_encoder
         )
         assert main(command) == 2
         assert "--retriever: no/encoder is not a local folder" in capsys.readouterr().err
@@ -822,7 +822,7 @@ def test_runs_that_searched_in_different_places_need_a_word_on_which(
 def test_a_model_that_cannot_start_is_said(
     tmp_path: Path, llama: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("actors.engines.local.LocalEngine._check_fits", _too_big)
+    monkeypatch.setattr("coppice.actors.engines.local.LocalEngine._check_fits", _too_big)
     command = [
         *questions(tmp_path),
         "--model",
@@ -833,7 +833,7 @@ def test_a_model_that_cannot_start_is_said(
         str(tmp_path / "out"),
     ]
     assert main(command) == 2
-    assert "tools/evaluate: it needs 900 GiB" in capsys.readouterr().err
+    assert "coppice evaluate: it needs 900 GiB" in capsys.readouterr().err
 
 
 def _too_big(self: Any, settings: Any) -> None:

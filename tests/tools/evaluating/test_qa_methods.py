@@ -10,20 +10,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actors.engines.endpoint import EndpointText
-from actors.environments.base import Task
-from actors.environments.search_qa import SearchQA
-from scheduler.config import SchedulerConfig
-from scheduler.context import Context
-from scheduler.journal import Journal
-from scheduler.services import Shop
-from scheduler.tree import Tree
-from tools.evaluating.qa import methods
-from tools.evaluating.qa.methods import How, filled, spoken
-from tools.evaluating.qa.methods.ircot import MOST_PASSAGES, first_sentence
-from tools.evaluating.qa.methods.search_o1 import MORE_QUERIES, REPEATED, USED_UP, wanted
-from tools.evaluating.qa.scoring import score
-from wire.messages import (
+from coppice.actors.engines.endpoint import EndpointText
+from coppice.actors.environments.base import Task
+from coppice.actors.environments.search_qa import SearchQA
+from coppice.scheduler.config import SchedulerConfig
+from coppice.scheduler.growth.context import Context
+from coppice.scheduler.growth.services import Shop
+from coppice.scheduler.growth.tree import Tree
+from coppice.scheduler.ledger.journal import Journal
+from coppice.tools.evaluating.qa import methods
+from coppice.tools.evaluating.qa.methods import How, filled, spoken
+from coppice.tools.evaluating.qa.methods.ircot import MOST_PASSAGES, first_sentence
+from coppice.tools.evaluating.qa.methods.search_o1 import MORE_QUERIES, REPEATED, USED_UP, wanted
+from coppice.tools.evaluating.qa.scoring import score
+from coppice.wire.messages import (
     GenerateRequest,
     GenerateResult,
     Passage,

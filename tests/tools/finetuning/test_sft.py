@@ -1,4 +1,4 @@
-"""tools/sft: collecting, labelling, reviewing, training."""
+"""coppice sft: collecting, labelling, reviewing, training."""
 
 import json
 import os
@@ -17,27 +17,36 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from actors.environments.search_qa import SearchQA, State
-from actors.environments.search_qa import Step as PastStep
-from judges.base import Judge
-from judges.pprm import parse_final_score
-from learner.fine_tune import Example, Recipe, Student, batch_of, fine_tune, parts, rate, within
-from scheduler.journal import Journal
-from scheduler.text import Text
-from scheduler.tree import Tree
+from coppice.actors.environments.search_qa import SearchQA, State
+from coppice.actors.environments.search_qa import Step as PastStep
+from coppice.judges.base import Judge
+from coppice.judges.pprm import parse_final_score
+from coppice.learner.fine_tune import (
+    Example,
+    Recipe,
+    Student,
+    batch_of,
+    fine_tune,
+    parts,
+    rate,
+    within,
+)
+from coppice.scheduler.growth.text import Text
+from coppice.scheduler.growth.tree import Tree
+from coppice.scheduler.ledger.journal import Journal
+from coppice.tools.evaluating.folder import locked
+from coppice.tools.evaluating.judge_bench import evaluate, record
+from coppice.tools.evaluating.judge_bench.judging import Answer, Answers
+from coppice.tools.evaluating.judge_bench.record import Labelled, Step, Trajectory
+from coppice.tools.finetuning.command import main, parser
+from coppice.tools.finetuning.judge import label, rows
+from coppice.tools.finetuning.judge.judgement import two_lines
+from coppice.tools.finetuning.judge.review import corrected, read_corrections
+from coppice.tools.finetuning.pairs import read_pairs
+from coppice.tools.finetuning.training import split
+from coppice.wire.faults import InfrastructureFault
+from coppice.wire.messages import JudgedTurn, Judgement
 from tests import tiny
-from tools.evaluating.folder import locked
-from tools.evaluating.judge_bench import evaluate, record
-from tools.evaluating.judge_bench.judging import Answer, Answers
-from tools.evaluating.judge_bench.record import Labelled, Step, Trajectory
-from tools.finetuning.command import main, parser
-from tools.finetuning.judge import label, rows
-from tools.finetuning.judge.judgement import two_lines
-from tools.finetuning.judge.review import corrected, read_corrections
-from tools.finetuning.pairs import read_pairs
-from tools.finetuning.training import split
-from wire.faults import InfrastructureFault
-from wire.messages import JudgedTurn, Judgement
 
 QUESTION = "What is the capital of Chad?"
 JUDGEMENT = "Analysis: good.\nScores: <final_score>3,4</final_score>"
@@ -141,7 +150,7 @@ def test_a_trajectory_holds_every_turn_but_the_last_as_a_judge_sees_it(
 
 
 def task_of(one: Trajectory[Step]) -> Any:
-    from actors.environments.base import Task
+    from coppice.actors.environments.base import Task
 
     return Task("t1", one.question, one.golden_answers, one.evidence)
 
@@ -296,7 +305,7 @@ def test_runs_of_one_name_make_one_benchmark_when_collected_with_a_prefix(run: P
         assert main([*command, files[0], files[1], *out]) == 2
         said = capsys.readouterr().err
         assert f"the id 'run-0-0' is in {files[0]} and in {files[1]}: ids are unique" in said
-        assert "--prefix (tools/sft collect)" in said
+        assert "--prefix (coppice sft collect)" in said
         assert main([*command, files[0], files[2], *out]) == 0
     assert main(["bench", "--size", "9", files[0], files[2], *out]) == 0
     made = record.read(tmp_path / "made.jsonl", record.Item)
@@ -731,10 +740,10 @@ def test_an_out_that_cannot_be_written_is_said_before_a_model_is_loaded(
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setattr(
-        "tools.defaults.models.ensure_model", lambda *_: pytest.fail("the model was loaded")
+        "coppice.tools.defaults.models.ensure_model", lambda *_: pytest.fail("the model was loaded")
     )
     monkeypatch.setattr(
-        "tools.launching.prepare.prepare", lambda *_: pytest.fail("the model was made")
+        "coppice.tools.launching.prepare.prepare", lambda *_: pytest.fail("the model was made")
     )
     out = tmp_path / "file" / "o"
     more = {
@@ -776,7 +785,7 @@ def test_a_signal_in_a_training_ends_it_with_one_line(
     finally:
         signal.signal(signal.SIGINT, before)
     assert signal.getsignal(signal.SIGTERM) is ending, "who calls main has the handler it had"
-    assert capsys.readouterr().err == "tools/sft train: stopped; nothing was saved\n"
+    assert capsys.readouterr().err == "coppice sft train: stopped; nothing was saved\n"
     assert [path.name for path in tmp_path.iterdir()] == ["r.jsonl"]
 
 
@@ -812,7 +821,7 @@ def test_a_full_disk_under_the_trained_model_is_said(
 
     monkeypatch.setattr(Student, "save", full)
     assert main(train_command(llama, tmp_path)) == 2
-    assert "tools/sft train: the trained model could not be written to" in capsys.readouterr().err
+    assert "coppice sft train: the trained model could not be written to" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["r.jsonl"]
 
 
@@ -848,11 +857,11 @@ def test_a_model_that_does_not_fit_is_said_with_what_to_change(
     def full(*_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.\nand more")
 
-    monkeypatch.setattr("learner.fine_tune.train", full)
+    monkeypatch.setattr("coppice.learner.fine_tune.train", full)
     command = ["train", "--model", str(llama), "--rows", str(rows_file(tmp_path / "r.jsonl", 3)), "--out", str(tmp_path / "o")]  # fmt: skip
     assert main([*command, "--steps", "1"]) == 2
     assert capsys.readouterr().err == (
-        "tools/sft train: CUDA out of memory.: train adapters (--lora-rank 16), or less at once (--forward-tokens)\n"
+        "coppice sft train: CUDA out of memory.: train adapters (--lora-rank 16), or less at once (--forward-tokens)\n"
     )
 
 
@@ -897,11 +906,11 @@ def test_the_commands_of_the_docs_are_commands(name: str) -> None:
     said = [
         shlex.split(line, comments=True)
         for line in commands
-        if line.startswith(("tools/sft", "tools/evaluate"))
+        if line.startswith(("coppice sft", "coppice evaluate"))
     ]
     assert said
     for tool, *arguments in said:
-        if tool == "tools/sft":
+        if tool == "coppice sft":
             parser().parse_args(
                 [found for found in arguments if not found.startswith("[") and found != "..]"]
             )

@@ -7,11 +7,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from scheduler.journal import Journal
-from scheduler.tree import Tree
-from tools.inspecting.audit import audit, main
-from wire import digest, frontier
-from wire.messages import Turn
+from coppice.scheduler.growth.tree import Tree
+from coppice.scheduler.ledger.journal import Journal
+from coppice.tools.inspecting.audit import audit, main
+from coppice.wire import digest, frontier
+from coppice.wire.messages import Turn
 
 TREES, QUESTIONS = 6, 2
 

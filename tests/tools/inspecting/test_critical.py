@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from coppice.tools.inspecting import critical, runs
+from coppice.tools.inspecting.critical import Call, Recorded, Update, shares
+from coppice.tools.inspecting.trace import main, window
 from tests.run_folder import make
-from tools.inspecting import critical, runs
-from tools.inspecting.critical import Call, Recorded, Update, shares
-from tools.inspecting.trace import main, window
 
 UPDATES, PUBLISHING, CHECKPOINTS = "learner: updates", critical.PUBLISH, critical.CHECKPOINT
 

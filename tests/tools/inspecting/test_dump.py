@@ -1,4 +1,4 @@
-"""tools/dump: which trees it finds, and what it shows of them."""
+"""coppice trees: which trees it finds, and what it shows of them."""
 
 import json
 import re
@@ -8,11 +8,11 @@ import numpy as np
 import polars as pl
 import pytest
 
-from scheduler.journal import Journal
-from scheduler.tree import Tree
-from tools.inspecting import frames, sections
-from tools.inspecting.dump import main
-from wire.messages import Turn
+from coppice.scheduler.growth.tree import Tree
+from coppice.scheduler.ledger.journal import Journal
+from coppice.tools.inspecting import frames, sections
+from coppice.tools.inspecting.dump import main
+from coppice.wire.messages import Turn
 
 TREES = 6
 
@@ -144,7 +144,7 @@ def test_what_is_not_there_is_told_with_what_is(
     assert main([str(run), *options]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
-    assert printed.err.startswith("tools/dump: ")
+    assert printed.err.startswith("coppice trees: ")
     assert words in printed.err
 
 

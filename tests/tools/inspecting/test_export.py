@@ -1,4 +1,4 @@
-"""tools/export: the folder appears whole or not at all, and what cannot be exported is one line."""
+"""coppice export: the folder appears whole or not at all, and what cannot be exported is one line."""
 
 import resource
 from pathlib import Path
@@ -8,9 +8,9 @@ import msgspec
 import pytest
 from transformers import AutoModelForCausalLM
 
-from learner.config import LearnerConfig, LearnerProcess
-from tools.inspecting import export as export_policy
-from tools.inspecting.export import main
+from coppice.learner.config import LearnerConfig, LearnerProcess
+from coppice.tools.inspecting import export as export_policy
+from coppice.tools.inspecting.export import main
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def test_a_full_disk_leaves_no_folder_and_is_one_line(
     capsys.readouterr()
     out = tmp_path / "out"
     assert main([str(run), "--out", str(out)]) == 2
-    assert f"tools/export: the policy could not be written to {out}: " in capsys.readouterr().err
+    assert f"coppice export: the policy could not be written to {out}: " in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
@@ -50,7 +50,7 @@ def test_what_is_no_run_or_no_new_folder_is_refused(
     said = capsys.readouterr().err
     assert (
         said
-        == f"tools/export: {tmp_path}: no processes/learner.json there; expected the folder of a run\n"
+        == f"coppice export: {tmp_path}: no processes/learner.json there; expected the folder of a run\n"
     )
     assert main([str(run), "--out", str(run)]) == 2
     assert f"--out {run} holds something already: choose another" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""tools/watch: what it shows at every size and of every broken run, what its keys do, and how
+"""coppice watch: what it shows at every size and of every broken run, what its keys do, and how
 little it reads."""
 
 import asyncio
@@ -17,19 +17,19 @@ import numpy as np
 import pytest
 from textual.pilot import Pilot
 
-from scheduler import health
-from scheduler.health import Health, Queue, WorkerHealth
-from scheduler.journal import Journal
-from scheduler.tree import Tree
-from tools.inspecting import watched
-from tools.inspecting.watch import Table, Watch, main
-from tools.inspecting.watched import Reader, curves, page, spark, staleness, words
-from tools.launching import control, record, status
-from tools.launching.config import DEFAULT_CONFIG, load
-from tools.launching.record import Failure, Member, Record
-from tools.launching.status import ProcessStatus
-from wire.atomic import write_whole
-from wire.messages import Turn
+from coppice.scheduler.growth.tree import Tree
+from coppice.scheduler.ledger.journal import Journal
+from coppice.scheduler.telemetry import health
+from coppice.scheduler.telemetry.health import Health, Queue, WorkerHealth
+from coppice.tools.inspecting import watched
+from coppice.tools.inspecting.watch import Table, Watch, main
+from coppice.tools.inspecting.watched import Reader, curves, page, spark, staleness, words
+from coppice.tools.launching import control, record, status
+from coppice.tools.launching.config import DEFAULT_CONFIG, load
+from coppice.tools.launching.record import Failure, Member, Record
+from coppice.tools.launching.status import ProcessStatus
+from coppice.wire.atomic import write_whole
+from coppice.wire.messages import Turn
 
 SCREENS = Path(__file__).parent / "screens"
 NOW, MONOTONIC = 1_800_000_000.0, 5_000.0
@@ -282,7 +282,7 @@ async def test_an_order_that_cannot_be_given_is_refused_in_words(run: Path) -> N
         for keys, said in (
             (["d"], "choose a worker in the table of processes first (Tab)"),
             (["tab", "d"], "scheduler cannot be drained"),
-            (["end", "d"], "mine-0 was not started by tools/launch"),
+            (["end", "d"], "mine-0 was not started by coppice launch"),
         ):
             await pilot.press(*keys)
             assert any(toast.message.startswith(said) for toast in app._notifications), said
@@ -458,7 +458,11 @@ def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 def test_the_help_fits_80_columns_and_ends_with_examples() -> None:
-    command = [sys.executable, "-c", "from tools.inspecting.watch import main; main(['--help'])"]
+    command = [
+        sys.executable,
+        "-c",
+        "from coppice.tools.inspecting.watch import main; main(['--help'])",
+    ]
     said = subprocess.run(
         command, env=os.environ | {"COLUMNS": "80"}, capture_output=True, text=True, check=True
     ).stdout

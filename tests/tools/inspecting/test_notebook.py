@@ -12,12 +12,12 @@ import polars as pl
 import pytest
 from matplotlib.figure import Figure
 
-from actors.environments import registry
-from actors.environments.task_files import load_tasks
-from scheduler.journal import Journal
+from coppice.actors.environments import registry
+from coppice.actors.environments.task_files import load_tasks
+from coppice.scheduler.ledger.journal import Journal
+from coppice.tools.inspecting import notebook, replay
+from coppice.tools.inspecting.frames import ACTION
 from tests.tools.inspecting.test_replay import REWARDS, grown
-from tools.inspecting import notebook, replay
-from tools.inspecting.frames import ACTION
 
 EXAMPLE = Path(__file__).parents[3] / "docs" / "notebook.ipynb"
 

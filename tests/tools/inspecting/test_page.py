@@ -1,4 +1,4 @@
-"""The page of tools/dump --html: what it holds, and what a person can do with it in a real browser."""
+"""The page of coppice trees --html: what it holds, and what a person can do with it in a real browser."""
 
 import json
 import re
@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from playwright.sync_api import Page, sync_playwright
 
-from scheduler.journal import Journal
-from scheduler.tree import Tree
-from tools.inspecting.dump import main
+from coppice.scheduler.growth.tree import Tree
+from coppice.scheduler.ledger.journal import Journal
+from coppice.tools.inspecting.dump import main
 
 EVIL = "</script><script>document.title = 'taken'</script><img src=x onerror=\"document.title = 'taken'\"> Lima & more"
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update", "--disable-sync"]  # fmt: skip

@@ -9,14 +9,14 @@ import tokenizers
 import torch
 from transformers import AutoModelForCausalLM
 
-from actors.engines import weights
-from learner.publish import publish
-from scheduler.journal import Journal
-from scheduler.tree import Tree
+from coppice.actors.engines import weights
+from coppice.learner.model.publish import publish
+from coppice.scheduler.growth.tree import Tree
+from coppice.scheduler.ledger.journal import Journal
+from coppice.tools.inspecting import frames, replay
+from coppice.tools.inspecting.dump import main
+from coppice.wire.messages import Turn
 from tests.updates import batch, process, trainer
-from tools.inspecting import frames, replay
-from tools.inspecting.dump import main
-from wire.messages import Turn
 
 REWARDS = [[1.0, 2.0, 6.0], [0.0, 0.0, 3.0]]
 TEMPERATURE = 0.5

@@ -1,4 +1,4 @@
-"""tools/report on run folders that the run's own classes have written."""
+"""coppice report on run folders that the run's own classes have written."""
 
 import io
 import json
@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from coppice.tools.bootstrap import ROOT
+from coppice.tools.inspecting import runs, sections
+from coppice.tools.inspecting.figures import smooth
+from coppice.tools.inspecting.report import main
 from tests.run_folder import make
-from tools.bootstrap import ROOT
-from tools.inspecting import runs, sections
-from tools.inspecting.figures import smooth
-from tools.inspecting.report import main
 
 SECTIONS = (
     "Runs", "Held-out results", "Learning", "Reward components", "Staleness", "Numerics watch", "Time", "Trees and rollouts",
@@ -258,11 +258,11 @@ def test_the_newest_trees_alone_are_read_of_a_long_run(
     monkeypatch.setattr(sections, "CHARACTERS", 20)
     text = page_of(tmp_path, make(tmp_path / "a"))
     assert set(re.findall(r"<summary>a, [a-z ]*: tree (\d)", text)) == {"2"}
-    assert "tools/dump RUN --tree 2 --full prints the rest" in text
+    assert "coppice trees RUN --tree 2 --full prints the rest" in text
 
 
 def test_the_help_fits_a_terminal_and_ends_with_examples() -> None:
-    code = "from tools.inspecting.report import main; main(['--help'])"
+    code = "from coppice.tools.inspecting.report import main; main(['--help'])"
     environment = os.environ | {"COLUMNS": "80", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True

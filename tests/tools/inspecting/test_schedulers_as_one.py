@@ -8,14 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from scheduler import health
-from scheduler.health import Health, Queue, WorkerHealth
-from scheduler.journal import Journal
+from coppice.scheduler.ledger.journal import Journal
+from coppice.scheduler.telemetry import health
+from coppice.scheduler.telemetry.health import Health, Queue, WorkerHealth
+from coppice.tools.inspecting import critical, dump, frames, notebook, report, runs, trace, watched
+from coppice.tools.launching import control, record, status
+from coppice.wire.atomic import write_whole
+from coppice.wire.shards import Shard, folder
 from tests import run_folder
-from tools.inspecting import critical, dump, frames, notebook, report, runs, trace, watched
-from tools.launching import control, record, status
-from wire.atomic import write_whole
-from wire.shards import Shard, folder
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tools.bootstrap import ROOT
-from tools.launching.command import main
+from coppice.tools.bootstrap import ROOT
+from coppice.tools.launching.command import main
 
 PAGE = (ROOT / "docs" / "agents.md").read_text()
 EXAMPLE = ROOT / "examples" / "ten_lines.py"
@@ -101,7 +101,9 @@ def test_an_agent_that_cannot_begin_is_refused_before_the_set_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (folder / "own.py").write_text("import not_there\n")
-    monkeypatch.setattr("tools.launching.prepare._prepare", lambda config: pytest.fail("set up"))
+    monkeypatch.setattr(
+        "coppice.tools.launching.prepare._prepare", lambda config: pytest.fail("set up")
+    )
     assert (
         main(["--config", "agent.toml", *(word for one in settings for word in ("--set", one))])
         == 2

@@ -9,13 +9,13 @@ from typing import Any
 import msgspec
 import pytest
 
+from coppice.tools.inspecting import runs
+from coppice.tools.launching import changes
+from coppice.tools.launching.assets import Assets
+from coppice.tools.launching.command import main
+from coppice.tools.launching.config import DEFAULT_CONFIG, ROOT, convert, load
+from coppice.tools.launching.settings import Config
 from tests.run_folder import make
-from tools.inspecting import runs
-from tools.launching import changes
-from tools.launching.assets import Assets
-from tools.launching.command import main
-from tools.launching.config import DEFAULT_CONFIG, ROOT, convert, load
-from tools.launching.settings import Config
 
 JUDGED = [
     'judges.use.slate.endpoint={url = "http://127.0.0.1:1/v1", model = "m"}',
@@ -35,8 +35,8 @@ def run(tmp_path: Path) -> Path:
 def started(monkeypatch: pytest.MonkeyPatch) -> None:
     """A set-up that is done, and processes that end at once."""
     assets = Assets("MODEL", "TRAIN", "HELDOUT", "INDEX")
-    monkeypatch.setattr("tools.launching.command.prepare", lambda config: assets)
-    monkeypatch.setattr("tools.launching.command.supervise", lambda *given: 0)
+    monkeypatch.setattr("coppice.tools.launching.command.prepare", lambda config: assets)
+    monkeypatch.setattr("coppice.tools.launching.command.supervise", lambda *given: 0)
 
 
 def saved(run: Path) -> dict[str, Any]:
@@ -54,14 +54,16 @@ def test_a_new_run_in_the_folder_of_another_one_is_refused_with_what_it_holds_an
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("tools.launching.command.prepare", lambda config: pytest.fail("set up"))
+    monkeypatch.setattr(
+        "coppice.tools.launching.command.prepare", lambda config: pytest.fail("set up")
+    )
     run = make(tmp_path / "run", ended=False)
     config = saved(run)
     other = ROOT / "configs" / "vpr-tictactoe-cpu.toml"
     assert main(["--config", str(other), "--run-folder", str(run), *dry]) == 2
     said = capsys.readouterr().err
     assert f"{run} holds the run 'slate-tiny' already (unknown, 3 trees): go on with it by" in said
-    assert f"tools/launch --resume {run}, or choose another --run-folder\n" in said
+    assert f"coppice launch --resume {run}, or choose another --run-folder\n" in said
     assert said.count("\n") == 1
     assert saved(run) == config
 
@@ -74,7 +76,7 @@ def test_a_run_that_began_in_the_folder_during_the_set_up_is_not_mixed_either(
         make(tmp_path / "run")
         return Assets("MODEL", "TRAIN", "HELDOUT", "INDEX")
 
-    monkeypatch.setattr("tools.launching.command.prepare", prepare)
+    monkeypatch.setattr("coppice.tools.launching.command.prepare", prepare)
     assert main(["--run-folder", str(tmp_path / "run")]) == 2
     assert "holds the run 'slate-tiny' already" in capsys.readouterr().err
 
@@ -146,7 +148,9 @@ def test_what_would_make_old_trees_or_checkpoints_wrong_is_refused(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("tools.launching.command.prepare", lambda config: pytest.fail("set up"))
+    monkeypatch.setattr(
+        "coppice.tools.launching.command.prepare", lambda config: pytest.fail("set up")
+    )
     config = saved(run)
     assert main(["--resume", str(run), *flags(*overrides)]) == 2
     error = capsys.readouterr().err

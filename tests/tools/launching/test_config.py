@@ -12,16 +12,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from actors.environments import hub, registry
-from actors.environments.task_files import listed, load_tasks
-from judges.config import JudgeModelConfig, JudgesConfig
-from learner.config import CriticConfig, LearnerConfig, LoraConfig, PrmConfig
-from scheduler.config import SchedulerProcess
-from tools.launching import processes, set_up
-from tools.launching.assets import Assets
-from tools.launching.config import Config, ConfigError, convert, load, saved
-from tools.launching.processes import gpus_of
-from tools.launching.rules import doubts
+from coppice.actors.environments import hub, registry
+from coppice.actors.environments.task_files import listed, load_tasks
+from coppice.judges.config import JudgeModelConfig, JudgesConfig
+from coppice.learner.config import CriticConfig, LearnerConfig, LoraConfig, PrmConfig
+from coppice.scheduler.config import SchedulerProcess
+from coppice.tools.launching import processes, set_up
+from coppice.tools.launching.assets import Assets
+from coppice.tools.launching.config import Config, ConfigError, convert, load, saved
+from coppice.tools.launching.processes import gpus_of
+from coppice.tools.launching.rules import doubts
 
 ROOT = Path(__file__).parents[3]
 DEFAULT = ROOT / "configs" / "slate-cpu.toml"
@@ -335,7 +335,9 @@ def test_ranks_from_outside_are_told_how_to_start_and_the_launcher_starts_none(
     plan = processes.make(config, Assets("MODEL", "TRAIN", "HELDOUT", ""), tmp_path)
     assert not [process.name for process in plan if "learner" in process.name]
     told = processes.torchrun(config.learner, tmp_path)
-    assert "8 ranks" in told and f"-m learner.main {tmp_path}/processes/learner.json" in told
+    assert (
+        "8 ranks" in told and f"-m coppice.learner.main {tmp_path}/processes/learner.json" in told
+    )
     assert (tmp_path / "processes" / "learner.json").is_file()
 
 
@@ -488,7 +490,7 @@ def test_no_shipped_config_repeats_what_it_extends() -> None:
         ),
         (
             "scheduler.judge=typo",
-            "for one that tools/serve brings, add --set 'judges.outside=[\"typo\"]'",
+            "for one that coppice serve brings, add --set 'judges.outside=[\"typo\"]'",
         ),
         (
             "scheduler.judge=slate_em",
@@ -518,7 +520,7 @@ def test_a_name_that_is_not_there_is_refused_with_the_nearest(override: str, sai
 
 
 _GRADED = """
-from judges.base import Judge
+from coppice.judges.base import Judge
 
 
 class Graded(Judge):
@@ -604,7 +606,7 @@ def test_the_documented_ways_to_a_judge_of_ones_own_load(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.delitem(sys.modules, "graded", raising=False)
-    commands = re.findall(r"^tools/launch (.*scheduler\.judge=graded.*)$", text, re.MULTILINE)
+    commands = re.findall(r"^coppice launch (.*scheduler\.judge=graded.*)$", text, re.MULTILINE)
     assert len(commands) == 3
     for command in commands:
         words = shlex.split(command)
@@ -615,7 +617,7 @@ def test_the_documented_ways_to_a_judge_of_ones_own_load(
 def test_a_config_is_checked_without_torch() -> None:
     """The launcher holds no memory for what it does not compute; a correction is looked up as
     everything else."""
-    code = "import sys; from learner import corrections, schemes; corrections.load('tis', {'upper': 3.0}); schemes.load('slate', {});"
+    code = "import sys; from coppice.learner.update import corrections; from coppice.learner import schemes; corrections.load('tis', {'upper': 3.0}); schemes.load('slate', {});"
     subprocess.run(
         [sys.executable, "-c", f"{code} assert 'torch' not in sys.modules"], check=True, cwd=ROOT
     )
@@ -774,7 +776,7 @@ def test_the_documented_policy_and_judge_on_two_servers_load() -> None:
         (ROOT / "docs" / "judges.md").read_text().partition("### Two servers")[2].split("```")[1]
     )
     export, *servers, launch = block.replace("\\\n", " ").strip().splitlines()
-    words = shlex.split(launch.partition("tools/launch ")[2])
+    words = shlex.split(launch.partition("coppice launch ")[2])
     assert words[0] == "--config"
     made = load(ROOT / words[1], [words[i + 1] for i, word in enumerate(words) if word == "--set"])
     policy = servers[0]
@@ -887,7 +889,7 @@ def test_slate_full_needs_the_components_of_its_judge() -> None:
 def test_judges_models_take_the_gpus_that_nobody_was_given(
     gpus: str, shown: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("wire.hardware.visible_gpus", lambda: list(gpus))
+    monkeypatch.setattr("coppice.wire.hardware.visible_gpus", lambda: list(gpus))
     made = processes.make(
         load(ROOT / "configs" / "ppr-3b.toml", []), Assets("M", "T", "H", "I"), tmp_path
     )

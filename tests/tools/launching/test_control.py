@@ -9,14 +9,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from scheduler import health
-from tools.launching import control, record
-from tools.launching.processes import Process
-from tools.launching.record import Member, Record, Recorder
-from tools.launching.screen import Screen
-from tools.launching.signals import Signals
-from tools.launching.supervisor import DRAIN, LOOK_S, Supervisor
-from wire.atomic import write_whole
+from coppice.scheduler.telemetry import health
+from coppice.tools.launching import control, record
+from coppice.tools.launching.processes import Process
+from coppice.tools.launching.record import Member, Record, Recorder
+from coppice.tools.launching.screen import Screen
+from coppice.tools.launching.signals import Signals
+from coppice.tools.launching.supervisor import DRAIN, LOOK_S, Supervisor
+from coppice.wire.atomic import write_whole
 
 WAITS = "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(7)); print(flush=True); signal.pause()"
 """A process that ends with status 7 on SIGTERM."""
@@ -98,7 +98,7 @@ def test_the_launcher_drains_the_worker_that_is_named_and_forgets_the_orders_to_
     [
         ("scheduler", "scheduler cannot be drained, because nothing goes on without it"),
         ("learner-0", "learner-0 cannot be drained"),
-        ("mine", "mine was not started by tools/launch: end it where it was started"),
+        ("mine", "mine was not started by coppice launch: end it where it was started"),
     ],
 )
 def test_what_the_run_needs_or_did_not_start_is_not_drained(
@@ -129,7 +129,7 @@ def test_stopping_asks_the_launcher_once_because_a_second_time_would_kill_it(flo
         control.stop(floor.run)
     assert floor.launcher.poll() is None
     floor.record(stopping=False)
-    assert "tools/launch --resume" in control.stop(floor.run)
+    assert "coppice launch --resume" in control.stop(floor.run)
     assert floor.launcher.wait(30) == 7
 
 

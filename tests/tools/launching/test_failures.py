@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tools.launching.failures import (
+from coppice.tools.launching.failures import (
     MOST,
     RESTARTS,
     WITHIN_S,

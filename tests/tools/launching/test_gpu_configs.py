@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from actors.environments import registry
-from scheduler.strategies import mc_value
-from tools.launching import config
+from coppice.actors.environments import registry
+from coppice.scheduler.growth.strategies import mc_value
+from coppice.tools.launching import config
 
 ROOT = Path(__file__).resolve().parents[3]
 CONFIGS = sorted((ROOT / "configs").glob("*.toml"))

@@ -9,8 +9,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tools.launching import holder
-from tools.launching.holder import Delivery, Holder
+from coppice.tools.launching import holder
+from coppice.tools.launching.holder import Delivery, Holder
 
 
 def delivery(run: Path, apart: bool = True, command: list[str] | None = None) -> Delivery:

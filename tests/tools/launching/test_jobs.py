@@ -12,10 +12,10 @@ import jsonschema
 import pytest
 import yaml
 
-from tools.bootstrap import ROOT
-from tools.launching import command, jobs
-from tools.launching.config import DEFAULT_CONFIG, ConfigError, load
-from tools.launching.settings import Config
+from coppice.tools.bootstrap import ROOT
+from coppice.tools.launching import command, jobs
+from coppice.tools.launching.config import DEFAULT_CONFIG, ConfigError, load
+from coppice.tools.launching.settings import Config
 
 SCHEMA = json.loads((Path(__file__).parent / "rayjob.schema.json").read_text())
 IMAGE = ["cluster.image=registry/coppice:1", "cluster.volume=runs"]
@@ -107,7 +107,7 @@ def test_the_script_starts_the_same_command_on_rays_first_node_and_goes_on_when_
     asked = ["--resume", str(run)] if again else [
         "--actors", "4", "--set", 'judges.outside=["a b"]', "--cluster", "ray", "--run-folder", str(run)
     ]  # fmt: skip
-    assert launch == ["tools/launch", *asked]
+    assert launch == ["coppice launch", *asked]
     lines = [line for line in script.splitlines() if line.startswith("#SBATCH")]
     assert {"#SBATCH --nodes=1", "#SBATCH --gpus-per-node=8", "#SBATCH --partition=h100"} <= set(
         lines
@@ -116,8 +116,8 @@ def test_the_script_starts_the_same_command_on_rays_first_node_and_goes_on_when_
 
 LAUNCHER = """
 import os, pathlib, psutil, signal, sys
-from tools.launching.record import NAME, Record
-from wire.atomic import write_whole
+from coppice.tools.launching.record import NAME, Record
+from coppice.wire.atomic import write_whole
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(130))
 write_whole(pathlib.Path(sys.argv[1]) / NAME, Record(os.getpid(), psutil.Process().create_time()))
 print("ready", flush=True)

@@ -11,16 +11,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from judges.config import SERVED, JudgeModelConfig, with_served_model
-from judges.serve import JudgeProcess
+from coppice.judges.config import SERVED, JudgeModelConfig, with_served_model
+from coppice.judges.serve import JudgeProcess
+from coppice.tools.defaults.tiny_board import NAME as TINY
+from coppice.tools.launching import processes
+from coppice.tools.launching.assets import Assets
+from coppice.tools.launching.config import DEFAULT_CONFIG, ConfigError, load
+from coppice.tools.launching.judge_model import HOST, JudgeModelProcess
+from coppice.tools.launching.prepare import prepare
+from coppice.wire.messages import JudgedTurn, JudgeRequest, JudgeResult
 from tests.services import bench
-from tools.defaults.tiny_board import NAME as TINY
-from tools.launching import processes
-from tools.launching.assets import Assets
-from tools.launching.config import DEFAULT_CONFIG, ConfigError, load
-from tools.launching.judge_model import HOST, JudgeModelProcess
-from tools.launching.prepare import prepare
-from wire.messages import JudgedTurn, JudgeRequest, JudgeResult
 
 pytestmark = pytest.mark.slow
 
@@ -57,7 +57,11 @@ def test_a_judge_that_asks_for_the_served_model_gets_its_address_and_what_it_can
     assert files["judges"]["judges"]["slate_rules"] == {"query": "evidence"}
     (spec,) = (p for p in processes.make(load(DEFAULT_CONFIG, [ASKS, *MODEL]), Assets("M", "T", "H", "I", "J"), tmp_path)
                if p.name == "judge-model")  # fmt: skip
-    assert (spec.module, spec.threads, spec.vital) == ("tools.launching.judge_model", 1, False)
+    assert (spec.module, spec.threads, spec.vital) == (
+        "coppice.tools.launching.judge_model",
+        1,
+        False,
+    )
 
 
 def test_what_a_served_endpoint_says_itself_is_kept() -> None:
@@ -139,8 +143,10 @@ async def test_a_judge_started_before_its_model_waits_for_it_and_every_turn_has_
     async with bench(tmp_path) as b:
         (tmp_path / "endpoint").write_text(b.dispatcher.endpoint)
         async with (
-            process("judges.serve", tmp_path / "judges.json"),
-            process("tools.launching.judge_model", tmp_path / "processes" / "judge-model.json"),
+            process("coppice.judges.serve", tmp_path / "judges.json"),
+            process(
+                "coppice.tools.launching.judge_model", tmp_path / "processes" / "judge-model.json"
+            ),
         ):
             await b.dispatcher.wait_for("judge.pprm", 1, 100)
             result: JudgeResult = await b.dispatcher.call(

@@ -1,4 +1,4 @@
-"""tools/launch: what it says of folders it cannot use, of torn configs and of a full disk; what its
+"""coppice launch: what it says of folders it cannot use, of torn configs and of a full disk; what its
 supervisor leaves behind."""
 
 import errno
@@ -14,11 +14,11 @@ from typing import IO, Any
 
 import pytest
 
-from tools.launching.assets import Assets
-from tools.launching.command import main
-from tools.launching.processes import Process
-from tools.launching.resuming import supervise
-from tools.launching.screen import Screen
+from coppice.tools.launching.assets import Assets
+from coppice.tools.launching.command import main
+from coppice.tools.launching.processes import Process
+from coppice.tools.launching.resuming import supervise
+from coppice.tools.launching.screen import Screen
 
 ENDS_AT_ONCE = Process("scheduler", "no_such_module", "scheduler", 1, True)
 
@@ -36,9 +36,9 @@ def handlers() -> Iterator[None]:
 def assets(monkeypatch: pytest.MonkeyPatch) -> None:
     """A set-up that is done."""
     made = Assets("MODEL", "TRAIN", "HELDOUT", "INDEX")
-    monkeypatch.setattr("tools.launching.command.prepare", lambda config: made)
+    monkeypatch.setattr("coppice.tools.launching.command.prepare", lambda config: made)
     monkeypatch.setattr(
-        "tools.launching.command.processes.make", lambda config, found, run: [ENDS_AT_ONCE]
+        "coppice.tools.launching.command.processes.make", lambda config, found, run: [ENDS_AT_ONCE]
     )
 
 
@@ -49,7 +49,9 @@ def test_a_run_folder_below_a_file_is_refused_before_the_set_up(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("tools.launching.command.prepare", lambda config: pytest.fail("set up"))
+    monkeypatch.setattr(
+        "coppice.tools.launching.command.prepare", lambda config: pytest.fail("set up")
+    )
     file = tmp_path / "file"
     file.touch()
     assert main(["--run-folder", str(file / "sub" / "run"), *dry]) == 2
@@ -67,8 +69,8 @@ def test_a_dry_run_prints_the_doubts_that_a_start_prints(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("tools.launching.memory.free_gib", lambda: 0.0)
-    monkeypatch.setattr("tools.launching.memory.hardware.visible_gpus", lambda: [])
+    monkeypatch.setattr("coppice.tools.launching.memory.free_gib", lambda: 0.0)
+    monkeypatch.setattr("coppice.tools.launching.memory.hardware.visible_gpus", lambda: [])
     correction = ["--set", "learner.correction=gspo", "--set", "learner.aggregation=token"]
     assert main(["--run-folder", str(tmp_path / "run"), *correction, *dry]) == status
     told = capsys.readouterr().out
@@ -105,7 +107,7 @@ def test_a_full_disk_at_the_start_is_one_line(
     monkeypatch.setattr(Path, what, full)
     assert main(["--run-folder", str(run)]) == 2
     error = capsys.readouterr().err
-    assert error.startswith(f"tools/launch: {run}'s disk has ")
+    assert error.startswith(f"coppice launch: {run}'s disk has ")
     assert error.endswith(" MB free: the processes cannot write; free some, then start again\n")
     assert error.count("\n") == 1
 
@@ -154,7 +156,7 @@ def test_a_resumed_run_keeps_its_config_when_the_disk_is_full(
     monkeypatch.setattr(Path, "write_bytes", full)
     capsys.readouterr()
     assert main(["--resume", str(run)]) == 2
-    assert f"free some, then tools/launch --resume {run}\n" in capsys.readouterr().err
+    assert f"free some, then coppice launch --resume {run}\n" in capsys.readouterr().err
     assert (run / "config.json").read_bytes() == config
 
 
@@ -163,11 +165,11 @@ def test_a_resumed_run_keeps_its_config_when_the_disk_is_full(
     [
         (
             100_000,
-            "{run}'s disk has 0.1 MB free: the processes cannot write; free some, then tools/launch --resume {run}",
+            "{run}'s disk has 0.1 MB free: the processes cannot write; free some, then coppice launch --resume {run}",
         ),
         (
             2**40,
-            "mend what the cause names, or it will happen again; then tools/launch --resume {run} (--set KEY=VALUE changes a setting)",
+            "mend what the cause names, or it will happen again; then coppice launch --resume {run} (--set KEY=VALUE changes a setting)",
         ),
     ],
 )
@@ -208,7 +210,7 @@ def test_the_schedulers_lines_are_read_to_the_end_though_one_place_does_not_take
 
 
 def test_a_terminal_that_is_gone_stops_no_launcher() -> None:
-    code = "from tools.launching.screen import Screen; s = Screen(0); [s.say(f'line {i}') for i in range(3)]; s.say('x' * 100_000)"
+    code = "from coppice.tools.launching.screen import Screen; s = Screen(0); [s.say(f'line {i}') for i in range(3)]; s.say('x' * 100_000)"
     reader, writer = os.pipe()
     process = subprocess.Popen([sys.executable, "-c", code], stdout=writer, stderr=subprocess.PIPE)
     os.close(writer)

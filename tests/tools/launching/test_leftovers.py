@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.launching.leftovers import FOLDER, mapped, sweep
+from coppice.tools.launching.leftovers import FOLDER, mapped, sweep
 
 pytestmark = pytest.mark.skipif(not FOLDER.is_dir(), reason="this system has no /dev/shm")
 TAKES = """

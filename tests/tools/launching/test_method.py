@@ -5,12 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from learner import corrections, schemes
-from scheduler import strategies
-from tools.bootstrap import ROOT
-from tools.launching import rules
-from tools.launching.config import ConfigError, load
-from tools.launching.method import mismatch
+from coppice.learner import schemes
+from coppice.learner.update import corrections
+from coppice.scheduler.growth import strategies
+from coppice.tools.bootstrap import ROOT
+from coppice.tools.launching import rules
+from coppice.tools.launching.config import ConfigError, load
+from coppice.tools.launching.method import mismatch
 
 SLATE, PPR, GAME = (
     ROOT / "configs" / f"{name}.toml" for name in ("slate-tiny", "ppr-cpu", "vpr-tictactoe-cpu")
@@ -170,7 +171,7 @@ def plug_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Schemes and a strategy in the folder where the user stands."""
     body = "def advantages(table): return table.per_token(table.column('made_up'))\n"
     declared = (
-        "from wire.declared import SchemeNeeds\n"
+        "from coppice.wire.declared import SchemeNeeds\n"
         "def needs(**_): return SchemeNeeds(columns=frozenset({'made_up'}), group='step')\n"
     )
     (tmp_path / "mute_scheme.py").write_text(body)

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 from safetensors.numpy import save_file
 
-from tools.defaults.models import ensure_model
-from tools.launching import needs
-from tools.launching.command import main
+from coppice.tools.defaults.models import ensure_model
+from coppice.tools.launching import needs
+from coppice.tools.launching.command import main
 
 SGLANG = ["actors.engine=sglang", "actors.kv_cache_gib=null", "actors.dtype=null"]
 NOWHERE = ["data.train=mine/nope.jsonl", "data.heldout=nope.parquet", "data.corpus=nope.jsonl"]
@@ -27,7 +27,9 @@ def line(capsys: pytest.CaptureFixture[str], *options: str, overrides: list[str]
 @pytest.fixture
 def unprepared(monkeypatch: pytest.MonkeyPatch) -> None:
     """A set-up that may not begin."""
-    monkeypatch.setattr("tools.launching.command.prepare", lambda config: pytest.fail("set up"))
+    monkeypatch.setattr(
+        "coppice.tools.launching.command.prepare", lambda config: pytest.fail("set up")
+    )
 
 
 @pytest.mark.usefixtures("unprepared")
@@ -37,7 +39,7 @@ def test_a_wrong_data_path_is_refused_also_by_a_dry_run(
     override: str, options: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     key, _, value = override.partition("=")
-    assert f"tools/launch: {key} = '{value}' does not exist: give a" in line(
+    assert f"coppice launch: {key} = '{value}' does not exist: give a" in line(
         capsys, *options, overrides=[override]
     )
 
@@ -47,7 +49,8 @@ def test_a_wrong_model_is_refused_also_by_a_dry_run(
     name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(
-        "tools.launching.command.prepare", lambda config: ensure_model(config.model.name, tmp_path)
+        "coppice.tools.launching.command.prepare",
+        lambda config: ensure_model(config.model.name, tmp_path),
     )
     for options in ([], ["--dry-run"]):
         said = line(capsys, *options, overrides=[f"model.name={name}"])
@@ -63,7 +66,8 @@ def test_a_model_that_the_hub_does_not_give_is_one_line(
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", absent)
     monkeypatch.setattr(
-        "tools.launching.command.prepare", lambda config: ensure_model(config.model.name, tmp_path)
+        "coppice.tools.launching.command.prepare",
+        lambda config: ensure_model(config.model.name, tmp_path),
     )
     said = line(capsys, overrides=["model.name=nobody/nothing"])
     assert (
@@ -83,10 +87,11 @@ def test_weights_that_are_cut_short_are_named_with_the_remedy(
     assert ensure_model(str(tmp_path), tmp_path) == tmp_path
     weights.write_bytes(weights.read_bytes()[:-100])
     monkeypatch.setattr(
-        "tools.launching.command.prepare", lambda config: ensure_model(config.model.name, tmp_path)
+        "coppice.tools.launching.command.prepare",
+        lambda config: ensure_model(config.model.name, tmp_path),
     )
     said = line(capsys, overrides=[f"model.name={tmp_path}"])
-    assert said.startswith(f"tools/launch: {weights} is cut short or damaged (")
+    assert said.startswith(f"coppice launch: {weights} is cut short or damaged (")
     assert f"remove {tmp_path} if it is in the cache, and start again" in said
 
 
@@ -94,10 +99,10 @@ def test_weights_that_are_cut_short_are_named_with_the_remedy(
 def test_a_config_for_a_gpu_is_refused_without_one(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tools.launching.needs.hardware.visible_gpus", lambda: [])
+    monkeypatch.setattr("coppice.tools.launching.needs.hardware.visible_gpus", lambda: [])
     said = line(capsys, overrides=SGLANG)
     assert (
-        "tools/launch: actors.engine = 'sglang' needs a GPU, and nvidia-smi and CUDA_VISIBLE_DEVICES show none"
+        "coppice launch: actors.engine = 'sglang' needs a GPU, and nvidia-smi and CUDA_VISIBLE_DEVICES show none"
         in said
     )
     assert "take a config for a CPU" in said
@@ -115,7 +120,7 @@ def test_a_launch_without_sglang_is_refused_before_any_process_starts(
     python: str, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # also where SGLang is
-    monkeypatch.setattr("tools.launching.needs._HAS_SGLANG", "import sys; sys.exit(1)")
+    monkeypatch.setattr("coppice.tools.launching.needs._HAS_SGLANG", "import sys; sys.exit(1)")
     cpu = 'actors.sglang.arguments={device = "cpu"}'
     assert said in line(capsys, overrides=[*SGLANG, cpu, f"actors.sglang.python={python}"])
 

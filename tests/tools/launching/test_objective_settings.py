@@ -8,13 +8,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from learner import schemes
-from learner.config import LearnerProcess
-from scheduler.config import SchedulerProcess
-from scheduler.strategies import slate
-from tools.launching import processes, rules
-from tools.launching.assets import Assets
-from tools.launching.config import ConfigError, load
+from coppice.learner import schemes
+from coppice.learner.config import LearnerProcess
+from coppice.scheduler.config import SchedulerProcess
+from coppice.scheduler.growth.strategies import slate
+from coppice.tools.launching import processes, rules
+from coppice.tools.launching.assets import Assets
+from coppice.tools.launching.config import ConfigError, load
 
 SLATE = Path(__file__).parents[3] / "configs" / "slate-cpu.toml"
 PPR, SUDOKU = SLATE.with_name("ppr-cpu.toml"), SLATE.with_name("vpr-sudoku-cpu.toml")

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from tools.launching.command import arguments, resolve
-from tools.launching.config import DEFAULT_CONFIG, ConfigError, load
+from coppice.tools.launching.command import arguments, resolve
+from coppice.tools.launching.config import DEFAULT_CONFIG, ConfigError, load
 
 JUDGE = """
-from judges.base import Judge
+from coppice.judges.base import Judge
 
 class Brevity(Judge):
     name, columns = "brevity", ("think", "query", "answer")

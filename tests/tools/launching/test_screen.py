@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 
+from coppice.tools.launching.command import arguments, main
+from coppice.tools.launching.screen import WIDEST, Screen
+from coppice.tools.launching.table import _LEAST, BLOCK, COLUMNS, Progress, Table, spoken
 from tests.terminals import output, seen
-from tools.launching.command import arguments, main
-from tools.launching.screen import WIDEST, Screen
-from tools.launching.table import _LEAST, BLOCK, COLUMNS, Progress, Table, spoken
 
 ROOT = Path(__file__).parent.parent.parent.parent
 UPDATES = 50
 SHOW = """
 import sys
-from tools.launching.screen import Screen
+from coppice.tools.launching.screen import Screen
 Screen(int(sys.argv[1])).relay(sys.stdin.buffer if len(sys.argv) < 3 else open(sys.argv[2], "rb"), open(sys.argv[2] + ".out", "wb"))
 """
 
@@ -178,9 +178,9 @@ def test_neither_a_cut_off_record_nor_a_letter_that_the_terminal_lacks_ends_the_
     assert (tmp_path / "copy").read_text() == '{"version":1.0,"sco\nem 0.5 ±0.1\nnext\n'
 
 
-CALL = "import sys; from tools.launching import command; {}; sys.exit(command.main(sys.argv[1:]))"
+CALL = "import sys; from coppice.tools.launching import command; {}; sys.exit(command.main(sys.argv[1:]))"
 SET_UP = (
-    "from tools.launching.assets import Assets; import subprocess;"
+    "from coppice.tools.launching.assets import Assets; import subprocess;"
     " command.prepare = lambda c: (subprocess.run(['echo', 'set up']), Assets('MODEL', 'T', 'H', 'I'))[1];"
     ' command.supervise = lambda run, make, screen, nodes: screen._take(\'{"version":1.0,"learner/groups":3.0}\') and 0'
 )
@@ -317,7 +317,11 @@ def test_a_tracker_that_cannot_work_is_refused_before_the_set_up(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("tools.launching.command.prepare", lambda config: pytest.fail("set up"))
-    monkeypatch.setattr("scheduler.tracking.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr(
+        "coppice.tools.launching.command.prepare", lambda config: pytest.fail("set up")
+    )
+    monkeypatch.setattr(
+        "coppice.scheduler.telemetry.tracking.importlib.util.find_spec", lambda name: None
+    )
     assert main([*flags, "--run-folder", str(tmp_path / "run")]) == 2
     assert said in capsys.readouterr().err

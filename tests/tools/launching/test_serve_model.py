@@ -1,4 +1,4 @@
-"""tools/serve-model: a process that serves the protocol until it is interrupted, and says in one
+"""coppice serve --model: a process that serves the protocol until it is interrupted, and says in one
 line why it does not."""
 
 import re
@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from tools.launching.serve_model import is_loopback, main, parser
+from coppice.tools.launching.serve_model import is_loopback, main, parser
 
 pytestmark = pytest.mark.slow
 
-COMMAND = [sys.executable, "-m", "tools.launching.serve_model"]
-"""Without the set-up of the environment that tools/serve-model begins with."""
+COMMAND = [sys.executable, "-m", "coppice.tools.launching.serve_model"]
+"""Without the set-up of the environment that coppice serve --model begins with."""
 
 
 def test_it_serves_at_the_address_it_prints_until_it_is_interrupted(llama: Path) -> None:
@@ -62,7 +62,7 @@ def test_what_cannot_be_served_is_one_clear_line(
     assert left.value.code == 1
     said = capsys.readouterr().err
     assert re.search(reason, said)
-    assert said.startswith("tools/serve-model: ")
+    assert said.startswith("coppice serve --model: ")
     assert said.count("\n") == 1
 
 

@@ -1,4 +1,4 @@
-"""A model server whose engine dies says why and ends with status 1, as tools/serve-model and inside
+"""A model server whose engine dies says why and ends with status 1, as coppice serve --model and inside
 a run."""
 
 import subprocess
@@ -12,15 +12,15 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from judges.config import JudgeModelConfig
-from tools.launching.judge_model import JudgeModelProcess
+from coppice.judges.config import JudgeModelConfig
+from coppice.tools.launching.judge_model import JudgeModelProcess
 
 pytestmark = pytest.mark.slow
 
 DYING = """
 import sys
-from actors.engines.local import LocalEngine
-from tools.launching import judge_model, serve_model
+from coppice.actors.engines.local import LocalEngine
+from coppice.tools.launching import judge_model, serve_model
 
 def boom(*_):
     raise ERROR("boom")
@@ -74,7 +74,7 @@ def test_serve_model_ends_with_status_1_and_the_reason_when_its_engine_dies(llam
     with server("sys.exit(serve_model.main(sys.argv[1:]))", str(llama), *options) as made:
         assert (
             last_words(made)
-            == f"tools/serve-model: {REASON}; its traceback is above. Start the server again"
+            == f"coppice serve --model: {REASON}; its traceback is above. Start the server again"
         )
 
 
@@ -93,7 +93,7 @@ def test_serve_model_ends_with_the_third_step_in_a_row_that_fails_of_an_error_th
     reason = "the engine's thread has ended: RuntimeError('3 steps failed one after another, the last with: boom')"
     assert (
         errors.splitlines()[-1]
-        == f"tools/serve-model: {reason}; its traceback is above. Start the server again"
+        == f"coppice serve --model: {reason}; its traceback is above. Start the server again"
     )
 
 

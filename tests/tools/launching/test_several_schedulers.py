@@ -6,15 +6,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from actors.config import ActorProcess
-from judges.serve import JudgeProcess
-from learner.config import LearnerProcess
-from scheduler.config import SchedulerProcess
-from tools.launching import processes
-from tools.launching.assets import Assets
-from tools.launching.command import main
-from tools.launching.config import DEFAULT_CONFIG, ConfigError, load, saved
-from wire.shards import Shard, folder
+from coppice.actors.config import ActorProcess
+from coppice.judges.serve import JudgeProcess
+from coppice.learner.config import LearnerProcess
+from coppice.scheduler.config import SchedulerProcess
+from coppice.tools.launching import processes
+from coppice.tools.launching.assets import Assets
+from coppice.tools.launching.command import main
+from coppice.tools.launching.config import DEFAULT_CONFIG, ConfigError, load, saved
+from coppice.wire.shards import Shard, folder
 
 TWO = [
     "scheduler.shards=2",
@@ -79,7 +79,9 @@ def test_what_several_schedulers_cannot_share_is_refused(override: str, said: st
 def test_a_run_is_not_resumed_with_another_number_of_schedulers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tools.launching.command.prepare", lambda config: pytest.fail("set up"))
+    monkeypatch.setattr(
+        "coppice.tools.launching.command.prepare", lambda config: pytest.fail("set up")
+    )
     (tmp_path / "config.json").write_bytes(saved(load(DEFAULT_CONFIG, TWO)))
     assert main(["--resume", str(tmp_path), "--set", "scheduler.shards=3"]) == 2
     said = capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""tools/launch --status: one page about live, stopped and broken runs, which is only read."""
+"""coppice launch --status: one page about live, stopped and broken runs, which is only read."""
 
 import json
 import os
@@ -11,15 +11,15 @@ import msgspec
 import psutil
 import pytest
 
-from scheduler.health import Health, Queue, WorkerHealth
-from scheduler.journal import Journal
-from scheduler.tree import Tree
-from tools.launching import record
-from tools.launching.command import main
-from tools.launching.config import DEFAULT_CONFIG, load
-from tools.launching.record import Failure, Member, Record
-from tools.launching.status import WIDTH
-from wire.atomic import write_whole
+from coppice.scheduler.growth.tree import Tree
+from coppice.scheduler.ledger.journal import Journal
+from coppice.scheduler.telemetry.health import Health, Queue, WorkerHealth
+from coppice.tools.launching import record
+from coppice.tools.launching.command import main
+from coppice.tools.launching.config import DEFAULT_CONFIG, load
+from coppice.tools.launching.record import Failure, Member, Record
+from coppice.tools.launching.status import WIDTH
+from coppice.wire.atomic import write_whole
 
 NOBODY = 2**22 + 1
 """A number that no process has."""
@@ -108,7 +108,7 @@ def test_a_live_run_shows_its_processes_its_queues_its_last_failure_and_that_not
         assert f"judges {os.getpid()} ended - 0 - -" in said
         assert "judge.x: 3 at judges, 1 waiting; the oldest since 7 s, for tree 4" in said
         assert "actor-0: killed by signal 9 (SIGKILL); starting it again log: " in said
-        assert f"what to do nothing, the run goes on. Look at a tree: tools/dump {run}" in said
+        assert f"what to do nothing, the run goes on. Look at a tree: coppice trees {run}" in said
         reported(run, process.pid, idle_s=100.0)
         assert (
             f"nothing moves; the launcher will replace it. For all stacks in the logs: kill -QUIT {os.getpid()}"
@@ -136,7 +136,7 @@ def test_a_pause_is_told_with_the_way_out_of_it(
         (run / "paused").touch()
     said = page(run, capsys)
     assert says in said
-    assert (f"to go on: tools/watch {run} and the key r, or remove {run}/paused" in said) == asked
+    assert (f"to go on: coppice watch {run} and the key r, or remove {run}/paused" in said) == asked
     launched(run, "stopped")
     assert ("paused when it ended; a new launch lifts the pause" in page(run, capsys)) == asked
 
@@ -144,17 +144,17 @@ def test_a_pause_is_told_with_the_way_out_of_it(
 @pytest.mark.parametrize(
     ("state", "says", "do"),
     [
-        ("stopped", "stopped (its launcher has ended in order)", "tools/launch --resume RUN"),
+        ("stopped", "stopped (its launcher has ended in order)", "coppice launch --resume RUN"),
         ("failed", "failed (its launcher has ended in order)", "free some memory"),
         (
             "finished",
             "finished (its launcher has ended in order)",
-            "look at the results: tools/report RUN",
+            "look at the results: coppice report RUN",
         ),
         (
             "running",
             "killed (its launcher 4194305 is gone without a word",
-            "tools/launch --resume RUN",
+            "coppice launch --resume RUN",
         ),
     ],
 )
@@ -201,7 +201,7 @@ def test_what_is_damaged_is_said_and_the_rest_of_the_page_stays(
         (run / name).write_text(content)
     said = page(run, capsys)
     assert says in said
-    assert f"tools/launch --resume {run}" in said
+    assert f"coppice launch --resume {run}" in said
 
 
 def test_what_is_no_run_is_refused_in_one_line(
@@ -217,7 +217,7 @@ def test_what_is_no_run_is_refused_in_one_line(
         said = capsys.readouterr()
         assert (
             said.err
-            == f"tools/launch --status {place}: {reason}; expected the folder of a run, runs/NAME-TIME\n"
+            == f"coppice launch --status {place}: {reason}; expected the folder of a run, runs/NAME-TIME\n"
         )
         assert not said.out
 
@@ -233,7 +233,7 @@ def test_machines_get_the_same_as_json_and_the_folder_stays_as_it_was(
     assert (status["state"], status["trees"], status["do"]) == (
         "stopped",
         {"closed": 1, "growing": 1},
-        f"tools/launch --resume {run}",
+        f"coppice launch --resume {run}",
     )
     after = {
         path.name: path.read_bytes()

@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from scheduler.health import NAME, Health, Queue, WorkerHealth
-from tools.launching import watchdog
-from tools.launching.watchdog import HELD_UP_S, SCHEDULER, Watchdog, stacks, where
+from coppice.scheduler.telemetry.health import NAME, Health, Queue, WorkerHealth
+from coppice.tools.launching import watchdog
+from coppice.tools.launching.watchdog import HELD_UP_S, SCHEDULER, Watchdog, stacks, where
 
 LIMIT, STALL = 100.0, 1000.0
 PIDS = {SCHEDULER: 2**22 + 1, "judges": 2**22 + 2, "learner-0": 2**22 + 3}
@@ -149,7 +149,7 @@ def test_a_learner_that_holds_up_the_run_is_a_reason_to_resume_it_and_the_end_of
 
 HANGS = """
 import sys, threading, time, concurrent.futures
-from wire.process import begin
+from coppice.wire.process import begin
 def endless_judgement():
     print("ready", flush=True)
     while True:

@@ -1,4 +1,4 @@
-"""tools/plan: counts of trees by hand, of a real run, the arithmetic of times, what the terminal
+"""coppice plan: counts of trees by hand, of a real run, the arithmetic of times, what the terminal
 shows, and what is refused."""
 
 import json
@@ -10,13 +10,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from learner.config import LearnerConfig, LoraConfig
+from coppice.learner.config import LearnerConfig, LoraConfig
+from coppice.tools.launching.config import Config, load
+from coppice.tools.planning import command, formulas, prediction
+from coppice.tools.planning.formulas import Assumed, Dense
+from coppice.tools.planning.growth import Work, grown
+from coppice.tools.planning.samples import going_on
 from tests.e2e.test_run import CONFIG, ROOT, finish, launch, prepare
-from tools.launching.config import Config, load
-from tools.planning import command, formulas, prediction
-from tools.planning.formulas import Assumed, Dense
-from tools.planning.growth import Work, grown
-from tools.planning.samples import going_on
 
 TINY = ROOT / "configs" / "slate-tiny.toml"
 SIZES = Assumed(instruction=4, prompt=10, action=5, observation=3, turns=2)
@@ -284,7 +284,7 @@ REFUSED = {
     "--gpus 1": "--gpus 1: expected at least 2",
     "--gpus 4 --assume learner_share=1.5": "learner_share = 1.5: expected a number, more than 0 and at most 1",
     "--gpus 4 --assume price=nan": "price = nan: expected a number",
-    "--assume turn=2": "['turn'] unknown to tools/plan, which takes ['instruction', ",
+    "--assume turn=2": "['turn'] unknown to coppice plan, which takes ['instruction', ",
     "--assume turns=9": "turns=9: expected at least 1, and at most scheduler.budget = 4",
     "--assume turns=0.5": "turns=0.5: expected at least 1",
     "--assume action=33": "action=33: expected at most scheduler.max_action_tokens = 32",
@@ -304,7 +304,7 @@ def test_what_cannot_be_planned_is_refused(
     known = () if "model.name" in arguments else ("--set", "model.name=Qwen/Qwen2.5-1.5B")
     status, out, err = answer(capsys, *known, *arguments.split())
     assert (status, out) == (2, "")
-    assert err.startswith("tools/plan: ")
+    assert err.startswith("coppice plan: ")
     assert REFUSED[arguments] in err
 
 
@@ -327,7 +327,7 @@ def test_a_shape_stands_for_a_model_that_is_not_here(
 
 
 def test_a_plan_loads_no_torch() -> None:
-    code = "import sys; from tools.planning import command; sys.exit(str('torch' in sys.modules))"
+    code = "import sys; from coppice.tools.planning import command; sys.exit(str('torch' in sys.modules))"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, check=False, capture_output=True, text=True
     )

@@ -1,4 +1,4 @@
-"""The parts of tools/chaos: the plan of faults, the answers that are spoiled, the forks, and the
+"""The parts of coppice dev chaos: the plan of faults, the answers that are spoiled, the forks, and the
 checks, which find what is planted."""
 
 import os
@@ -13,13 +13,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from scheduler import answers
-from scheduler.journal import Journal
-from scheduler.tree import Tree
-from tools.research import chaos
-from tools.research.chaos import plan
-from wire.faults import InfrastructureFault
-from wire.messages import GenerateRequest, GenerateResult, Sample, Sampling, Turn
+from coppice.research import chaos
+from coppice.research.chaos import plan
+from coppice.scheduler.growth import answers
+from coppice.scheduler.growth.tree import Tree
+from coppice.scheduler.ledger.journal import Journal
+from coppice.wire.faults import InfrastructureFault
+from coppice.wire.messages import GenerateRequest, GenerateResult, Sample, Sampling, Turn
 
 
 def test_a_seed_decides_the_faults_and_each_kind_has_its_share() -> None:
@@ -73,7 +73,7 @@ def test_the_list_names_every_kind(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.slow
 def test_no_answer_that_an_actor_spoils_enters_a_tree() -> None:
-    from tools.research.chaos import messages
+    from coppice.research.chaos import messages
 
     sample = Sample(
         np.array([3, 4], np.int32),
@@ -97,7 +97,7 @@ def test_no_answer_that_an_actor_spoils_enters_a_tree() -> None:
 
 @pytest.mark.slow
 def test_a_fork_has_its_own_end_output_and_environment(tmp_path: Path) -> None:
-    from tools.research.chaos.forked import Fork
+    from coppice.research.chaos.forked import Fork
 
     def speak(code: int) -> None:
         print(os.environ["WORD"], flush=True)
@@ -120,7 +120,7 @@ def test_a_fork_has_its_own_end_output_and_environment(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_task_that_is_neither_trained_nor_quarantined_is_found(tmp_path: Path) -> None:
-    from tools.research.chaos import invariants
+    from coppice.research.chaos import invariants
 
     journal = Journal(tmp_path / "journal.sqlite")
     for number in range(4):
@@ -149,7 +149,7 @@ def test_a_task_that_is_neither_trained_nor_quarantined_is_found(tmp_path: Path)
 
 @pytest.mark.slow
 def test_growth_of_memory_and_descriptors_is_found() -> None:
-    from tools.research.chaos.invariants import Footprint, grown
+    from coppice.research.chaos.invariants import Footprint, grown
 
     before = {"judges": Footprint(100.0, 20), "launcher": Footprint(40.0, 7)}
     assert grown(before, {"judges": Footprint(150.0, 25), "launcher": Footprint(40.0, 7)}) == []

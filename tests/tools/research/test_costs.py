@@ -1,7 +1,7 @@
 """The scheduler's cost for a call and for a node, in executed bytecode instructions: the same
 numbers on every machine and under every load.
 
-Work in C is not counted (sorting without a key, encoding, tokenizing); ``tools/bench call_cost``
+Work in C is not counted (sorting without a key, encoding, tokenizing); ``coppice dev bench call_cost``
 times a call.
 """
 
@@ -19,19 +19,19 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from actors.environments.base import Task
-from actors.environments.search_qa import SearchQA
-from scheduler.config import SchedulerConfig
-from scheduler.context import Context
-from scheduler.journal import Journal
-from scheduler.services import Shop
-from scheduler.strategies import slate
-from scheduler.text import Text
-from scheduler.together import together
-from scheduler.tree import Tree
-from tools.research.benches import call_cost
-from tools.research.benches.load import ACTION
-from wire.messages import (
+from coppice.actors.environments.base import Task
+from coppice.actors.environments.search_qa import SearchQA
+from coppice.research.benches import call_cost
+from coppice.research.benches.load import ACTION
+from coppice.scheduler.config import SchedulerConfig
+from coppice.scheduler.growth.context import Context
+from coppice.scheduler.growth.services import Shop
+from coppice.scheduler.growth.strategies import slate
+from coppice.scheduler.growth.text import Text
+from coppice.scheduler.growth.tree import Tree
+from coppice.scheduler.ledger.journal import Journal
+from coppice.scheduler.telemetry.together import together
+from coppice.wire.messages import (
     GenerateRequest,
     GenerateResult,
     Judgement,

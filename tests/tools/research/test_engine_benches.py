@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM
 
-from tools.research import benches
-from tools.research.benches import decode, prefill
-from tools.research.benches.prefill import INSTRUCTION, OBSERVATION, QUESTION, QUESTIONS, STEPS
+from coppice.research import benches
+from coppice.research.benches import decode, prefill
+from coppice.research.benches.prefill import INSTRUCTION, OBSERVATION, QUESTION, QUESTIONS, STEPS
 
 
 def test_prefill_is_ideal_by_a_count_the_engine_has_no_part_in(llama: Path) -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tools.research import gpu_checks
-from tools.research.gpu_checks import BEGIN, END, Check, Outcome
+from coppice.research import gpu_checks
+from coppice.research.gpu_checks import BEGIN, END, Check, Outcome
 
 HANGS = """
 import signal, subprocess, sys, time
@@ -93,7 +93,7 @@ def test_when_the_time_is_up_the_rest_is_named_and_not_run(monkeypatch: pytest.M
         [Check("slow", ["hangs"], 60.0), Check("good", ["passes"], 60.0)], whole_s=2.0
     )
     assert slow.failure == "did not end within 2 s"
-    assert good.failure == "not run: 2 s were over; tools/gpu_check good runs it alone"
+    assert good.failure == "not run: 2 s were over; coppice dev gpu-check good runs it alone"
     assert good.output == ""
 
 

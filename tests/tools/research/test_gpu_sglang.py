@@ -12,13 +12,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from coppice.research.benches import gpu_sglang, weight_update
+from coppice.research.benches.gpu_sglang import COMPACT, Server, Wanted
+from coppice.wire.messages import GenerateRequest, GenerateResult, Sample, Sampling
 from tests.actors.test_engine_contract import restore
 from tests.sglang_cpu import environment
 from tests.sglang_cpu.server import SITE, VARIABLES
 from tests.sglang_cpu.shared import KEY, Shared
-from tools.research.benches import gpu_sglang, weight_update
-from tools.research.benches.gpu_sglang import COMPACT, Server, Wanted
-from wire.messages import GenerateRequest, GenerateResult, Sample, Sampling
 
 pytestmark = pytest.mark.slow
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from coppice.research.benches import memory
 from tests.e2e.test_run import CONFIG, ROOT, prepare
-from tools.research.benches import memory
 
 pytestmark = pytest.mark.slow
 
@@ -29,7 +29,12 @@ def test_300_megabytes_of_a_child_are_seen_from_outside() -> None:
 
 @pytest.mark.parametrize(
     "module",
-    ["tools.launching.command", "scheduler.main", "judges.serve", "judges.retriever.worker"],
+    [
+        "coppice.tools.launching.command",
+        "coppice.scheduler.main",
+        "coppice.judges.serve",
+        "coppice.judges.retriever.worker",
+    ],
 )
 def test_what_computes_nothing_imports_no_torch(module: str) -> None:
     code = f"import sys, {module}; print([m for m in ('torch', 'transformers', 'faiss') if m in sys.modules])"

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from scheduler.tasks import GeneratedTasks
-from scheduler.text import Text
-from tools.research.benches import peer
-from tools.research.benches.any_text import AnyText, Shape, State
-from tools.research.benches.peer import DIGITS, LOADS, Load, Look, Round, Update, endless, prompts
+from coppice.research.benches import peer
+from coppice.research.benches.any_text import AnyText, Shape, State
+from coppice.research.benches.peer import DIGITS, LOADS, Load, Look, Round, Update, endless, prompts
+from coppice.scheduler.growth.tasks import GeneratedTasks
+from coppice.scheduler.growth.text import Text
 
 SMALL = {
     "groups": Load(

@@ -1,4 +1,4 @@
-"""tools/replicate on hand-written run folders: known answers of curves, intervals and tables;
+"""coppice dev replicate on hand-written run folders: known answers of curves, intervals and tables;
 reports; what is refused."""
 
 import json
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.research.replication import STUDIES, Curve, at, curve, interval, main, slug, table
+from coppice.research.replication import STUDIES, Curve, at, curve, interval, main, slug, table
 
 
 def evaluation(

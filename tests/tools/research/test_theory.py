@@ -12,8 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import tools.research.theories
-from tools.research.theories import STANDARD_ERRORS, Row, differences, main, oprl, ppr, slate, vpr
+from coppice.research.theories import STANDARD_ERRORS, Row, differences, main, oprl, ppr, slate, vpr
 
 GROUPS = 20_000
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from learner.corrections import CORRECTIONS, LEVELS, Logprobs, load
-from tools.research.theories import differences, staleness
-from tools.research.theories.staleness import (
+from coppice.learner.update.corrections import CORRECTIONS, LEVELS, Logprobs, load
+from coppice.research.theories import differences, staleness
+from coppice.research.theories.staleness import (
     EXACT,
     Stale,
     Task,

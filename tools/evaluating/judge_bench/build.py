@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from tools.evaluating.judge_bench.record import (
+from coppice.tools.evaluating.judge_bench.record import (
     CATEGORIES,
     Graded,
     Item,

@@ -1,4 +1,4 @@
-"""The command tools/evaluate nvprocess measures how often a process judge agrees with the labels of
+"""The command coppice evaluate nvprocess measures how often a process judge agrees with the labels of
 steps (methods.md 2.5).
 
 The judge is right about a step if 1[S/M > threshold] equals the label. An output that cannot be
@@ -16,15 +16,15 @@ from typing import Any
 
 import msgspec
 
-from scheduler.evaluation import estimate
-from tools.evaluating.folder import Measured, claim, conduct, own_folder
-from tools.evaluating.judge_bench import judging, record
-from tools.evaluating.judge_bench.judging import Answers, Asked
-from tools.evaluating.judge_bench.record import CATEGORIES, THRESHOLD, Item
-from wire.atomic import write_whole
-from wire.options import command_parser, option
+from coppice.scheduler.evaluation.evaluation import estimate
+from coppice.tools.evaluating.folder import Measured, claim, conduct, own_folder
+from coppice.tools.evaluating.judge_bench import judging, record
+from coppice.tools.evaluating.judge_bench.judging import Answers, Asked
+from coppice.tools.evaluating.judge_bench.record import CATEGORIES, THRESHOLD, Item
+from coppice.wire.atomic import write_whole
+from coppice.wire.options import command_parser, option
 
-COMMAND = "tools/evaluate nvprocess"
+COMMAND = "coppice evaluate nvprocess"
 SHIPPED = Path(__file__).parent / "nvprocess-small.jsonl"
 BASELINES = ("majority", "random", "first-turn", "constant")
 
@@ -241,14 +241,14 @@ def _title(spec: str, options: dict[str, Any]) -> str:
 
 
 EXAMPLES = """\
-  tools/evaluate nvprocess --judge slate_rules --baseline random
-  tools/evaluate nvprocess --judge my_judge:Brevity --name mine --bench f.jsonl"""
+  coppice evaluate nvprocess --judge slate_rules --baseline random
+  coppice evaluate nvprocess --judge my_judge:Brevity --name mine --bench f.jsonl"""
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of tools/evaluate nvprocess."""
+    """Return the parser of coppice evaluate nvprocess."""
     parser = command_parser(
-        "tools/evaluate nvprocess",
+        "coppice evaluate nvprocess",
         "Measure process judges on steps labelled good or bad.",
         EXAMPLES,
     )

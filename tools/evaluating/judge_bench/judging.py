@@ -14,14 +14,14 @@ from typing import Any
 
 import msgspec
 
-from judges.base import Judge, checked
-from judges.serve import BUILT_IN, make_worker
-from scheduler.together import together
-from tools.evaluating.folder import HOPELESS, Progress, append, cut_torn_tail
-from tools.evaluating.judge_bench import record
-from tools.evaluating.judge_bench.record import Trajectory
-from wire.faults import DataFault, Fault, InfrastructureFault
-from wire.messages import JudgedTurn, Judgement
+from coppice.judges.base import Judge, checked
+from coppice.judges.serve import BUILT_IN, make_worker
+from coppice.scheduler.telemetry.together import together
+from coppice.tools.evaluating.folder import HOPELESS, Progress, append, cut_torn_tail
+from coppice.tools.evaluating.judge_bench import record
+from coppice.tools.evaluating.judge_bench.record import Trajectory
+from coppice.wire.faults import DataFault, Fault, InfrastructureFault
+from coppice.wire.messages import JudgedTurn, Judgement
 
 COLUMN = "process"
 """If a judge has several columns, the score of a step is this one."""

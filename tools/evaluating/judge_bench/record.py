@@ -14,9 +14,9 @@ from typing import Annotated, Any, Generic, Literal, TypeVar, get_args
 
 import msgspec
 
-from wire import jsonl
-from wire.atomic import write_whole
-from wire.messages import JudgedTurn
+from coppice.wire import jsonl
+from coppice.wire.atomic import write_whole
+from coppice.wire.messages import JudgedTurn
 
 THRESHOLD = 0.652
 """A step is good if its score is above this value, the mean step score of the paper's pool (PPR,
@@ -140,7 +140,7 @@ def read_all(paths: Sequence[Path], kind: type[R]) -> list[R]:
         if twice := next((record.id for record in of_file if record.id in file_of), None):
             raise ValueError(
                 f"the id {twice!r} is in {file_of[twice]} and in {path}: ids are unique. They begin with the name of the run's"
-                " folder: collect one of the two runs again with a --prefix (tools/sft collect), or leave one file out"
+                " folder: collect one of the two runs again with a --prefix (coppice sft collect), or leave one file out"
             )
         file_of |= {record.id: path for record in of_file}
         records += of_file

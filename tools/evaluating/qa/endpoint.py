@@ -10,11 +10,11 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from actors.engines.base import OnTokens
-from actors.engines.endpoint import EndpointEngine, EndpointText
-from wire.faults import DataFault
-from wire.http import Reached
-from wire.messages import GenerateRequest, GenerateResult, Sample
+from coppice.actors.engines.base import OnTokens
+from coppice.actors.engines.endpoint import EndpointEngine, EndpointText
+from coppice.wire.faults import DataFault
+from coppice.wire.http import Reached
+from coppice.wire.messages import GenerateRequest, GenerateResult, Sample
 
 _ITS_OWN = 256
 _OPENING = "<answer>"

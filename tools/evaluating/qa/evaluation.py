@@ -17,23 +17,23 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from actors.environments.base import Task
-from scheduler.config import UNJUDGED
-from scheduler.context import Context
-from scheduler.evaluation import Estimate, estimate
-from scheduler.services import Shop
-from scheduler.together import together
-from scheduler.tree import Tree
-from tools.evaluating.folder import Kept, Ledger, Measured
-from tools.evaluating.in_process import InProcess, Seat, config_of
-from tools.evaluating.qa import methods
-from tools.evaluating.qa.retrieval import CachedRetrieval
-from tools.evaluating.qa.rows import Player, Row, RowSettings
-from tools.evaluating.qa.scoring import COUNTS, MEASURES, TOKENS, score, unanswered
-from tools.evaluating.qa.sets import MULTI_HOP, QuestionSet
-from wire.atomic import write_whole
-from wire.faults import InfrastructureFault
-from wire.messages import Sample
+from coppice.actors.environments.base import Task
+from coppice.scheduler.config import UNJUDGED
+from coppice.scheduler.evaluation.evaluation import Estimate, estimate
+from coppice.scheduler.growth.context import Context
+from coppice.scheduler.growth.services import Shop
+from coppice.scheduler.growth.tree import Tree
+from coppice.scheduler.telemetry.together import together
+from coppice.tools.evaluating.folder import Kept, Ledger, Measured
+from coppice.tools.evaluating.in_process import InProcess, Seat, config_of
+from coppice.tools.evaluating.qa import methods
+from coppice.tools.evaluating.qa.retrieval import CachedRetrieval
+from coppice.tools.evaluating.qa.rows import Player, Row, RowSettings
+from coppice.tools.evaluating.qa.scoring import COUNTS, MEASURES, TOKENS, score, unanswered
+from coppice.tools.evaluating.qa.sets import MULTI_HOP, QuestionSet
+from coppice.wire.atomic import write_whole
+from coppice.wire.faults import InfrastructureFault
+from coppice.wire.messages import Sample
 
 _COUNTERS = (
     "prompt_tokens",
@@ -320,5 +320,5 @@ class _Answering:
         await self.answer(tree, context, how)
         final = tree.actions()[-1]
         final.scores |= score(tree, task.golds, counts["retrievals"])
-        final.scores["outcome"] = final.scores["em"]  # tools/dump shows this column
+        final.scores["outcome"] = final.scores["em"]  # coppice trees shows this column
         context.changed([final])

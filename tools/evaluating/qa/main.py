@@ -1,4 +1,4 @@
-"""The command tools/evaluate qa measures question answering by runs, models and endpoints, and by
+"""The command coppice evaluate qa measures question answering by runs, models and endpoints, and by
 the papers' untrained baselines."""
 
 import argparse
@@ -8,31 +8,31 @@ from pathlib import Path
 
 import msgspec
 
-from tools.evaluating import players
-from tools.evaluating.folder import claim, conduct, own_folder
-from tools.evaluating.qa import methods
-from tools.evaluating.qa.evaluation import Evaluation, Result, settings_of
-from tools.evaluating.qa.retrieval import CachedRetrieval, opening_of
-from tools.evaluating.qa.rows import Row, read_rows
-from tools.evaluating.qa.scoring import MEASURES
-from tools.evaluating.qa.sets import QuestionSet, read_sets
-from tools.evaluating.qa.table import markdown, notes
-from wire.options import command_parser
+from coppice.tools.evaluating import players
+from coppice.tools.evaluating.folder import claim, conduct, own_folder
+from coppice.tools.evaluating.qa import methods
+from coppice.tools.evaluating.qa.evaluation import Evaluation, Result, settings_of
+from coppice.tools.evaluating.qa.retrieval import CachedRetrieval, opening_of
+from coppice.tools.evaluating.qa.rows import Row, read_rows
+from coppice.tools.evaluating.qa.scoring import MEASURES
+from coppice.tools.evaluating.qa.sets import QuestionSet, read_sets
+from coppice.tools.evaluating.qa.table import markdown, notes
+from coppice.wire.options import command_parser
 
 EXAMPLES = """\
-  tools/evaluate qa --run RUN                          the built-in questions
-  tools/evaluate qa --run RUN --version 0 --questions 200
-  tools/evaluate qa --model FOLDER --set dev=dev.jsonl --retriever FOLDER
-  tools/evaluate qa --model FOLDER --method cot,rag,search --measure f1"""
+  coppice evaluate qa --run RUN                          the built-in questions
+  coppice evaluate qa --run RUN --version 0 --questions 200
+  coppice evaluate qa --model FOLDER --set dev=dev.jsonl --retriever FOLDER
+  coppice evaluate qa --model FOLDER --method cot,rag,search --measure f1"""
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of tools/evaluate qa."""
+    """Return the parser of coppice evaluate qa."""
     parser = command_parser(
-        "tools/evaluate qa",
+        "coppice evaluate qa",
         "Measure question answering: a table of methods and models by question sets.",
         EXAMPLES,
-        "tools/evaluate qa [questions] [players] [methods] [options]",
+        "coppice evaluate qa [questions] [players] [methods] [options]",
     )
     questions = parser.add_argument_group(
         "questions (default: the built-in held-out ones, as one_hop and two_hop)"
@@ -130,8 +130,8 @@ def prepare(flags: argparse.Namespace) -> tuple[list[QuestionSet], list[Row], st
     check(flags)
     heldout = None
     if not flags.set:
-        from tools.defaults.facts import ensure_facts
-        from tools.defaults.settings import cache_folder  # imports torch
+        from coppice.tools.defaults.facts import ensure_facts
+        from coppice.tools.defaults.settings import cache_folder  # imports torch
 
         heldout = ensure_facts(cache_folder()) / "heldout.jsonl"
     rows, retriever = read_rows(flags)
@@ -163,10 +163,10 @@ def main(arguments: list[str]) -> int:
         settings = settings_of(sets, flags.seed)
         lock = claim(out, settings, [(row.name, row.settings) for row in rows])
     except (OSError, ValueError, MemoryError) as error:
-        print(f"tools/evaluate qa: {error}", file=sys.stderr)
+        print(f"coppice evaluate qa: {error}", file=sys.stderr)
         return 2
     again = shlex.join(
-        ["tools/evaluate", "qa", *arguments, *([] if flags.out else ["--out", str(out)])]
+        ["coppice evaluate", "qa", *arguments, *([] if flags.out else ["--out", str(out)])]
     )
 
     def evaluation() -> Evaluation:

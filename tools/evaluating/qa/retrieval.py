@@ -13,12 +13,12 @@ from pathlib import Path
 
 import msgspec
 
-from judges.retriever.hot import AT_ONCE, Backend, HotQueries
-from judges.retriever.index import read_manifest
-from judges.retriever.worker import is_served, opened
-from tools.evaluating.folder import NotStarted
-from wire.faults import InfrastructureFault
-from wire.messages import Passage, RetrieveRequest, RetrieveResult
+from coppice.judges.retriever.hot import AT_ONCE, Backend, HotQueries
+from coppice.judges.retriever.index import read_manifest
+from coppice.judges.retriever.worker import is_served, opened
+from coppice.tools.evaluating.folder import NotStarted
+from coppice.wire.faults import InfrastructureFault
+from coppice.wire.messages import Passage, RetrieveRequest, RetrieveResult
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS passages (

@@ -10,19 +10,19 @@ from typing import Any
 
 import msgspec
 
-from actors.config import ActorsConfig
-from actors.engines.base import Engine
-from actors.environments import registry
-from actors.environments.search_qa import SearchQA
-from scheduler import strategies
-from scheduler.config import SchedulerConfig
-from scheduler.text import Text
-from tools.evaluating import players
-from tools.evaluating.qa import methods
-from tools.evaluating.qa.endpoint import ChatEngine, ChatText
-from tools.evaluating.qa.methods import How
-from tools.evaluating.qa.retrieval import identity_of
-from wire.messages import LoadRequest
+from coppice.actors.config import ActorsConfig
+from coppice.actors.engines.base import Engine
+from coppice.actors.environments import registry
+from coppice.actors.environments.search_qa import SearchQA
+from coppice.scheduler.config import SchedulerConfig
+from coppice.scheduler.growth import strategies
+from coppice.scheduler.growth.text import Text
+from coppice.tools.evaluating import players
+from coppice.tools.evaluating.qa import methods
+from coppice.tools.evaluating.qa.endpoint import ChatEngine, ChatText
+from coppice.tools.evaluating.qa.methods import How
+from coppice.tools.evaluating.qa.retrieval import identity_of
+from coppice.wire.messages import LoadRequest
 
 _NO_SEARCH = {"prompt": "search", "forced": "search"}
 """Flags that affect only one method, with that method."""
@@ -216,9 +216,9 @@ def _retriever(flags: argparse.Namespace) -> str:
                 f"the runs searched in {sorted(backends)}: say with --retriever which one all rows use"
             )
         return backends.pop()
-    from tools.defaults.facts import ensure_facts
-    from tools.defaults.index_corpus import ensure_index
-    from tools.defaults.settings import cache_folder
+    from coppice.tools.defaults.facts import ensure_facts
+    from coppice.tools.defaults.index_corpus import ensure_index
+    from coppice.tools.defaults.settings import cache_folder
 
     cache = cache_folder()
     return str(

@@ -3,8 +3,8 @@ and the costs of the answer."""
 
 from collections.abc import Sequence
 
-from judges.exact_match import exact_match, extract_answer, f1
-from scheduler.tree import Node, Tree
+from coppice.judges.exact_match import exact_match, extract_answer, f1
+from coppice.scheduler.growth.tree import Node, Tree
 
 MEASURES = (
     "em", "f1", "em_two_blocks", "em_slate", "answered", "searches",

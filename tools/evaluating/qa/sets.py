@@ -10,9 +10,9 @@ from pathlib import Path
 
 import msgspec
 
-from actors.environments.base import Rejected, Task
-from actors.environments.hub import chosen
-from actors.environments.task_files import load_tasks, too_few, unusable
+from coppice.actors.environments.base import Rejected, Task
+from coppice.actors.environments.hub import chosen
+from coppice.actors.environments.task_files import load_tasks, too_few, unusable
 
 HUB = "RUC-NLPIR/FlashRAG_datasets"
 PAPER = ("nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", "bamboogle")

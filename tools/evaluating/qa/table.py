@@ -1,10 +1,10 @@
 """A table as in the papers: one row per method and model, one column per set, and the macro mean,
 all with intervals."""
 
-from scheduler.evaluation import Estimate
-from tools.evaluating.folder import Measured
-from tools.evaluating.qa.evaluation import Result, RowResult
-from tools.evaluating.qa.scoring import COUNTS
+from coppice.scheduler.evaluation.evaluation import Estimate
+from coppice.tools.evaluating.folder import Measured
+from coppice.tools.evaluating.qa.evaluation import Result, RowResult
+from coppice.tools.evaluating.qa.scoring import COUNTS
 
 
 def markdown(result: Result, measure: str = "em") -> str:

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import msgspec
 
-from actors.environments import registry
-from actors.environments.base import Task
-from actors.environments.search_qa import SearchQA
-from actors.environments.task_files import listed, load_tasks
-from scheduler.journal import Journal
-from scheduler.tree import Tree
-from tools.evaluating import judged
-from tools.evaluating.judge_bench.record import Step, Trajectory, recorded
+from coppice.actors.environments import registry
+from coppice.actors.environments.base import Task
+from coppice.actors.environments.search_qa import SearchQA
+from coppice.actors.environments.task_files import listed, load_tasks
+from coppice.scheduler.growth.tree import Tree
+from coppice.scheduler.ledger.journal import Journal
+from coppice.tools.evaluating import judged
+from coppice.tools.evaluating.judge_bench.record import Step, Trajectory, recorded
 
 
 def task_files(folder: Path) -> list[Path]:

@@ -1,10 +1,10 @@
-"""Checks the files of a tools/sft command before its work: it overwrites none of its inputs, and
+"""Checks the files of a coppice sft command before its work: it overwrites none of its inputs, and
 every output can be written."""
 
 import argparse
 from pathlib import Path
 
-from wire.atomic import draft_of
+from coppice.wire.atomic import draft_of
 
 
 def check(options: argparse.Namespace) -> None:
@@ -30,7 +30,9 @@ def inputs(options: argparse.Namespace) -> list[Path]:
     """Return the files that the command reads, and the folders that it reads with all their
     contents."""
     if options.command == "collect":
-        from tools.finetuning.judge.collect import task_files  # which imports the environments
+        from coppice.tools.finetuning.judge.collect import (
+            task_files,  # which imports the environments
+        )
 
         return [*options.runs, *(path for folder in options.runs for path in task_files(folder))]
     if options.command == "label":

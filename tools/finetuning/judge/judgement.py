@@ -3,7 +3,7 @@
 
 import re
 
-from judges.pprm import parse_final_score
+from coppice.judges.pprm import parse_final_score
 
 _SCORES = re.compile(r"(?:Scores:)?\s*<final_score>.*", re.DOTALL)
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import msgspec
 
-from tools.evaluating.judge_bench.judging import Answers, Asked
-from tools.evaluating.judge_bench.record import Labelled, Step, Trajectory, copied, step_id
-from tools.finetuning.judge.judgement import two_lines
+from coppice.tools.evaluating.judge_bench.judging import Answers, Asked
+from coppice.tools.evaluating.judge_bench.record import Labelled, Step, Trajectory, copied, step_id
+from coppice.tools.finetuning.judge.judgement import two_lines
 
 MOST_DIFFERENCE = 0.4
 """Two scores that differ by more than this are an anomaly (PPR, A.4)."""

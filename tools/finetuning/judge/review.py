@@ -7,9 +7,9 @@ from pathlib import Path
 
 import msgspec
 
-from tools.evaluating.judge_bench.record import Labelled, Trajectory, lines, step_id
-from tools.finetuning.judge.judgement import parse_correction, two_lines
-from tools.finetuning.judge.label import Review
+from coppice.tools.evaluating.judge_bench.record import Labelled, Trajectory, lines, step_id
+from coppice.tools.finetuning.judge.judgement import parse_correction, two_lines
+from coppice.tools.finetuning.judge.label import Review
 
 Correction = tuple[int, int] | None
 """S and M, or None to drop the step."""
@@ -28,7 +28,7 @@ def read_corrections(path: Path, written: Sequence[Review]) -> dict[str, Correct
     for number, row in lines(path, Review):
         if row.id not in known:
             raise ValueError(
-                f"{path}:{number}: no step {row.id!r} in the labelled file: expected ids as tools/sft label wrote them"
+                f"{path}:{number}: no step {row.id!r} in the labelled file: expected ids as coppice sft label wrote them"
             )
         if changed := [key for key in _SHOWN if getattr(row, key) != getattr(known[row.id], key)]:
             raise ValueError(

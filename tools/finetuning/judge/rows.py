@@ -7,8 +7,14 @@ from collections.abc import Sequence
 
 import msgspec
 
-from judges.pprm import messages, parse_final_score, read_templates
-from tools.evaluating.judge_bench.record import THRESHOLD, Labelled, Trajectory, judged_turn, label
+from coppice.judges.pprm import messages, parse_final_score, read_templates
+from coppice.tools.evaluating.judge_bench.record import (
+    THRESHOLD,
+    Labelled,
+    Trajectory,
+    judged_turn,
+    label,
+)
 
 
 class Message(msgspec.Struct, frozen=True):
@@ -19,7 +25,7 @@ class Message(msgspec.Struct, frozen=True):
 
 
 class JudgementRow(msgspec.Struct, frozen=True):
-    """A line that ``tools/sft train`` reads. group: the question; all rows of a question are held
+    """A line that ``coppice sft train`` reads. group: the question; all rows of a question are held
     out together."""
 
     messages: tuple[Message, ...]

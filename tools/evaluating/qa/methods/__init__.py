@@ -16,10 +16,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from actors.environments.base import SPLIT
-from scheduler.context import Context
-from scheduler.tree import Node, Tree
-from wire.messages import Passage
+from coppice.actors.environments.base import SPLIT
+from coppice.scheduler.growth.context import Context
+from coppice.scheduler.growth.tree import Node, Tree
+from coppice.wire.messages import Passage
 
 PROMPTS = Path(__file__).parent.parent / "prompts"
 ANSWERED = ["</answer>"]

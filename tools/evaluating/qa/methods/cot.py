@@ -1,9 +1,9 @@
 """Chain of thought (Wei et al., 2022): reasoning, then the answer, without retrieval. An
 instruction replaces the worked examples."""
 
-from scheduler.context import Context
-from scheduler.tree import Tree
-from tools.evaluating.qa.methods import How, ask, filled
+from coppice.scheduler.growth.context import Context
+from coppice.scheduler.growth.tree import Tree
+from coppice.tools.evaluating.qa.methods import How, ask, filled
 
 RETRIEVES = False
 

@@ -1,8 +1,8 @@
 """Direct inference ("DI" in PPR's Table 2): the answer alone, from what the model knows."""
 
-from scheduler.context import Context
-from scheduler.tree import Tree
-from tools.evaluating.qa.methods import How, ask, filled
+from coppice.scheduler.growth.context import Context
+from coppice.scheduler.growth.tree import Tree
+from coppice.tools.evaluating.qa.methods import How, ask, filled
 
 RETRIEVES = False
 

@@ -14,10 +14,10 @@ that it writes nevertheless is removed.
 
 import re
 
-from scheduler.context import Context
-from scheduler.tree import Tree
-from tools.evaluating.qa.methods import How, ask, documents, filled, spoken
-from wire.messages import Passage
+from coppice.scheduler.growth.context import Context
+from coppice.scheduler.growth.tree import Tree
+from coppice.tools.evaluating.qa.methods import How, ask, documents, filled, spoken
+from coppice.wire.messages import Passage
 
 RETRIEVES = True
 MOST_PASSAGES = 15

@@ -7,9 +7,9 @@ reply is the answer. Simplified: an instruction replaces the worked examples.
 
 import re
 
-from scheduler.context import Context
-from scheduler.tree import Tree
-from tools.evaluating.qa.methods import How, ask, documents, filled, spoken
+from coppice.scheduler.growth.context import Context
+from coppice.scheduler.growth.tree import Tree
+from coppice.tools.evaluating.qa.methods import How, ask, documents, filled, spoken
 
 RETRIEVES = True
 _TAGS = re.compile(r"</?answer>")

@@ -4,9 +4,9 @@ the query, then the passages are read.
 Simplified: retriever and reader are used as they are; they are not trained together.
 """
 
-from scheduler.context import Context
-from scheduler.tree import Tree
-from tools.evaluating.qa.methods import How, ask, documents, filled
+from coppice.scheduler.growth.context import Context
+from coppice.scheduler.growth.tree import Tree
+from coppice.tools.evaluating.qa.methods import How, ask, documents, filled
 
 RETRIEVES = True
 

@@ -5,9 +5,9 @@ With ``forced`` this is SLATE's evaluation: ``budget`` turns and then a forced a
 is PPR's: ``budget`` turns, the last one without a search, and no forced answer.
 """
 
-from scheduler.context import Context
-from scheduler.tree import Node, Tree
-from tools.evaluating.qa.methods import How
+from coppice.scheduler.growth.context import Context
+from coppice.scheduler.growth.tree import Node, Tree
+from coppice.tools.evaluating.qa.methods import How
 
 RETRIEVES = True
 

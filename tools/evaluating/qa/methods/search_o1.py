@@ -15,9 +15,9 @@ selection of its steps, and is asked without thinking. No answer is forced.
 
 import re
 
-from scheduler.context import Context
-from scheduler.tree import Node, Tree
-from tools.evaluating.qa.methods import How, ask, documents, filled, say, show, spoken
+from coppice.scheduler.growth.context import Context
+from coppice.scheduler.growth.tree import Node, Tree
+from coppice.tools.evaluating.qa.methods import How, ask, documents, filled, say, show, spoken
 
 RETRIEVES = True
 REPEATED = "This was searched before: see the result above."

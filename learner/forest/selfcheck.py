@@ -1,0 +1,145 @@
+"""The self-check of a run's first batch compares log-probabilities and gradients of the packed
+forest with those of plain paths.
+
+The first check computes both in float32, whatever number type the run uses. Rounding is then far
+below any fault of packing, and the largest difference is bounded. A bfloat16 run is also checked
+with its own kernels. Neither forest nor plain path is exact there, so the forest's distance from
+the float32 path may be at most a few times the plain path's distance.
+"""
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+
+from coppice.learner.forest.trees import SHARE_FROM, Path, cuts, micro_batches, pack
+from coppice.learner.model.model import Policy
+
+LOGPROB_BOUND, GRADIENT_BOUND = 1e-3, 1e-2
+"""Bounds in float32: the largest difference of a log-probability, and the gradient's relative
+distance. Rounding is far below both."""
+
+NOISE_BOUND = 4.0
+"""Bound in bfloat16: the forest's distance from the float32 path / the plain path's distance. Both
+come from rounding, so the ratio is near 1."""
+
+LOGPROB_NOISE, GRADIENT_NOISE = 0.02, 0.1
+"""Lower bounds of the plain path's distance, because by chance rounding may hardly change a few
+tokens."""
+
+SAMPLES = 2
+"""The number of paths that each rank compares: the last of its forest and one in the middle, since
+the first path branches off from no other."""
+
+
+class PackingError(RuntimeError):
+    """The packed forward disagrees with the plain one: training would be wrong."""
+
+
+def check(policy: Policy, paths: Sequence[Path]) -> bool:
+    """Compare ``paths`` read as one forest with some of them read alone. Raises PackingError if
+    they disagree.
+
+    Returns False if the paths share nothing, so that nothing was checked. The result is the same on
+    every rank; sharded ranks make equally many forwards and fail together. No gradient remains
+    afterwards.
+    """
+    if pack(paths).token_ratio < SHARE_FROM:
+        return False
+    # A few neighbouring paths are enough, and each rank takes different ones. Twice the longest
+    # path has room for at least two.
+    forests, _ = micro_batches(cuts(paths), 2 * max(len(path.tokens) for path in paths))
+    paths = [paths[i] for i in forests[policy.ranks.rank % len(forests)]]
+    sample = [((i + 1) * len(paths) // SAMPLES - 1) % len(paths) for i in range(SAMPLES)]
+    exact, narrow = torch.float32, policy.compute != torch.float32
+    # Flex would compile for minutes to run once in float32. The dense mask follows the same rule;
+    # flex's own kernel is checked below.
+    attention = "dense" if narrow and policy.device.startswith("cuda") else policy.config.attention
+    with Wide() if narrow else contextlib.nullcontext():
+        expected, slope = _plain(policy, paths, sample, exact), _gradient(policy)
+        gap = _packed(policy, paths, sample, exact, attention) - expected
+        far = _distance(policy, slope)
+    _refuse(policy.ranks.largest(gap.abs().max()), LOGPROB_BOUND, "log-probabilities", "float32")
+    _refuse(far, GRADIENT_BOUND, "gradients (relative)", "float32")
+    if narrow:
+        plain = _plain(policy, paths, sample, policy.compute) - expected, _distance(policy, slope)
+        packed = _packed(policy, paths, sample, policy.compute, policy.config.attention) - expected
+        far = _distance(policy, slope)
+        sums = [float(gap.abs().sum()) for gap in (plain[0], packed)] + [float(len(expected))]
+        noise, error, count = policy.ranks.add(torch.tensor(sums, dtype=torch.float64)).tolist()
+        name = str(policy.compute).removeprefix("torch.")
+        _refuse(
+            error / count,
+            NOISE_BOUND * max(noise / count, LOGPROB_NOISE),
+            "log-probabilities (mean)",
+            name,
+        )
+        _refuse(far, NOISE_BOUND * max(plain[1], GRADIENT_NOISE), "gradients (relative)", name)
+    return True
+
+
+class Wide(TorchFunctionMode):
+    """Computes products in float32, even if the weights are kept or gathered in bfloat16."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.nn.functional.linear:
+            args = [a.float() if isinstance(a, torch.Tensor) else a for a in args]
+        return func(*args, **(kwargs or {}))
+
+
+def _plain(
+    policy: Policy, paths: Sequence[Path], sample: list[int], compute: torch.dtype
+) -> torch.Tensor:
+    """Return the log-probabilities of the sampled paths, each read alone. The parameters then hold
+    the gradient of their sum."""
+    logprobs = []
+    for i in sample:
+        logprobs.append(policy.read(policy.plain_row(paths[i]), compute=compute)[0])
+        logprobs[-1].sum().backward()
+    return torch.cat(logprobs).detach()
+
+
+def _packed(
+    policy: Policy, paths: Sequence[Path], sample: list[int], compute: torch.dtype, attention: Any
+) -> torch.Tensor:
+    """Return the same log-probabilities, read in the forest of all paths. The parameters then hold
+    the gradient of their sum."""
+    logprobs = policy.read(policy.row(pack(paths, share=None), attention), compute=compute)[
+        0
+    ].split([len(p.tokens) - p.start for p in paths])
+    chosen = torch.cat([logprobs[i] for i in sample])
+    chosen.sum().backward()
+    return chosen.detach()
+
+
+def _gradient(policy: Policy) -> list[torch.Tensor]:
+    """Return this rank's gradients (or shards of gradients) and remove them from the parameters. A
+    missing gradient counts as zero."""
+    gradients = []
+    for parameter in policy.trained().values():
+        grad = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
+        gradients.append(grad.to_local() if isinstance(grad, DTensor) else grad)
+        parameter.grad = None
+    return gradients
+
+
+def _distance(policy: Policy, slope: list[torch.Tensor]) -> float:
+    """Return the distance of the gradients from ``slope``, relative to the norm of ``slope``, over
+    all ranks. Removes the gradients."""
+    squares = sum(
+        float(((a - b) ** 2).sum()) for a, b in zip(_gradient(policy), slope, strict=True)
+    )
+    scale = sum(float((b**2).sum()) for b in slope)
+    squares, scale = policy.ranks.add(torch.tensor([squares, scale], dtype=torch.float64)).tolist()
+    return (squares / max(scale, 1e-12)) ** 0.5
+
+
+def _refuse(error: float, bound: float, quantity: str, dtype: str) -> None:
+    if not error < bound:
+        raise PackingError(
+            f"the packed forward's {quantity} differ from the plain path's by {error:.2e} in {dtype} (allowed {bound:.0e}): this model's"
+            " attention does not follow the tree; try learner.attention = 'dense' or another model class, and report this"
+        )

@@ -1,0 +1,288 @@
+"""A checkpoint is a folder with the weights and optimizer state of every model that trains, the
+learner's random states, what the watch and the adaptive KL remember, and the frontier: which
+version trained which groups. The folder appears complete or not at all.
+
+Exactly-once training depends on checkpoints: a group is trained if and only if the frontier of the
+resumed checkpoint holds it. Every file is on the disk before the folder has its name, and its
+digest is in SHA256SUMS. The checkpoint before is removed only when the new one was read back. A
+damaged checkpoint is set aside and the one before is restored; the journal then sends the groups
+that it lacks again. Any number of ranks, sharded or not, can read a checkpoint that any other
+number has written.
+"""
+
+import logging
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import torch
+from safetensors import SafetensorError
+
+from coppice.learner.model import rng, shards
+from coppice.learner.model.ranks import Ranks
+from coppice.learner.update.trainer import Trainer
+from coppice.learner.update.watch import WatchState
+from coppice.wire import atomic, digest, frontier
+
+log = logging.getLogger("learner.checkpoint")
+
+ASIDE = ".damaged"
+"""The end of the name of a checkpoint that could not be read. Nothing reads it again; it is kept
+for inspection."""
+
+
+class State(frontier.Frontier, frozen=True):
+    """The frontier and what the trainer remembers. prm_updates: steps that the implicit reward
+    model made. kl_factor: the adaptive factor of the KL's weights. watch: what the watch compares
+    with. proven: whether the folder has digests; checkpoints of earlier releases have none.
+    """
+
+    prm_updates: int = 0
+    kl_factor: float = 1.0
+    watch: WatchState = WatchState()
+    proven: bool = False
+
+
+class CheckpointError(OSError):
+    """A checkpoint could not be written or read. The checkpoint before is untouched."""
+
+
+class DamagedError(CheckpointError):
+    """A checkpoint is not what was written: a file is missing, cut short or changed."""
+
+
+def save(
+    trainer: Trainer,
+    run: Path,
+    trained: dict[int, int],
+    keep: int,
+    records: dict[int, dict[str, float]] | None = None,
+) -> Path:
+    """Write ``RUN/checkpoints/vNNNNNN``. If the ranks are sharded, every rank must call this.
+    Raises CheckpointError with the cause.
+
+    trained: the version that trained each group, by the group's id. records: metrics of the newest
+    updates, by version.
+    """
+    folder = run / "checkpoints" / f"v{trainer.version:06d}"
+    draft, ranks = atomic.draft_of(folder, alone=True), trainer.ranks
+
+    def begin() -> None:
+        if ranks.rank == 0:
+            atomic.begin(draft)
+
+    def write() -> None:
+        for part, (_, stepper) in trainer.parts().items():
+            shards.save(draft, part, stepper, ranks)
+        (draft / f"rng-{ranks.rank:05d}.json").write_bytes(msgspec.json.encode(rng.state()))
+        own = sorted(draft.glob(f"*-{ranks.rank:05d}.*"))
+        for path in own:  # here, because only the machine that wrote a file can wait for it
+            atomic.sync(path)
+        digests = {path.name: digest.file(path) for path in own}
+        (draft / f"sums-{ranks.rank:05d}").write_bytes(msgspec.json.encode(digests))
+
+    def finish() -> None:
+        if ranks.rank == 0:
+            _finish(trainer, draft, folder, trained, records or {})
+
+    def prove() -> None:
+        _verify(folder, ranks if ranks.sharded else None)
+
+    for step in (begin, write, finish, prove):
+        error = _attempt(step, folder, ranks, ranks.sharded)
+        if error is not None:
+            if ranks.rank == 0:
+                shutil.rmtree(draft, ignore_errors=True)
+                if step is prove:
+                    _set_aside(folder)
+            raise CheckpointError(
+                f"checkpoint {folder} could not be written ({error}); the one before is untouched: free some space, then resume"
+            ) from error
+    if ranks.rank == 0:
+        for old in sorted(folder.parent.glob("v??????"))[:-keep]:
+            shutil.rmtree(old, ignore_errors=True)
+    return folder
+
+
+def _attempt(
+    step: Callable[[], object], folder: Path, ranks: Ranks, together: bool
+) -> Exception | None:
+    """Run ``step`` and return the error, here or, if ``together``, on another rank. All ranks
+    succeed or all fail, and none waits for ever."""
+    error: Exception | None = None
+    try:
+        step()
+    except (OSError, SafetensorError) as caught:  # safetensors reports a full disk as its own error
+        error = caught
+    if together:
+        damaged = isinstance(error, DamagedError)
+        anywhere = ranks.add(torch.tensor([float(error is not None), float(damaged)])).tolist()
+        if anywhere[1] and not damaged:
+            error = DamagedError(
+                f"checkpoint {folder} is damaged: another rank could not read it; its log says why"
+            )
+        elif anywhere[0] and error is None:
+            error = OSError("another rank failed; its log says why")
+    return error
+
+
+def _finish(
+    trainer: Trainer,
+    draft: Path,
+    folder: Path,
+    trained: dict[int, int],
+    records: dict[int, dict[str, float]],
+) -> None:
+    prm = trainer.prm.updates if trainer.prm is not None else 0
+    state = State(
+        trainer.version,
+        frontier.runs(trained),
+        records,
+        prm,
+        trainer.kl_factor,
+        trainer.watch.state(),
+        proven=True,
+    )
+    (draft / frontier.FILE).write_bytes(msgspec.json.encode(state))
+    digests = {frontier.FILE: digest.file(draft / frontier.FILE)}
+    for own in sorted(draft.glob("sums-?????")):
+        digests |= msgspec.json.decode(own.read_bytes(), type=dict[str, str])
+        own.unlink()
+    digest.write_sums(draft, digests)
+    atomic.finish(draft, folder, durable=True)
+
+
+def _verify(folder: Path, ranks: Ranks | None = None) -> None:
+    """Compare the files with their digests; with ``ranks``, each reads its share. Raises
+    DamagedError that names the first that differs."""
+    try:
+        digests = sorted(digest.sums(folder).items())
+        for name, expected in digests if ranks is None else digests[ranks.rank :: ranks.count]:
+            if digest.file(folder / name) != expected:
+                raise ValueError(
+                    f"{name} is not what was written: its digest differs from {digest.SUMS}"
+                )
+    except (OSError, ValueError) as error:
+        raise DamagedError(f"checkpoint {folder} is damaged: {error}") from error
+
+
+def _set_aside(folder: Path) -> Path:
+    aside = folder.with_name(folder.name + ASIDE)
+    shutil.rmtree(aside, ignore_errors=True)  # an earlier one of the same version
+    return folder.rename(aside)
+
+
+def newest(run: Path) -> Path | None:
+    """Return the newest complete checkpoint of a run, if there is one."""
+    folders = sorted((run / "checkpoints").glob("v??????"))
+    return folders[-1] if folders else None
+
+
+def restore_newest(trainer: Trainer, run: Path) -> tuple[State, list[str]]:
+    """Restore the newest checkpoint that is whole, on every rank. Returns its state (version 0 if
+    there is none) and a warning for each damaged one, which is set aside. Raises CheckpointError if
+    all are damaged, or if the whole one belongs to another model."""
+    damaged: list[tuple[Path, str]] = []
+    for folder in sorted((run / "checkpoints").glob("v??????"), reverse=True):
+        try:
+            state = restore_together(trainer, folder)
+        except DamagedError as error:
+            damaged.append((folder, str(error)))
+            continue
+        for broken, _ in damaged if trainer.ranks.rank == 0 else ():
+            _set_aside(broken)
+        warnings = [
+            f"{reason}. It is set aside as {broken.name}{ASIDE}, and training goes on from version {state.version}"
+            for broken, reason in damaged
+        ]
+        for warning in warnings:
+            log.warning("%s", warning)
+        return state, warnings
+    aside = [(path, f"{path} is damaged") for path in (run / "checkpoints").glob(f"v??????{ASIDE}")]
+    if damaged or aside:
+        raise CheckpointError(
+            f"no checkpoint of {run} can be read: {(damaged + aside)[0][1]}. Copy one back from a backup; or remove {run}/checkpoints, and"
+            " the resumed run trains everything in its journal again from version 0"
+        )
+    return State(), []
+
+
+def restore_together(trainer: Trainer, folder: Path) -> State:
+    """Like ``restore`` on every rank, but no rank loads a file before every rank has proven its
+    share of them. If one rank fails, all ranks raise CheckpointError."""
+    states: list[State] = []
+    for step in (
+        lambda: states.append(_proven(trainer, folder)),
+        lambda: _load(trainer, folder, states[0]),
+    ):
+        error = _attempt(step, folder, trainer.ranks, trainer.ranks.count > 1)
+        if error is not None:
+            raise (
+                error
+                if isinstance(error, CheckpointError)
+                else CheckpointError(f"checkpoint {folder}: {error}")
+            )
+    return states[0]
+
+
+def restore(trainer: Trainer, folder: Path) -> State:
+    """Load a checkpoint into ``trainer`` and return its state. Raises DamagedError, or
+    CheckpointError if it belongs to another model.
+
+    Every rank compares its share of the files with their digests, so only ``restore_together``
+    tells of all damage.
+    """
+    state = _proven(trainer, folder)
+    _load(trainer, folder, state)
+    return state
+
+
+def _proven(trainer: Trainer, folder: Path) -> State:
+    """Return the state of a checkpoint, after comparing this rank's share of the files with their
+    digests. Raises DamagedError."""
+    try:
+        state = msgspec.json.decode((folder / frontier.FILE).read_bytes(), type=State)
+    except (OSError, msgspec.DecodeError) as error:
+        raise DamagedError(f"checkpoint {folder} is damaged: {error}") from error
+    if state.proven or (folder / digest.SUMS).exists():
+        _verify(folder, trainer.ranks)
+    return state
+
+
+def _load(trainer: Trainer, folder: Path, state: State) -> None:
+    damaged = f"checkpoint {folder} is damaged: {{}}"
+    try:
+        stored = {part: shards.StoredPart(folder, part) for part in trainer.parts()}
+    except (OSError, SafetensorError, KeyError, ValueError) as error:
+        raise DamagedError(damaged.format(error)) from error
+    for part, (_, stepper) in trainer.parts().items():
+        names = {
+            name.partition("/")[2] for name in stored[part].names() if name.startswith("weight/")
+        }
+        if names != set(stepper.parameters):
+            raise CheckpointError(
+                f"checkpoint {folder} holds other parameters of the {part} than the model: were learner.lora, model or scheme"
+                " changed?"
+            )
+    try:
+        for part, (_, stepper) in trainer.parts().items():
+            shards.load(stored[part], stepper)
+    except shards.OtherShape as error:
+        raise CheckpointError(
+            f"checkpoint {folder} is of another model: {error}; was learner.lora.rank changed?"
+        ) from error
+    except (SafetensorError, ValueError) as error:
+        raise DamagedError(damaged.format(error)) from error
+    _remember(trainer, folder, state)
+
+
+def _remember(trainer: Trainer, folder: Path, state: State) -> None:
+    if trainer.prm is not None:
+        trainer.prm.updates = state.prm_updates
+    trainer.version, trainer.kl_factor = state.version, state.kl_factor
+    trainer.watch.restore(state.watch)
+    files = sorted(folder.glob("rng-?????.json"))
+    if files:  # only rank 0 of replicated ranks writes one, and all draw alike
+        own = files[min(trainer.ranks.rank, len(files) - 1)]
+        rng.restore(msgspec.json.decode(own.read_bytes(), type=rng.RngState))

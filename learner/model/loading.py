@@ -1,0 +1,128 @@
+"""A model folder's weights for sharded ranks: the model is made without memory, sharded, and then
+each rank reads its own rows alone.
+
+States of a parameter: hollow (on torch's meta device, which knows shapes and holds no values),
+hollow and sharded, filled.
+"""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from peft import LoraConfig, get_peft_model
+from safetensors import safe_open
+from torch.distributed.tensor import DTensor
+
+from coppice.learner.forest.attention import NAME
+from coppice.learner.model.ranks import own_rows
+from coppice.wire import vision
+
+log = logging.getLogger("learner.loading")
+
+_FLOATS = ("F64", "F32", "F16", "BF16")
+
+
+def load(folder: str, hollow: bool) -> Any:
+    """Return the model of a folder, in float32. If ``hollow``, without values where the folder
+    stores each parameter under its own name, as most do; of another folder, such as one whose
+    experts transformers joins while it loads, every rank holds a whole copy for a while."""
+    if not hollow:
+        return vision.load(folder, torch.float32, NAME)
+    with init_empty_weights(include_buffers=False):
+        model = vision.load(folder, torch.float32, NAME, values=False)
+    model.tie_weights()  # each parameter became hollow on its own
+    stored = _stored(folder)
+    strange = [
+        names[0] for weight, names in _names(model).items() if _entry(stored, names, weight) is None
+    ]
+    if not strange:
+        return model
+    log.warning(
+        "%s does not store %s as the model has it: every rank loads all weights first",
+        folder,
+        strange[0],
+    )
+    return vision.load(folder, torch.float32, NAME)
+
+
+def adapt(model: Any, adapters: LoraConfig) -> Any:
+    """Return the model with new adapters, which have values also if the model is hollow: PEFT puts
+    an adapter beside the weight that it adapts."""
+    hollow = next(model.parameters()).is_meta
+    if hollow:  # one number that stands for all of them
+        _replace(model, lambda _, weight: torch.zeros((), dtype=weight.dtype).expand(weight.shape))
+    model = get_peft_model(model, adapters)
+    if hollow:
+        _replace(model, lambda _, weight: weight.to("meta") if not any(weight.stride()) else weight)
+    return model
+
+
+def fill(tower: torch.nn.Module, folder: str, device: str) -> None:
+    """Read this rank's rows of each hollow parameter of a sharded tower from the model's folder.
+    Uses no collectives."""
+    stored = _stored(folder)
+
+    def filled(names: list[str], weight: torch.Tensor) -> torch.Tensor:
+        if not (isinstance(weight, DTensor) and weight.is_meta):
+            return weight
+        entry, (local, first) = _entry(stored, list(map(_plain, names)), weight), own_rows(weight)
+        assert entry is not None, "load has found every hollow parameter in the folder"
+        rows = entry[first : first + len(local)] if len(local) else torch.empty(local.shape)
+        rows = rows.to(device, torch.float32, copy=True)  # a slice is a view of the mapped file
+        size, stride = weight.shape, weight.stride()
+        return DTensor.from_local(
+            rows, weight.device_mesh, weight.placements, run_check=False, shape=size, stride=stride
+        )
+
+    _replace(tower, filled)
+
+
+def _stored(folder: str) -> dict[str, Any]:
+    """Return the file of each tensor of a model folder, by the tensor's name."""
+    files = [
+        safe_open(path, framework="pt") for path in sorted(Path(folder).glob("model*.safetensors"))
+    ]
+    return {name: file for file in files for name in file.keys()}  # noqa: SIM118
+
+
+def _entry(stored: dict[str, Any], names: list[str], weight: torch.Tensor) -> Any:
+    """Return the slice of a folder that holds a parameter under one of its names, or None."""
+    slices = [stored[name].get_slice(name) for name in map(vision.stored, names) if name in stored]
+    fitting = (
+        one
+        for one in slices
+        if one.get_shape() == list(weight.shape) and one.get_dtype() in _FLOATS
+    )
+    return next(fitting, None)
+
+
+def _plain(name: str) -> str:
+    """Return the name that a tower's parameter has in the model without adapters."""
+    return (
+        name.removeprefix("model.").removeprefix("base_model.model.").replace(".base_layer.", ".")
+    )
+
+
+def _names(module: torch.nn.Module) -> dict[torch.nn.Parameter, list[str]]:
+    """Return the names of each parameter. A tied parameter has several."""
+    names: dict[torch.nn.Parameter, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    return names
+
+
+def _replace(
+    module: torch.nn.Module, value: Callable[[list[str], torch.Tensor], torch.Tensor]
+) -> None:
+    """Replace each parameter by one with ``value`` of its names and itself, unless that is itself.
+    Tied parameters stay tied."""
+    for parameter, names in _names(module).items():
+        before = parameter.detach()
+        if (after := value(names, before)) is before:
+            continue
+        new = torch.nn.Parameter(after, parameter.requires_grad)
+        for owner, _, name in (one.rpartition(".") for one in names):
+            module.get_submodule(owner)._parameters[name] = new

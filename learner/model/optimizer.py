@@ -1,0 +1,76 @@
+"""AdamW with its schedule. Each model of the learner (policy, critic, reward model) has its own."""
+
+import math
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from coppice.learner.config import OptimizerConfig
+from coppice.learner.model.ranks import Ranks
+
+
+class Stepper:
+    """Sums the gradients over the ranks, clips their norm and updates the parameters. Call ``step``
+    after the backward passes."""
+
+    def __init__(
+        self,
+        name: str,
+        parameters: dict[str, torch.nn.Parameter],
+        config: OptimizerConfig,
+        ranks: Ranks,
+    ):
+        self.name, self.parameters, self.config, self.ranks = name, parameters, config, ranks
+        self.adamw = torch.optim.AdamW(
+            list(parameters.values()),
+            lr=config.lr,
+            betas=config.betas,
+            weight_decay=config.weight_decay,
+        )
+
+    def rate(self, version: int) -> float:
+        """Return the learning rate of the update version -> version + 1: a linear warm-up, then
+        constant, or a linear or cosine decay that reaches min_ratio x lr at decay_updates. It is a
+        function of the version alone, so a resumed run goes on where it stopped."""
+        c = self.config
+        version, last = max(0, version - c.frozen_updates), c.decay_updates - c.frozen_updates
+        if version < c.warmup_updates:
+            return c.lr * (version + 1) / c.warmup_updates
+        done = min(1.0, (version - c.warmup_updates) / max(1, last - c.warmup_updates))
+        left = {
+            "constant": 1.0,
+            "linear": 1 - done,
+            "cosine": 0.5 * (1 + math.cos(math.pi * done)),
+        }[c.schedule]
+        return c.lr * (c.min_ratio + (1 - c.min_ratio) * left)
+
+    def local_square(self) -> float:
+        """Return the squared norm of the gradient that this rank has so far. Sharded ranks hold a
+        part of the common gradient, and of each part ``copies`` ranks a copy, which share its
+        square, so that the sum over the ranks is that of the gradient."""
+        held = [p.grad for p in self.parameters.values() if p.grad is not None]
+        local = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in held]
+        return (
+            float(torch.stack([grad.float().square().sum() for grad in local]).sum())
+            / self.ranks.copies
+            if local
+            else 0.0
+        )
+
+    def step(self, version: int) -> float:
+        """Make one step on the accumulated gradients. Returns their norm before clipping; raises
+        RuntimeError if the norm is not finite."""
+        trained = list(self.parameters.values())
+        self.ranks.add_gradients(trained)
+        norm = torch.nn.utils.clip_grad_norm_(trained, self.config.grad_clip)
+        size = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        if not math.isfinite(size):
+            raise RuntimeError(
+                f"update {version + 1}: the {self.name}'s gradient norm is {size}: the run stops before the weights are spoilt."
+                " Resume from the last checkpoint with a lower learning rate or a tighter correction"
+            )
+        for group in self.adamw.param_groups:
+            group["lr"] = self.rate(version)
+        self.adamw.step()
+        self.adamw.zero_grad(set_to_none=True)
+        return size

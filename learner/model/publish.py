@@ -1,0 +1,134 @@
+"""A version's weights as a folder of safetensors with a digest. The folder appears only when
+complete, and every actor checks the digest."""
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+
+import msgspec
+import torch
+from safetensors.torch import save_file
+
+from coppice.learner.model.giver import Giver, Snapshot
+from coppice.learner.model.model import Policy
+from coppice.wire import digest, vision
+from coppice.wire.atomic import drafted, write_whole
+from coppice.wire.frontier import runs
+from coppice.wire.published import FILES, Manifest
+
+_PIECE = 2**24
+"""The number of values that are converted to 64 bits at a time."""
+
+
+class Published(msgspec.Struct, frozen=True):
+    """The newest weights, as ``RUN/learner.json`` names them. path and digest are empty for version
+    0 (the model folder)."""
+
+    version: int
+    path: str
+    digest: str
+
+
+def publish(
+    policy: Policy,
+    version: int,
+    run: Path,
+    keep: int,
+    whole: dict[str, torch.Tensor] | None = None,
+    giver: Giver | None = None,
+    file: bool = True,
+    trained: dict[int, int] | None = None,
+) -> Published:
+    """Write ``RUN/weights/vNNNNNN`` with adapters in the PEFT format, or with all weights. Only the
+    ``keep`` newest folders stay.
+
+    whole: the complete parameters, if sharded ranks have gathered them. giver: also gives all
+    weights out of memory. file: if False and there is a giver, the folder says only where the
+    weights are. Adapters are always written to a file. trained: see ``announce``.
+    """
+    folder = run / "weights" / f"v{version:06d}"
+    with drafted(folder, replace=True, alone=True) as draft:
+        if policy.lora:
+            manifest = Manifest(
+                version, "lora", _write_adapter(policy, whole or policy.gathered(), draft)
+            )
+        else:
+            tensors = (whole or _parameters(policy, giver is not None)).items()
+            tensors = {vision.stored(n): p.to(policy.compute) for n, p in tensors}
+            proof = _write_full(tensors, draft) if file or giver is None else fingerprint(tensors)
+            memory = (
+                giver.offer(Snapshot(version, _own(tensors, policy.device)))
+                if giver is not None
+                else None
+            )
+            manifest = Manifest(version, "full", proof, file or giver is None, memory)
+        manifest.write(draft)
+    published = Published(version, str(folder), manifest.digest)
+    announce(run, published, trained)
+    for old in sorted(folder.parent.glob("v??????"))[:-keep]:
+        shutil.rmtree(old, ignore_errors=True)
+    return published
+
+
+def _parameters(policy: Policy, in_place: bool) -> dict[str, torch.Tensor]:
+    """Return the parameters on their device if ``in_place``, else on the CPU."""
+    return {n: p.detach() for n, p in policy.trained().items()} if in_place else policy.gathered()
+
+
+def _own(tensors: dict[str, torch.Tensor], device: str) -> dict[str, torch.Tensor]:
+    """Return copies on the learner's device, because training goes on while engines read the
+    weights."""
+    return {name: tensor.to(device, copy=True) for name, tensor in tensors.items()}
+
+
+def _write_adapter(policy: Policy, whole: dict[str, torch.Tensor], folder: Path) -> str:
+    settings = policy.model.peft_config["default"].to_dict()
+    adapted = {
+        name.partition(".lora_")[0].rpartition(".")[2] for name in whole
+    }  # PEFT also names layers that it excluded
+    settings["target_modules"] = sorted(adapted)
+    (folder / "adapter_config.json").write_text(json.dumps(settings, default=str, indent=1))
+    return _write(
+        {vision.stored(n.replace(".default", "")): p for n, p in whole.items()},
+        folder / FILES["lora"],
+    )
+
+
+def _write_full(tensors: dict[str, torch.Tensor], folder: Path) -> str:
+    return _write({name: tensor.cpu() for name, tensor in tensors.items()}, folder / FILES["full"])
+
+
+def _write(tensors: dict[str, torch.Tensor], path: Path) -> str:
+    save_file(tensors, path, metadata={"format": "pt"})
+    return digest.safetensors_file(path)
+
+
+def fingerprint(tensors: dict[str, torch.Tensor]) -> str:
+    """Return an identifier of weights that are in no file, from two sums over each tensor's bits,
+    computed on the tensors' device.
+
+    Unlike the digest of a file, the fingerprint does not protect against forgery.
+    """
+    total = hashlib.sha256()
+    for name in sorted(tensors):
+        bits = tensors[name].detach().contiguous().view(torch.int16).flatten()
+        plain = weighted = 0
+        for first in range(0, bits.numel(), _PIECE):
+            piece = bits[first : first + _PIECE].long()
+            place = torch.arange(first, first + piece.numel(), device=piece.device) % 65521 + 1
+            plain += int(piece.sum())
+            weighted += int((piece * place).sum())
+        total.update(
+            f"{name}\0{tuple(tensors[name].shape)}\0{tensors[name].dtype}\0{plain}\0{weighted}\0".encode()
+        )
+    return total.hexdigest()
+
+
+def announce(run: Path, published: Published, trained: dict[int, int] | None = None) -> None:
+    """Write ``RUN/learner.json``, which a scheduler reads when it starts. trained: the groups that
+    versions after the newest checkpoint have trained, with these versions; a scheduler that starts
+    beside a living learner admits their trees no second time."""
+    write_whole(
+        run / "learner.json", {**msgspec.structs.asdict(published), "trained": runs(trained or {})}
+    )

@@ -1,0 +1,185 @@
+"""The communication between the ranks of one learner: only tensors, never pickled objects. The
+ranks that ``coppice launch`` starts meet at a file of the run folder; those of several machines,
+which torchrun starts, meet at MASTER_ADDR and MASTER_PORT. FSDP2 shards the parameters.
+
+With sharding, every forward and backward is a collective, so each rank must make equally many
+(learner/update/passes.py ensures this).
+"""
+
+import math
+import os
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+Sharding = Literal["replicate", "fsdp", "hybrid"]
+
+
+class Ranks:
+    """This process among the learner's ranks, from the opening of the group until ``close``. With
+    one rank every operation is the identity.
+
+    shards: neighbouring ranks that hold one copy of the model together. copies: the ranks that hold
+    each part of it, if the model is sharded.
+    """
+
+    def __init__(self, timeout_s: float, sharding: Sharding = "replicate", shard_ranks: int = 0):
+        cuda, timeout = torch.cuda.is_available(), timedelta(seconds=timeout_s)
+        os.environ.setdefault("ACCELERATE_USE_CPU", "false" if cuda else "true")
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
+            _meet("cuda:nccl,cpu:gloo" if cuda else "gloo", timeout)
+        self.accelerator = Accelerator(cpu=not cuda)
+        self.rank, self.count = self.accelerator.process_index, self.accelerator.num_processes
+        self.device = str(self.accelerator.device)
+        self.shards = {
+            "replicate": 1,
+            "fsdp": self.count,
+            "hybrid": shard_ranks or _here(self.count),
+        }[sharding]
+        if (
+            self.count % self.shards
+            or self.largest(torch.tensor(self.shards, device=self.device)) != self.shards
+        ):
+            raise ValueError(
+                f"learner.sharding = 'hybrid': {self.shards} ranks share a copy of the model, of {self.count}: expected a divisor, the same on"
+                " every machine; start equally many ranks on each, or set learner.shard_ranks"
+            )
+        self.sharded, self.copies = (
+            self.shards > 1,
+            self.count // self.shards if self.shards > 1 else 1,
+        )
+        self._mesh = self._grid(timeout) if self.sharded and self.copies > 1 else None
+
+    def _grid(self, timeout: timedelta) -> DeviceMesh:
+        """Return the ranks as rows of ``shards`` neighbours. torch's own groups of a mesh would
+        wait for another time than the run's."""
+        grid = torch.arange(self.count).view(-1, self.shards)
+        groups: Any = [
+            dist.new_subgroups_by_enumeration(lines.tolist(), timeout=timeout)[0]
+            for lines in (grid.T, grid)
+        ]
+        names = ("replicate", "shard")
+        return DeviceMesh.from_group(
+            groups, self.accelerator.device.type, mesh=grid, mesh_dim_names=names
+        )
+
+    def place(self, module: torch.nn.Module, layer: str, compute: torch.dtype) -> torch.nn.Module:
+        """Return the module on this rank's device, with its parameters sharded over ``shards``
+        ranks.
+
+        layer: class name of the decoder layers; each layer's parameters are gathered together.
+        Gradients are summed over all ranks, not averaged, because an update's weights are global.
+        With bfloat16 compute, parameters are gathered in bfloat16 and gradients are reduced in
+        float32. Autocast, not FSDP2, narrows the activations, so that the self-check can compute in
+        float32.
+        """
+        if not self.sharded:
+            return module.to(self.device)
+        policy = MixedPrecisionPolicy()
+        if compute == torch.bfloat16:
+            policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+        for part in [one for one in module.modules() if type(one).__name__ == layer] + [module]:
+            sharded: FSDPModule = fully_shard(part, mesh=self._mesh, mp_policy=policy)
+            sharded.set_gradient_divide_factor(1.0)
+            sharded.set_force_sum_reduction_for_comms(True)
+        return module
+
+    def broadcast(self, payload: bytes | None) -> bytes:
+        """Return rank 0's bytes on every rank. Raises RuntimeError if a rank is gone or is silent
+        for longer than the timeout."""
+        if self.count == 1:
+            assert payload is not None
+            return payload
+        size = torch.tensor([len(payload) if payload is not None else 0], device=self.device)
+        dist.broadcast(size, 0)
+        if payload is not None:
+            buffer = torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(self.device)
+        else:
+            buffer = torch.empty(int(size), dtype=torch.uint8, device=self.device)
+        dist.broadcast(buffer, 0)
+        return buffer.cpu().numpy().tobytes()
+
+    def add_gradients(self, parameters: list[torch.nn.Parameter]) -> None:
+        """Sum every gradient over the ranks. Weights are global, so the sum is the update's
+        gradient. With FSDP2 the sum is done already."""
+        for p in parameters:
+            if p.grad is None and not self.sharded:
+                p.grad = torch.zeros_like(p)
+        if self.sharded or self.count == 1:
+            return
+        flat = torch.cat([p.grad.reshape(-1) for p in parameters if p.grad is not None])
+        dist.all_reduce(flat)
+        start = 0
+        for p in parameters:
+            p.grad = flat[start : start + p.numel()].view_as(p)
+            start += p.numel()
+
+    def add(self, values: torch.Tensor) -> torch.Tensor:
+        """Sum values elementwise over the ranks, possibly in place. Returns the sum on the CPU."""
+        if self.count > 1:
+            values = values.to(self.device)
+            dist.all_reduce(values)
+        return values.cpu()
+
+    def largest(self, value: torch.Tensor) -> float:
+        """Return the largest value over the ranks. NaN counts as infinite."""
+        value = value.detach().float().nan_to_num(nan=math.inf, posinf=math.inf)
+        if self.count > 1:
+            dist.all_reduce(value, dist.ReduceOp.MAX)
+        return float(value)
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        if self.count > 1:
+            dist.barrier()
+
+    def close(self) -> None:
+        """Leave the group. No operation may follow."""
+        if self.count > 1 and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _meet(backend: str, timeout: timedelta) -> None:
+    """Open the group: at COPPICE_RANKS, a file that all ranks of this machine share, or at
+    MASTER_ADDR and MASTER_PORT."""
+    if backend.startswith("cuda"):
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    if not (file := os.environ.get("COPPICE_RANKS")):
+        dist.init_process_group(backend, timeout=timeout)
+        return
+    rank, count = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
+    store = dist.FileStore(file, count)  # pyright: ignore[reportPrivateImportUsage]
+    dist.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=timeout)
+
+
+def _here(count: int) -> int:
+    """Return the number of ranks on this machine, as launcher and torchrun tell it."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", count))
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a complete parameter or moment, detached, on the CPU. For a sharded tensor this is a
+    collective, which every rank must call."""
+    tensor = tensor.detach()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu().contiguous()
+
+
+def own_rows(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Return this rank's rows of a tensor (a view) and the first row's index. FSDP2 cuts dimension
+    0 as torch.chunk does."""
+    tensor = tensor.detach()
+    if not isinstance(tensor, DTensor):
+        return tensor, 0
+    mesh, last = (
+        tensor.device_mesh,
+        tensor.device_mesh.ndim - 1,
+    )  # the mesh's last dimension shards, one before it replicates
+    return tensor.to_local(), min(
+        mesh.get_local_rank(last) * -(-tensor.shape[0] // mesh.size(last)), tensor.shape[0]
+    )

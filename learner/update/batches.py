@@ -1,0 +1,108 @@
+"""Batches from the stream: as soon as ``questions`` trees are closed, the oldest of them form one
+update, in the order of their ids. If several schedulers stream, these are the oldest of each
+scheduler, in equal parts: so every scheduler hears of every update, and what scheduler/ledger/pacing.py
+says of the staleness holds for each.
+
+A group enters once (its id is the key), leaves in exactly one batch, and is then part of the
+trained frontier. A tree that dynamic sampling replaced is no question; its groups leave without
+their turns. This file is pure: it uses neither sockets nor a model.
+"""
+
+import itertools
+from collections import OrderedDict
+
+from coppice.learner.update.trainer import Batch
+from coppice.wire.faults import InfrastructureFault
+from coppice.wire.messages import TrainGroup, TreeClosed, TreeNode
+from coppice.wire.shards import Shard
+
+
+class Inbox:
+    """Groups, nodes and closed trees that wait for an update. Life cycle: ``add`` and ``close``
+    until ``ready`` names trees, then ``take``. trained: the version that trained each group, by the
+    group's id. shards: the number of schedulers.
+
+    Example with questions = 1: after ``add(group)`` and ``close(TreeClosed(group.tree,
+    [group.id]))``, ``ready()`` is [group.tree], and ``take([group.tree], 0)`` returns the batch
+    that trains version 0 to version 1.
+    """
+
+    def __init__(self, questions: int, trained: dict[int, int], shards: int = 1):
+        self.share, self.trained = questions // shards, trained
+        self.shards = [Shard(number, shards) for number in range(shards)]
+        self._nodes: dict[int, dict[int, TreeNode]] = {}
+        self._groups: dict[int, TrainGroup] = {}
+        self._closed: OrderedDict[int, list[int]] = OrderedDict()
+        self._replaced: OrderedDict[int, list[int]] = OrderedDict()
+        self._done_trees: set[int] = set()
+
+    def add(self, group: TrainGroup) -> bool:
+        """Add a group, or return False if it is already trained. Raises InfrastructureFault if an
+        ancestor of a turn is missing."""
+        if group.id in self.trained:
+            return False
+        nodes = self._nodes.setdefault(group.tree, {})
+        for node in group.nodes:
+            nodes[node.id] = node
+        for turn in group.turns:
+            node = nodes.get(turn.node)
+            while node is not None and node.parent >= 0:
+                node = nodes.get(node.parent)
+            if node is None:
+                raise InfrastructureFault(
+                    f"group {group.id}: nodes of tree {group.tree} must be resent"
+                )
+        self._groups[group.id] = group
+        return True
+
+    def close(self, closed: TreeClosed) -> None:
+        """Record that a tree is complete. Repeated calls for one tree count once."""
+        if closed.tree not in self._done_trees:
+            (self._replaced if closed.replaced else self._closed)[closed.tree] = closed.groups
+
+    def ready(self) -> list[int] | None:
+        """Return the trees of the next batch, ascending, or None while there are too few complete
+        trees."""
+        whole = sorted(self._whole(self._closed))  # ids ascend in the order of admission
+        shares = [
+            [tree for tree in whole if shard.owns(tree)][: self.share] for shard in self.shards
+        ]
+        return (
+            sorted(itertools.chain(*shares))
+            if all(len(share) == self.share for share in shares)
+            else None
+        )
+
+    def take(self, trees: list[int], version: int) -> Batch:
+        """Remove the trees, and all complete replaced trees, from the inbox and return them as a
+        batch. Its groups belong to the frontier from now on."""
+        replaced = [
+            group.id
+            for tree in self._whole(self._replaced)
+            for group in self._leave(tree, self._replaced)[0]
+        ]
+        groups, nodes = [], []
+        for tree in trees:
+            left = self._leave(tree, self._closed)
+            groups += left[0]
+            nodes += [(tree, node) for node in left[1].values()]
+        self.trained.update(
+            dict.fromkeys([*replaced, *(group.id for group in groups)], version + 1)
+        )
+        return Batch(version, len(trees), groups, nodes, replaced)
+
+    def _whole(self, closed: OrderedDict[int, list[int]]) -> list[int]:
+        """Return the trees whose groups are all here or trained."""
+        here = (self._groups.keys(), self.trained)
+        return [
+            tree
+            for tree, groups in closed.items()
+            if all(any(group in one for one in here) for group in groups)
+        ]
+
+    def _leave(
+        self, tree: int, closed: OrderedDict[int, list[int]]
+    ) -> tuple[list[TrainGroup], dict[int, TreeNode]]:
+        groups = [self._groups.pop(group) for group in closed.pop(tree) if group in self._groups]
+        self._done_trees.add(tree)
+        return groups, self._nodes.pop(tree, {})

@@ -1,0 +1,425 @@
+"""Off-policy corrections: pure functions that turn log-probabilities and advantages into the
+surrogate that is maximised.
+
+Notation, per sampled token: current (with gradient), proximal (the policy when the update began)
+and behaviour (the policy that sampled the token, as the engine recorded it); r = current /
+behaviour. ``level`` names the segment of a ratio: "token", "turn" (one action) or "sequence" (all
+tokens of a trajectory that the policy sampled). A segment's ratio is the product over its tokens,
+and each of these tokens carries this ratio. The gradient of a term is C A grad log current, where C
+is the correction's coefficient, so any split into micro-batches gives the same gradient. On-policy,
+every coefficient is 1 and every correction has the gradient of ``none``.
+
+A user's own correction is a function ``(logprobs, advantage, level=.., **options)`` in any file,
+named "module:function" (docs/extend.md). ``declares`` states what the rest of the learner must know
+about the correction. All corrections use only the methods of tensors, so the launcher can check
+their options without importing torch.
+"""
+
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from coppice.learner.update.objective import Aggregation
+from coppice.wire.numbers import NotNegative, Positive
+from coppice.wire.options import checked, imported, known
+
+if TYPE_CHECKING:
+    from torch import Tensor
+else:
+    Tensor = Any
+
+Level = Literal["token", "turn", "sequence"]
+
+
+class Segments(msgspec.Struct, frozen=True):
+    """Segments of one level among the tokens of a micro-batch.
+
+    ids: int64 [tokens], the segment of each token. outside: float32 [segments], log current (log
+    proximal for a weight proximal / behaviour) - log behaviour, summed over the segment's tokens in
+    other micro-batches. tokens: float32 [segments], the number of all tokens of the segment.
+    """
+
+    ids: Tensor
+    outside: Tensor
+    tokens: Tensor
+
+
+class Logprobs(msgspec.Struct, frozen=True):
+    """Log-probabilities of sampled tokens, each [tokens]. segments: by level ("turn", "sequence"),
+    if the correction takes its ratio there."""
+
+    current: Tensor
+    proximal: Tensor
+    behaviour: Tensor
+    segments: dict[str, Segments] = {}
+
+
+class Surrogate(msgspec.Struct, frozen=True):
+    """The result of a correction. term: [tokens], maximised, with gradient. coefficient: [tokens],
+    the weight of a token's score function; 0 if its gradient is cut. clipped, masked: bool
+    [tokens], cut because the step would go too far, or because the data is too far off-policy."""
+
+    term: Tensor
+    coefficient: Tensor
+    clipped: Tensor
+    masked: Tensor
+
+
+Correction = Callable[..., Surrogate]
+DualClip = Annotated[float, Meta(gt=1)] | None
+"""Lower bound of the clipped term as a multiple of a negative advantage (Ye et al. 2020). Without
+it ("null" in a config) a token with a negative advantage and a log-ratio of 20 has a weight of
+4.9e8. The default 3 is that of verl and of the code that OPRL released."""
+
+
+class Declared(msgspec.Struct, frozen=True):
+    """What the learner must know about a correction.
+
+    ratio: the policy in the numerator of the ratio over a segment: "current" (moves with every
+    optimizer step), "proximal" (fixed during the update), or "" for a correction without a ratio.
+    bounds_step: whether the correction limits how far several optimizer steps of one update may
+    move the policy. aggregation: the learner.aggregation with which the method is defined; "" for
+    any. near: the options that bound current / proximal, which is 1 in the first step of an update.
+    """
+
+    ratio: Literal["current", "proximal", ""] = "current"
+    bounds_step: bool = False
+    aggregation: Aggregation | Literal[""] = ""
+    near: tuple[str, ...] = ()
+
+
+def declares(**declared: Any) -> Callable[[Correction], Correction]:
+    """Decorate a correction with fields of ``Declared``. A correction without this decorator
+    declares the defaults."""
+
+    def decorate(function: Correction) -> Correction:
+        function.declared = Declared(**declared)  # pyright: ignore[reportFunctionMemberAccess]
+        return function
+
+    return decorate
+
+
+def log_ratio(
+    logprobs: Logprobs, level: Level, against: Literal["current", "proximal"] = "current"
+) -> Tensor:
+    """Return the log of (current or proximal) / behaviour over each token's segment [tokens],
+    without gradient."""
+    newer = logprobs.current.detach() if against == "current" else logprobs.proximal
+    return _over(newer - logprobs.behaviour, logprobs, level)
+
+
+def mean_log_ratio(logprobs: Logprobs, level: Level) -> Tensor:
+    """Return ``log_ratio`` divided by the segment's tokens, which is the log of the geometric mean
+    of the segment's token ratios."""
+    total = log_ratio(logprobs, level)
+    if level == "token":
+        return total
+    segments = logprobs.segments[level]
+    return total / segments.tokens[segments.ids]
+
+
+def _over(token: Tensor, logprobs: Logprobs, level: Level) -> Tensor:
+    if level == "token":
+        return token
+    segments = logprobs.segments[level]
+    return segments.outside.index_add(0, segments.ids, token)[segments.ids]
+
+
+def _ratio(log: Tensor) -> Tensor:
+    return log.clamp(-20, 20).exp()  # keeps products finite; e^20 is above every bound
+
+
+def _weighted(
+    logprobs: Logprobs, advantage: Tensor, coefficient: Tensor, masked: Tensor | None = None
+) -> Surrogate:
+    """Return the weighted score function, coefficient x A x exp(current - stop_gradient(current))."""
+    through = (logprobs.current - logprobs.current.detach()).exp()
+    nothing = advantage.new_zeros(advantage.shape).bool()
+    return Surrogate(
+        coefficient * advantage * through,
+        coefficient,
+        nothing,
+        nothing if masked is None else masked,
+    )
+
+
+def _clipped(
+    logprobs: Logprobs,
+    advantage: Tensor,
+    ratio: Tensor,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: DualClip,
+    weight: Tensor | float = 1.0,
+) -> Surrogate:
+    """Return weight x min(ratio A, clip(ratio, 1 - low, 1 + high) A). If dual_clip is set, the
+    minimum is at least dual_clip A where A < 0."""
+    through = (logprobs.current - logprobs.current.detach()).exp()
+    plain = ratio * advantage
+    term = plain.minimum(ratio.clamp(1 - clip_low, 1 + clip_high) * advantage)
+    if dual_clip is not None:
+        term = term.maximum(dual_clip * advantage).where(advantage < 0, term)
+    cut = term != plain
+    term = weight * term.where(cut, plain * through)
+    return Surrogate(term, weight * ratio.masked_fill(cut, 0.0), cut, cut.new_zeros(cut.shape))
+
+
+@declares(ratio="")
+def none(logprobs: Logprobs, advantage: Tensor, level: Level = "token") -> Surrogate:
+    """Use C = 1 at any level: the policy gradient as if the data were on-policy."""
+    return _weighted(logprobs, advantage, advantage.new_ones(advantage.shape))
+
+
+@declares(bounds_step=True)
+def ppo_clip(
+    logprobs: Logprobs,
+    advantage: Tensor,
+    level: Level = "token",
+    clip_low: NotNegative = 0.2,
+    clip_high: NotNegative = 0.2,
+    dual_clip: DualClip = 3.0,
+) -> Surrogate:
+    """Maximise min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) (Schulman et al. 2017). dual_clip c
+    > 1 keeps it above c A where A < 0."""
+    return _clipped(
+        logprobs, advantage, _ratio(log_ratio(logprobs, level)), clip_low, clip_high, dual_clip
+    )
+
+
+_decouples = declares(
+    ratio="proximal", bounds_step=True, near=("clip_low", "clip_high", "dual_clip")
+)
+"""Corrections of the form w min(u A, clip(u) A), where u = current / proximal of the token and w is
+made of proximal / behaviour at ``level``."""
+
+
+@_decouples
+def decoupled(
+    logprobs: Logprobs, advantage: Tensor, level: Level = "token", upper: Positive = 5.0,
+    clip_low: NotNegative = 0.2, clip_high: NotNegative = 0.2, dual_clip: DualClip = 3.0,
+) -> Surrogate:  # fmt: skip
+    """Decoupled PPO (Hilton et al. 2022) as AReaL trains it: w = proximal / behaviour up to
+    ``upper``, and 0 above it. For w = min(proximal / behaviour, upper) take ``tis``."""
+    weight = _ratio(log_ratio(logprobs, level, "proximal"))
+    return _near(logprobs, advantage, weight, weight > upper, clip_low, clip_high, dual_clip)
+
+
+@_decouples
+def tis(
+    logprobs: Logprobs, advantage: Tensor, level: Level = "token", lower: NotNegative = 0.0, upper: Positive = 2.0,
+    clip_low: NotNegative = 0.2, clip_high: NotNegative = 0.2, dual_clip: DualClip = 3.0,
+) -> Surrogate:  # fmt: skip
+    """Truncated importance sampling (Yao et al. 2025): w = clip(proximal / behaviour, lower,
+    upper), times PPO's clip of current / proximal."""
+    weight = _ratio(log_ratio(logprobs, level, "proximal")).clamp(lower, upper)
+    return _near(
+        logprobs,
+        advantage,
+        weight,
+        weight.new_zeros(weight.shape).bool(),
+        clip_low,
+        clip_high,
+        dual_clip,
+    )
+
+
+@_decouples
+def icepop(
+    logprobs: Logprobs, advantage: Tensor, level: Level = "token", lower: NotNegative = 0.5, upper: Positive = 5.0,
+    clip_low: NotNegative = 0.2, clip_high: NotNegative = 0.2, dual_clip: DualClip = 3.0,
+) -> Surrogate:  # fmt: skip
+    """w = proximal / behaviour within [lower, upper], else 0, times PPO's clip of current /
+    proximal (IcePop 2025)."""
+    weight = _ratio(log_ratio(logprobs, level, "proximal"))
+    return _near(
+        logprobs,
+        advantage,
+        weight,
+        (weight < lower) | (weight > upper),
+        clip_low,
+        clip_high,
+        dual_clip,
+    )
+
+
+def _near(
+    logprobs: Logprobs, advantage: Tensor, weight: Tensor, outside: Tensor,
+    clip_low: float, clip_high: float, dual_clip: DualClip,
+) -> Surrogate:  # fmt: skip
+    """Return weight x PPO's clipped term of current / proximal, and 0 for the tokens ``outside``
+    the weight's bounds."""
+    ratio = _ratio(logprobs.current.detach() - logprobs.proximal)
+    weight = weight.masked_fill(outside, 0.0)
+    surrogate = _clipped(logprobs, advantage, ratio, clip_low, clip_high, dual_clip, weight)
+    return msgspec.structs.replace(surrogate, clipped=surrogate.clipped & ~outside, masked=outside)
+
+
+def aipo(
+    logprobs: Logprobs, advantage: Tensor, level: Level = "token", upper: Positive = 4.0
+) -> Surrogate:
+    """C = min(r, upper): one-sided truncation (AIPO, LlamaRL 2025)."""
+    return _weighted(logprobs, advantage, _ratio(log_ratio(logprobs, level)).clamp(max=upper))
+
+
+def cispo(
+    logprobs: Logprobs,
+    advantage: Tensor,
+    level: Level = "token",
+    clip_low: NotNegative = 1.0,
+    clip_high: NotNegative = 0.28,
+) -> Surrogate:
+    """C = clip(r, 1 - clip_low, 1 + clip_high). Only the weight is clipped, so no token loses its
+    gradient (MiniMax-M1 2025)."""
+    ratio = _ratio(log_ratio(logprobs, level))
+    return _weighted(logprobs, advantage, ratio.clamp(1 - clip_low, 1 + clip_high))
+
+
+def sequence_mask(
+    logprobs: Logprobs,
+    advantage: Tensor,
+    level: Level = "sequence",
+    lower: NotNegative = 0.0,
+    upper: Positive = 2.0,
+) -> Surrogate:
+    """C = R where the segment's ratio R is within [lower, upper], else 0: masked importance
+    sampling of whole segments."""
+    ratio = _ratio(log_ratio(logprobs, level))
+    outside = (ratio < lower) | (ratio > upper)
+    return _weighted(logprobs, advantage, ratio.masked_fill(outside, 0.0), outside)
+
+
+def geometric_mask(
+    logprobs: Logprobs,
+    advantage: Tensor,
+    level: Level = "sequence",
+    lower: NotNegative = 0.9,
+    upper: Positive = 1.1,
+) -> Surrogate:
+    """C = r per token where the geometric mean of the segment's token ratios is within [lower,
+    upper], else 0. Long segments are not rejected more often than short ones."""
+    mean = _ratio(mean_log_ratio(logprobs, level))
+    outside = (mean < lower) | (mean > upper)
+    ratio = _ratio(log_ratio(logprobs, "token"))
+    return _weighted(logprobs, advantage, ratio.masked_fill(outside, 0.0), outside)
+
+
+@declares(bounds_step=True, aggregation="trajectory")
+def gspo(
+    logprobs: Logprobs,
+    advantage: Tensor,
+    level: Level = "sequence",
+    clip_low: NotNegative = 3e-4,
+    clip_high: NotNegative = 4e-4,
+    dual_clip: DualClip = 3.0,
+) -> Surrogate:
+    """Maximise min(s A, clip(s) A), where s is the geometric mean of the segment's token ratios
+    (GSPO in its token form; Zheng et al. 2025, whose objective has no dual clip)."""
+    return _clipped(
+        logprobs, advantage, _ratio(mean_log_ratio(logprobs, level)), clip_low, clip_high, dual_clip
+    )
+
+
+CORRECTIONS: dict[str, Correction] = {
+    function.__name__: function
+    for function in (
+        none,
+        ppo_clip,
+        decoupled,
+        tis,
+        aipo,
+        cispo,
+        icepop,
+        sequence_mask,
+        geometric_mask,
+        gspo,
+    )
+}
+LEVELS: tuple[Level, ...] = ("token", "turn", "sequence")
+
+
+class Corrected(msgspec.Struct, frozen=True):
+    """A correction with its options. level: the segment over which its ratio is taken."""
+
+    name: str
+    function: Correction
+    options: dict[str, Any]
+    level: Level
+    declared: Declared
+
+    def __call__(self, logprobs: Logprobs, advantage: Tensor) -> Surrogate:
+        return self.function(logprobs, advantage, **self.options)
+
+    def needs_proximal(self, steps: int) -> bool:
+        """True if all tokens must be forwarded before the first of ``steps`` optimizer steps, for
+        the log-probabilities that the policy has when the update begins. With one step these are
+        the current ones, so only a sequence needs those of its tokens in other micro-batches."""
+        return self.level == "sequence" or (self.declared.ratio == "proximal" and steps > 1)
+
+    @property
+    def follows(self) -> bool:
+        """True if log-probabilities are recomputed before every optimizer step, for a sequence's
+        tokens in other micro-batches."""
+        return self.declared.ratio == "current" and self.level == "sequence"
+
+    def idle(self, steps: int) -> list[str]:
+        """Return the options that are set but have no effect with ``steps`` optimizer steps per
+        update."""
+        chosen = {name for name, value in self.options.items() if value is not None}
+        return sorted(set(self.declared.near) & chosen) if steps == 1 else []
+
+    def doubts(self, steps: int, aggregation: str) -> list[str]:
+        """Return warnings about legal settings that do not do what the correction's name promises.
+        steps: optimizer steps per update. aggregation: the setting."""
+        doubts = []
+        if steps > 1 and not self.declared.bounds_step:
+            doubts.append(
+                f"learner.correction = {self.name!r} with {steps} optimizer steps per update (learner.epochs x learner.minibatches): nothing"
+                " limits how far the policy moves away from its state at the start of the update; take 'ppo_clip', 'decoupled', 'tis' or 'icepop',"
+                " or one step"
+            )
+        if self.declared.aggregation and aggregation not in ("auto", self.declared.aggregation):
+            doubts.append(
+                f"learner.correction = {self.name!r} with learner.aggregation = {aggregation!r}: the method is defined with"
+                f" {self.declared.aggregation!r}, which 'auto' takes"
+            )
+        return doubts
+
+
+def load(name: str, options: dict[str, Any]) -> Corrected:
+    """Return the correction ``name``, from this file or a user's "module:function". Raises
+    ValueError that names the valid choices."""
+    setting = f"learner.correction = {name!r}"
+    if ":" not in name:
+        known(setting, name, CORRECTIONS, ", or module:function")
+    function = CORRECTIONS.get(name) or imported(setting, name)
+    options = checked(
+        "learner.correction_options",
+        f"correction {name!r}",
+        function,
+        options,
+        ("logprobs", "advantage"),
+    )
+    values = {p.name: p.default for p in inspect.signature(function).parameters.values()} | options
+    if "level" not in values:
+        raise ValueError(
+            f"{setting}: expected a function with an option level: Level (docs/extend.md)"
+        )
+    if (lower := values.get("lower", 0.0)) > (upper := values.get("upper", lower)):
+        raise ValueError(
+            f"learner.correction_options.lower = {lower}: expected at most upper = {upper}"
+        )
+    declared = getattr(function, "declared", Declared())
+    return Corrected(
+        name, function, options, values["level"] if declared.ratio else "token", declared
+    )
+
+
+def k3(current: Tensor, reference: Tensor) -> Tensor:
+    """Return the k3 estimate of KL(current || reference) per token: exp(d) - d - 1 clamped to [-10,
+    10], where d = reference - current."""
+    # keeps exp and its gradient finite; the result's own clamp is tighter
+    d = (reference - current).clamp(-20, 20)
+    return (d.exp() - d - 1).clamp(-10, 10)

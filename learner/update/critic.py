@@ -1,0 +1,84 @@
+"""The critic of PPO (methods.md 2.4): a value model of the policy's size with its own optimizer.
+Returns carry no gradient."""
+
+import numpy as np
+import torch
+
+from coppice.learner.config import CriticConfig, LearnerConfig, LoraConfig, OptimizerConfig
+from coppice.learner.model.model import TreeModel
+from coppice.learner.model.optimizer import Stepper
+from coppice.learner.model.ranks import Ranks
+from coppice.learner.update.passes import Plan, Rows, sweep
+
+
+def value_loss(
+    values: torch.Tensor, old: torch.Tensor, returns: torch.Tensor, clip: float
+) -> torch.Tensor:
+    """Return max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2) per token. R is constant
+    (methods.md 6, row 16)."""
+    near = old + (values - old).clamp(-clip, clip)
+    return torch.maximum((values - returns) ** 2, (near - returns) ** 2)
+
+
+class Critic:
+    """Estimates the value of the state before each action token. An update calls ``values`` first,
+    then ``learn`` for each step."""
+
+    def __init__(
+        self,
+        folder: str,
+        learner: LearnerConfig,
+        config: CriticConfig,
+        lora: LoraConfig,
+        ranks: Ranks,
+        seed: int,
+    ):
+        self.config, self.ranks = config, ranks
+        self.model = TreeModel(folder, learner, lora, 1.0, ranks, seed, values=True)
+        optimizer = OptimizerConfig(
+            config.lr, config.warmup_updates, 0, learner.betas, 0.0, config.grad_clip
+        )
+        self.stepper = Stepper("critic", self.model.trained(), optimizer, ranks)
+
+    def values(self, rows: Rows, steps: Plan) -> np.ndarray:
+        """Return the value of each token's state, float32 [tokens]."""
+        with self.model.inference():
+            return sweep(
+                rows, steps, self.ranks, lambda forest: self.model.read(self.model.row(forest))[0]
+            )
+
+    def learn(
+        self,
+        rows: Rows,
+        steps: Plan,
+        chosen: np.ndarray,
+        old: np.ndarray,
+        returns: np.ndarray,
+        version: int,
+    ) -> dict[str, float]:
+        """Make one optimizer step towards ``returns`` on the tokens of ``chosen`` (bool [tokens]).
+        Returns the step's metrics."""
+        device = self.ranks.device
+        count = max(1, int(chosen.sum()))
+        total = torch.zeros(1, dtype=torch.float64)
+        for some, filler in steps.mine:
+            index = rows.index(some)
+            values = self.model.read(self.model.row(rows.forest(some)))[0]
+            weight = torch.as_tensor(
+                chosen[index].astype(np.float32) * (0.0 if filler else 1.0 / count), device=device
+            )
+            before, target = (
+                torch.as_tensor(a[index], dtype=torch.float32, device=device)
+                for a in (old, returns)
+            )
+            loss = (weight * value_loss(values, before, target, self.config.value_clip)).sum()
+            (self.config.loss_factor * loss).backward()
+            total += float(loss.detach())
+        spread = float(np.var(returns[chosen])) if chosen.any() else 0.0
+        error = float(np.mean((returns - old)[chosen] ** 2)) if chosen.any() else 0.0
+        return {
+            "critic/grad_norm": self.stepper.step(version),
+            "critic/loss": float(self.ranks.add(total)),
+            "critic/value_mean": float(old[chosen].mean()) if chosen.any() else 0.0,
+            "critic/explained_variance": 1 - error / spread if spread > 0 else 0.0,
+        }

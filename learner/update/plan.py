@@ -1,0 +1,106 @@
+"""What a learner's settings amount to: which models train and how, which passes an update makes,
+and how its tokens are weighed.
+
+``plan_of`` is the one reading of ``LearnerConfig``. The trainer builds and runs what it says; the
+estimate of the memory, the plan of a run and the rules of the launcher read the same, without
+torch.
+"""
+
+import msgspec
+
+from coppice.learner import schemes
+from coppice.learner.config import CriticConfig, LearnerConfig, LoraConfig, PrmConfig
+from coppice.learner.schemes import Scheme
+from coppice.learner.update import corrections
+from coppice.learner.update.corrections import Corrected
+from coppice.learner.update.objective import Aggregation
+
+
+class ModelPlan(msgspec.Struct, frozen=True):
+    """A model that trains. lora: its adapters; with rank 0 every weight trains. forwards,
+    backwards: how often an update forwards all its tokens alone, and with a backward. vocabulary:
+    whether it gives log-probabilities; a critic gives one value instead. copy: a second, frozen
+    copy of the weights at version 0 is held. With adapters none is, because the model without them
+    is the initial one."""
+
+    lora: LoraConfig
+    forwards: float
+    backwards: float
+    vocabulary: bool = True
+    copy: bool = False
+
+
+class LearnerPlan(msgspec.Struct, frozen=True):
+    """What ``plan_of`` reads from a config. scheme, correct: the advantage scheme and the
+    correction with their options.
+
+    models: those that train, by their names in a checkpoint. critic, prm: the settings of two of
+    them, None for one that is not built. kl: something reads the KL to the initial policy.
+    reference: the log-probabilities under the initial policy are computed, which the KL and the
+    reward model may read. proximal: those of the policy when the update begins. aggregation: how
+    the tokens are weighed.
+    """
+
+    scheme: Scheme
+    correct: Corrected
+    models: dict[str, ModelPlan]
+    critic: CriticConfig | None
+    prm: PrmConfig | None
+    kl: bool
+    reference: bool
+    proximal: bool
+    aggregation: Aggregation
+
+
+def plan_of(config: LearnerConfig) -> LearnerPlan:
+    """Return what the settings amount to. Raises ValueError for a scheme, a correction or an option
+    that is not known."""
+    scheme = schemes.load(config.scheme, config.scheme_options)
+    correct = corrections.load(config.correction, config.correction_options)
+    needs = scheme.needs.models
+    critic = (config.critic or CriticConfig()) if "value" in needs else None
+    prm = (config.prm or PrmConfig()) if "prm" in needs else None
+    kl = "kl" in needs or config.kl_coef > 0 or config.kl_reward_coef > 0
+    reference = kl or (prm is not None and prm.reference == "initial")
+    proximal = "log_ratio" in needs or correct.needs_proximal(config.steps) or config.target_kl > 0
+    proximal |= prm is not None and prm.reference == "recomputed"
+    again = config.steps - 1 if correct.follows else 0
+    lora = config.lora
+    models: dict[str, ModelPlan] = {
+        "policy": ModelPlan(
+            lora, proximal + reference + again, config.epochs, copy=reference and not lora.rank
+        )
+    }
+    if critic is not None:
+        models["critic"] = ModelPlan(
+            critic.lora or lora, 1, config.epochs * critic.steps, vocabulary=False
+        )
+    if prm is not None:
+        models["prm"] = ModelPlan(prm.lora or lora, _scorings(prm), prm.epochs)
+    return LearnerPlan(
+        scheme,
+        correct,
+        models,
+        critic,
+        prm,
+        kl,
+        reference,
+        proximal,
+        _aggregation(config, scheme, correct),
+    )
+
+
+def _aggregation(config: LearnerConfig, scheme: Scheme, correct: Corrected) -> Aggregation:
+    """Return how the tokens are weighed. For "auto" a correction that declares it comes before the
+    scheme: the correction's surrogate is defined by it, while a scheme's advantages are defined
+    without it."""
+    if config.aggregation != "auto":
+        return config.aggregation
+    return correct.declared.aggregation or scheme.needs.aggregation
+
+
+def _scorings(prm: PrmConfig) -> float:
+    """Return how often the reward model forwards all tokens without a backward: to score them, once
+    more after learning if the scheme gets those scores, and each part of an update but the first
+    before its step."""
+    return 1 + (prm.order == "update_first") + prm.epochs - 1 / prm.minibatches

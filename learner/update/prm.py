@@ -1,0 +1,182 @@
+"""The implicit process reward model (OPRL / iStar, methods.md 4.1, 4.2; PRIME's cross-entropy
+variant, 4.5).
+
+phi starts from the policy. A token's reward is beta (log pi_phi - log pi_reference), a step's score
+is the sum over its sampled tokens, and a trajectory's score S is the sum (or mean) over its steps.
+The loss depends only on the scores S, so its gradient is sum_i dL/dS_i dS_i/dphi. A first pass
+computes the scores and the exact coefficients dL/dS_i, and a second pass is linear in the
+log-probabilities. Any split into micro-batches and ranks therefore gives the same exact gradient.
+"""
+
+import msgspec
+import numpy as np
+import torch
+
+from coppice.learner.config import LearnerConfig, LoraConfig, OptimizerConfig, PrmConfig
+from coppice.learner.model.model import Policy
+from coppice.learner.model.optimizer import Stepper
+from coppice.learner.model.ranks import Ranks
+from coppice.learner.update.passes import Plan, Rows, plan, sweep
+from coppice.learner.update.table import TurnTable
+
+
+class Preference(msgspec.Struct, frozen=True):
+    """A loss over trajectory scores. slope: dL/dS [trajectories]. used: the number of comparisons
+    in the loss; with 0 nothing can be learnt."""
+
+    loss: float
+    slope: np.ndarray
+    accuracy: float
+    used: int
+
+
+def dpo(scores: np.ndarray, positive: np.ndarray, group: np.ndarray) -> Preference:
+    """Return the mean of -log sigmoid(S+ - S-) over all positive x negative pairs of each group. A
+    group with only one class has no pair.
+
+    scores: float64. positive: bool. group: the group of each trajectory. All are [trajectories].
+    """
+    pairs = [
+        (i, j)
+        for g in np.unique(group)
+        for i in np.flatnonzero((group == g) & positive)
+        for j in np.flatnonzero((group == g) & ~positive)
+    ]
+    slope = np.zeros(len(scores))
+    if not pairs:
+        return Preference(0.0, slope, 0.0, 0)
+    plus, minus = np.array(pairs).T
+    margin = scores[plus] - scores[minus]
+    pull = np.exp(-np.logaddexp(0.0, margin)) / len(pairs)
+    np.add.at(slope, plus, -pull)
+    np.add.at(slope, minus, pull)
+    return Preference(
+        float(np.logaddexp(0.0, -margin).mean()), slope, float((margin > 0).mean()), len(pairs)
+    )
+
+
+def cross_entropy(scores: np.ndarray, positive: np.ndarray) -> Preference:
+    """Return the cross-entropy of sigmoid(S) against the outcome in {0, 1}, averaged over the
+    trajectories (PRIME)."""
+    if not len(scores):
+        return Preference(0.0, np.zeros(0), 0.0, 0)
+    probability = np.exp(-np.logaddexp(0.0, -scores))
+    loss = np.where(positive, np.logaddexp(0.0, -scores), np.logaddexp(0.0, scores)).mean()
+    slope = (probability - positive) / len(scores)
+    return Preference(float(loss), slope, float(((scores > 0) == positive).mean()), len(scores))
+
+
+class ImplicitPrm:
+    """Scores tokens and learns which trajectories succeeded. Call ``score_and_learn`` once per
+    update."""
+
+    def __init__(
+        self, folder: str, learner: LearnerConfig, config: PrmConfig, lora: LoraConfig, ranks: Ranks, seed: int,
+        temperature: float,
+    ):  # fmt: skip
+        self.config, self.ranks, self.seed, self.micro_tokens = (
+            config,
+            ranks,
+            seed,
+            learner.micro_tokens,
+        )
+        self.updates = 0
+        self.model = Policy(folder, learner, temperature, ranks, seed, lora)
+        optimizer = OptimizerConfig(
+            config.lr, config.warmup_updates, 0, learner.betas, 0.0, config.grad_clip
+        )
+        self.stepper = Stepper("prm", self.model.trained(), optimizer, ranks)
+
+    def rewards(self, rows: Rows, steps: Plan, reference: np.ndarray) -> np.ndarray:
+        """Return beta (log pi_phi - log pi_reference) per token and 0 for forced tokens, float64
+        [tokens]."""
+        with self.model.inference():
+            current = sweep(rows, steps, self.ranks, lambda forest: self.model.logprobs(forest)[0])
+        return np.where(
+            rows.sampled, self.config.beta * (current.astype(np.float64) - reference), 0.0
+        )
+
+    def score_and_learn(
+        self, table: TurnTable, rows: Rows, steps: Plan, reference: np.ndarray, version: int
+    ) -> tuple[np.ndarray, dict[str, float]]:
+        """Return token rewards for the scheme [tokens] and metrics. Learns before or after the
+        scoring (methods.md 4.2).
+
+        Before its first step the model equals the policy, so its rewards would be numerical noise.
+        They are exactly 0 then.
+        """
+        before = self.rewards(rows, steps, reference)
+        guarded = before if self.updates else np.zeros_like(before)
+        metrics = self._learn(table, rows, steps, reference, before, version)
+        if self.config.order == "update_first" and self.updates:
+            return self.rewards(rows, steps, reference), metrics
+        return guarded, metrics
+
+    def preference(
+        self, table: TurnTable, rewards: np.ndarray, questions: np.ndarray | None = None
+    ) -> tuple[Preference, np.ndarray]:
+        """Return the loss of a batch, or of some of its ``questions``, and dL / d(log pi_phi) per
+        token [tokens]."""
+        trajectories = table.trajectories()
+        scores = trajectories.total(table.per_turn(rewards))
+        scale = np.ones(len(scores))
+        if self.config.score == "mean":
+            scale = 1.0 / np.array([len(r) for r in trajectories.rows])
+        outcomes, tree = trajectories.total(table.column(self.config.outcome)), trajectories.tree
+        # a missing outcome is neither class
+        positive, some = outcomes > self.config.threshold, ~np.isnan(outcomes)
+        if questions is not None:
+            some &= np.isin(tree, questions)
+        if self.config.loss == "dpo":
+            loss = dpo((scores * scale)[some], positive[some], tree[some])
+        else:
+            loss = cross_entropy((scores * scale)[some], positive[some])
+        slope = np.zeros(len(tree))
+        slope[some] = loss.slope * scale[some] * self.config.beta
+        return loss, table.per_token(slope[trajectories.of]) * table.mask()
+
+    def _learn(
+        self,
+        table: TurnTable,
+        rows: Rows,
+        steps: Plan,
+        reference: np.ndarray,
+        rewards: np.ndarray,
+        version: int,
+    ) -> dict[str, float]:
+        """Make epochs x minibatches optimizer steps. Metrics are those of the batch before the
+        first; a part without a comparison has no step."""
+        loss, _ = self.preference(table, rewards)
+        metrics = {
+            "prm/loss": loss.loss,
+            "prm/accuracy": loss.accuracy,
+            "prm/comparisons": float(loss.used),
+            "prm/step_score_std": float(table.per_turn(rewards).std()),
+        }
+        skipped = True
+        for epoch in range(self.config.epochs):
+            parts = table.questions(self.config.minibatches, [self.seed, version, epoch, 1])
+            for part in parts:
+                if len(parts) > 1:
+                    turns = np.flatnonzero(np.isin(table.tree, part)).tolist()
+                    steps = plan(rows.trie, turns, self.micro_tokens, self.ranks)
+                if not skipped:
+                    rewards = self.rewards(rows, steps, reference)
+                loss, slope = self.preference(table, rewards, part)
+                if loss.used:
+                    metrics["prm/grad_norm"], skipped = (
+                        self._step(rows, steps, slope, version),
+                        False,
+                    )
+        return metrics | ({"prm/skipped": 1.0} if skipped else {})
+
+    def _step(self, rows: Rows, steps: Plan, slope: np.ndarray, version: int) -> float:
+        """Backward the linear pass, make an optimizer step, and return the norm of the gradient."""
+        for some, filler in steps.mine:
+            current = self.model.logprobs(rows.forest(some))[0]
+            pull = torch.as_tensor(
+                slope[rows.index(some)], dtype=torch.float32, device=self.ranks.device
+            )
+            ((0.0 if filler else 1.0) * pull * current).sum().backward()
+        self.updates += 1
+        return self.stepper.step(version)

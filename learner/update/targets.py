@@ -1,0 +1,142 @@
+"""From rewards and values per token to advantages and value targets: GAE, and V-trace and Retrace
+for off-policy data.
+
+All estimators run along one trajectory's own tokens, [tokens]. Tokens that the environment inserts
+between two turns are a transition, not a step (when gamma = lambda = 1, this equals the papers'
+loop over all response tokens). The value after the last token is 0. log_ratio is log proximal - log
+behaviour. V-trace and Retrace correct only the targets: the ratio of a token's own action, rho_t in
+IMPALA's policy gradient, belongs to the correction in the loss.
+"""
+
+from typing import Literal
+
+import msgspec
+import numpy as np
+
+from coppice.learner.update.statistics import whiten as whiten_tokens
+from coppice.learner.update.table import TurnTable
+
+Kind = Literal["gae", "vtrace", "retrace"]
+
+
+class Estimate(msgspec.Struct, frozen=True):
+    """The result of a scheme. advantages: float64 [tokens]. returns: float64 [tokens], the critic's
+    targets, if the scheme has a critic.
+
+    trained: bool [tokens], the sampled tokens that the objective counts; None for all of them. The
+    others have no weight in any mean.
+    """
+
+    advantages: np.ndarray
+    returns: np.ndarray | None = None
+    trained: np.ndarray | None = None
+
+
+def gae(
+    rewards: np.ndarray, values: np.ndarray, gamma: float, lam: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return A and A + V: A_t = sum_k (gamma lam)^k delta_{t+k}, delta_t = r_t + gamma V_{t+1} -
+    V_t (Schulman et al. 2016)."""
+    deltas = rewards + gamma * np.append(values[1:], 0.0) - values
+    advantages, running = np.zeros_like(deltas), 0.0
+    for t in range(len(deltas) - 1, -1, -1):
+        running = advantages[t] = deltas[t] + gamma * lam * running
+    return advantages, advantages + values
+
+
+def vtrace(
+    rewards: np.ndarray,
+    values: np.ndarray,
+    log_ratio: np.ndarray,
+    gamma: float,
+    lam: float,
+    rho_max: float = 1.0,
+    c_max: float = 1.0,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the advantages r_t + gamma v_{t+1} - V_t and the targets v_t = V_t + rho_t delta_t +
+    gamma lam c_t (v_{t+1} - V_{t+1}), where rho and c are the ratio cut at rho_max and c_max
+    (Espeholt et al. 2018, eq. 1 and 4 without its rho_t)."""
+    ratio = np.exp(np.minimum(log_ratio, 20.0))
+    rho, c = np.minimum(ratio, rho_max), lam * np.minimum(ratio, c_max)
+    after = np.append(values[1:], 0.0)
+    targets, gap = np.zeros_like(values), 0.0
+    for t in range(len(values) - 1, -1, -1):
+        gap = rho[t] * (rewards[t] + gamma * after[t] - values[t]) + gamma * c[t] * gap
+        targets[t] = values[t] + gap
+    return rewards + gamma * np.append(targets[1:], 0.0) - values, targets
+
+
+def retrace(
+    rewards: np.ndarray, values: np.ndarray, log_ratio: np.ndarray, gamma: float, lam: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the advantages Q - V and the value targets V + min(1, ratio) (Q - V), where Q_t = r_t
+    + gamma V_{t+1} + gamma c_{t+1} (Q_{t+1} - V_{t+1}) and c = lam min(1, ratio) (Munos et al.
+    2016, with state values in place of the action values). Without a critic of actions these value
+    targets equal V-trace's with rho_max = c_max = 1."""
+    cut = np.exp(np.minimum(log_ratio, 0.0))
+    advantages, ahead = np.zeros_like(values), 0.0
+    for t in range(len(values) - 1, -1, -1):
+        next_value = values[t + 1] if t + 1 < len(values) else 0.0
+        advantages[t] = rewards[t] + gamma * (next_value + ahead) - values[t]
+        ahead = lam * cut[t] * advantages[t]
+    return advantages, values + cut * advantages
+
+
+def needs(targets: Kind, kl_coef: float, rho_max: float = 1.0, c_max: float = 1.0) -> set[str]:
+    """Return the token columns that ``estimate`` reads. Raises ValueError if V-trace's bounds are
+    set without V-trace, or c_max > rho_max."""
+    bounds = f"learner.scheme_options.rho_max = {rho_max}, c_max = {c_max}"
+    if targets != "vtrace" and (rho_max, c_max) != (1.0, 1.0):
+        raise ValueError(
+            f"{bounds} have no effect with targets = {targets!r}: remove them, or set targets = 'vtrace'"
+        )
+    if c_max > rho_max:
+        raise ValueError(
+            f"{bounds}: expected c_max of at most rho_max (Espeholt et al. 2018, section 4.1)"
+        )
+    return (
+        {"value"} | ({"kl"} if kl_coef else set()) | ({"log_ratio"} if targets != "gae" else set())
+    )
+
+
+def estimate(
+    table: TurnTable,
+    rewards: np.ndarray,
+    gamma: float,
+    lam: float,
+    whiten: bool,
+    targets: Kind,
+    kl_coef: float = 0.0,
+    rho_max: float = 1.0,
+    c_max: float = 1.0,
+    whiten_ddof: int = 0,
+) -> Estimate:
+    """Return the advantages and value targets of every trajectory. whiten: whiten the advantages
+    over the sampled tokens of the batch.
+
+    rewards: float64 [tokens]. kl_coef: weight of the k1 KL to the reference policy, which is
+    subtracted from each sampled token's reward. rho_max, c_max: V-trace's bounds (rho-bar and
+    c-bar).
+    """
+    if kl_coef:
+        rewards = rewards - kl_coef * table.token_column("kl") * table.mask()
+    values = table.token_column("value")
+    advantages, returns = np.zeros_like(rewards), np.zeros_like(rewards)
+    for span in table.token_spans():
+        if targets == "gae":
+            advantages[span], returns[span] = gae(rewards[span], values[span], gamma, lam)
+        else:
+            of_span = (
+                rewards[span],
+                values[span],
+                table.token_column("log_ratio")[span],
+                gamma,
+                lam,
+            )
+            vtraces = targets == "vtrace"
+            advantages[span], returns[span] = (
+                vtrace(*of_span, rho_max, c_max) if vtraces else retrace(*of_span)
+            )
+    return Estimate(
+        whiten_tokens(advantages, table.mask(), whiten_ddof) if whiten else advantages, returns
+    )

@@ -1,0 +1,331 @@
+"""One update: table -> token values from the learner's models -> advantages -> weights -> packed
+forests -> optimizer steps.
+
+Every rank sees the whole batch and computes the same table, advantages and weights. The ranks
+divide the forwards (learner/update/passes.py), so any number of ranks gives the same update up to
+rounding.
+"""
+
+import time
+
+import msgspec
+import numpy as np
+import torch
+
+from coppice.learner.config import LearnerProcess
+from coppice.learner.forest.selfcheck import check
+from coppice.learner.model.model import Policy, TreeModel
+from coppice.learner.model.optimizer import Stepper
+from coppice.learner.model.ranks import Ranks
+from coppice.learner.update import kl, rewards, watch
+from coppice.learner.update.critic import Critic
+from coppice.learner.update.objective import token_weights
+from coppice.learner.update.passes import Plan, Rows, plan, rows_of, sweep
+from coppice.learner.update.plan import plan_of
+from coppice.learner.update.policy_step import MEASURES, Known, PolicyStep, measured
+from coppice.learner.update.prm import ImplicitPrm
+from coppice.learner.update.stopwatch import Stopwatch
+from coppice.learner.update.table import TurnTable, build
+from coppice.learner.update.targets import Estimate
+from coppice.wire.messages import TrainGroup, TreeNode
+
+
+class Batch(msgspec.Struct, frozen=True):
+    """The input of one update. questions: the number of closed trees, including those without
+    groups. replaced: ids of the groups of replaced trees, which enter the frontier with this update
+    and carry no loss."""
+
+    version: int
+    questions: int
+    groups: list[TrainGroup]
+    nodes: list[tuple[int, TreeNode]]
+    replaced: list[int] = []
+
+
+class Trainer:
+    """Holds the policy, the models that its scheme needs, and their optimizers. Call ``update`` on
+    every rank with the same batch."""
+
+    def __init__(self, process: LearnerProcess, ranks: Ranks):
+        self.process, self.config, self.ranks = process, process.learner, ranks
+        torch.set_num_threads(self.config.threads)
+        c, folder, seed = self.config, process.model, process.seed
+        self.timed = Stopwatch()
+        self.plan = plan_of(c)
+        self.scheme, self.correct, models = self.plan.scheme, self.plan.correct, self.plan.models
+        self.policy = Policy(
+            folder, c, process.temperature, ranks, seed, reference=models["policy"].copy
+        )
+        self.stepper = Stepper("policy", self.policy.trained(), c.optimizer, ranks)
+        self.policy_step = PolicyStep(self.policy, self.stepper, self.correct, c, ranks, self.timed)
+        self.critic: Critic | None = None
+        self.prm: ImplicitPrm | None = None
+        if self.plan.critic is not None:
+            self.critic = Critic(folder, c, self.plan.critic, models["critic"].lora, ranks, seed)
+        if self.plan.prm is not None:
+            self.prm = ImplicitPrm(
+                folder, c, self.plan.prm, models["prm"].lora, ranks, seed, process.temperature
+            )
+        self.watch = watch.Watch(c.watch, self.policy.compute == torch.bfloat16)
+        self.warnings: list[str] = []
+        self.version = 0
+        self.kl_factor = 1.0
+        self.checked = False
+        self._busy_s = 0.0
+        self._since: float | None = None
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds spent in updates, including the running update."""
+        since = self._since
+        return self._busy_s + (time.monotonic() - since if since is not None else 0.0)
+
+    def parts(self) -> dict[str, tuple[TreeModel, Stepper]]:
+        """Return every model that trains with its optimizer, by its name in a checkpoint."""
+        parts: dict[str, tuple[TreeModel, Stepper]] = {"policy": (self.policy, self.stepper)}
+        for name, part in (("critic", self.critic), ("prm", self.prm)):
+            if part is not None:
+                parts[name] = (part.model, part.stepper)
+        return parts
+
+    def whole(self) -> dict[str, torch.Tensor] | None:
+        """Return the policy's trained parameters, gathered by all ranks together for rank 0, or
+        None if rank 0 holds them already."""
+        return self.policy.gathered(keep=self.ranks.rank == 0) if self.ranks.sharded else None
+
+    def update(self, batch: Batch) -> dict[str, float]:
+        """Train on one batch, from version v to v + 1. Returns the metrics, equal on all ranks, and
+        sets ``warnings`` to those of the watch."""
+        start = self._since = time.monotonic()
+        nodes = {(tree, node.id): node for tree, node in batch.nodes}
+        metrics: dict[str, float] = {
+            "learner/groups": len(batch.groups),
+            "learner/questions": batch.questions,
+        }
+        self.warnings = []
+        if any(group.turns for group in batch.groups):
+            with self.timed("pack"):
+                table, turns = build(batch.groups, nodes, self.scheme.needs.columns)
+                kept = self.scheme.trains(table)
+                trajectories = table.trajectories()
+            metrics["learner/left_out_trajectories"] = float(len(np.unique(trajectories.of[~kept])))
+            if not kept.any():
+                metrics["learner/skipped"] = 1.0
+            else:
+                with self.timed("pack"):
+                    rows = rows_of([turn for turn, keep in zip(turns, kept, strict=True) if keep])
+                metrics |= self._train(table.only(kept), rows)
+            self.warnings = self.watch.warnings(metrics, metrics.get("learner/grad_norm"))
+        self.version = batch.version + 1
+        self._busy_s, self._since = self.busy_s, None
+        metrics |= self.timed.take() | {"learner/seconds": time.monotonic() - start}
+        return metrics
+
+    def _train(self, table: TurnTable, rows: Rows) -> dict[str, float]:
+        c = self.config
+        with self.timed("pack"):
+            everything = plan(rows.trie, range(len(rows.paths)), c.micro_tokens, self.ranks)
+        if not self.checked:
+            with self.timed("check"):
+                self.checked = check(self.policy, [rows.paths[i] for i in everything.densest])
+        with self.timed("score"):
+            columns, prm_metrics = self._token_columns(table, rows, everything)
+        table = msgspec.structs.replace(table, token_scores=columns)
+        column, shapes = (
+            self.scheme.needs.reward_column,
+            c.reward_scale != 1 or c.reward_clip or c.soft_overlong,
+        )
+        estimate = self.scheme(
+            rewards.shaped(table, column, c) if shapes or c.kl_reward_coef else table
+        )
+        _check_finite(self.scheme.name, estimate)
+        trained = rows.sampled if estimate.trained is None else rows.sampled & estimate.trained
+        if c.overlong_filter:
+            trained = trained & ~table.per_token(rewards.truncated(table))
+        weights = token_weights(
+            table, trained, self.plan.aggregation, c.mean_over_steps, c.constant_tokens
+        )
+        known = self._known(table, rows, estimate, weights, columns)
+        metrics = _table_metrics(table, rows, known, self.version) | prm_metrics
+        metrics["learner/over_stale"] = float(
+            (oldest(table, rows, self.version) > self.process.max_staleness).sum()
+        )
+        metrics |= self.scheme.metrics(table) | watch.explained_variance(table)
+        metrics |= self._steps(table, known, estimate, everything)
+        if c.adaptive_kl is not None and "learner/kl" in metrics:
+            metrics["learner/kl_factor"] = self.kl_factor
+            trajectories = len(table.trajectories().tree)
+            self.kl_factor = kl.adapted(
+                self.kl_factor, metrics["learner/kl"], c.adaptive_kl, trajectories
+            )
+        return metrics
+
+    def _token_columns(
+        self, table: TurnTable, rows: Rows, steps: Plan
+    ) -> tuple[dict[str, np.ndarray], dict[str, float]]:
+        """Return the token columns that scheme, correction or KL term read from the learner's
+        models, and the reward model's metrics."""
+        columns, metrics = {}, {}
+        if self.plan.proximal:
+            columns["proximal"] = self._proximal(rows, steps)
+            columns["log_ratio"] = np.where(rows.sampled, columns["proximal"] - rows.behaviour, 0.0)
+        if self.plan.reference:
+            with self.policy.inference():
+                columns["reference"] = sweep(
+                    rows, steps, self.ranks, self.policy.reference_logprobs
+                )
+            # The k1 estimate is the log-ratio itself. Here the adaptive factor reaches every weight
+            # of the KL in a reward.
+            columns["kl"] = self.kl_factor * np.where(
+                rows.sampled, rows.behaviour - columns["reference"], 0.0
+            )
+        if self.critic is not None:
+            columns["value"] = self.critic.values(rows, steps)
+        if self.prm is not None:
+            column = {"recomputed": "proximal", "initial": "reference"}.get(
+                self.prm.config.reference, ""
+            )
+            reference = columns.get(column, rows.behaviour)
+            columns["prm"], metrics = self.prm.score_and_learn(
+                table, rows, steps, reference, self.version
+            )
+        return {name: values.astype(np.float64) for name, values in columns.items()}, metrics
+
+    def _proximal(self, rows: Rows, steps: Plan) -> np.ndarray:
+        """Return the log-probabilities of all tokens under the current policy, float32 [tokens]."""
+        with self.timed("score"), self.policy.inference():
+            return sweep(rows, steps, self.ranks, lambda forest: self.policy.logprobs(forest)[0])
+
+    def _known(
+        self,
+        table: TurnTable,
+        rows: Rows,
+        estimate: Estimate,
+        weights: np.ndarray,
+        columns: dict[str, np.ndarray],
+    ) -> Known:
+        turn = table.row()
+        by_level = {"token": turn, "turn": turn, "sequence": table.trajectories().of[turn]}
+        proximal = columns.get("proximal", rows.behaviour).astype(np.float32)
+        advantages = estimate.advantages * self.config.advantage_scale
+        if clip := self.config.advantage_clip:
+            advantages = np.clip(advantages, -clip, clip)
+        return Known(
+            rows,
+            advantages.astype(np.float32),
+            weights.astype(np.float32),
+            proximal,
+            columns["reference"].astype(np.float32) if "reference" in columns else None,
+            by_level[self.correct.level],
+            proximal,
+            self.config.kl_coef * self.kl_factor,
+        )
+
+    def _steps(
+        self, table: TurnTable, known: Known, estimate: Estimate, everything: Plan
+    ) -> dict[str, float]:
+        """Make epochs x minibatches optimizer steps of the policy, and of the critic if there is
+        one. Returns their metrics.
+
+        The policy makes none while the critic warms up, and none after a step that would begin
+        further than target_kl from the proximal policy.
+        """
+        c, rows = self.config, known.rows
+        noted = torch.zeros(MEASURES, rows.tokens)
+        metrics: dict[str, float] = {"learner/skipped": 1.0}
+        stepped, stopped, untouched, questions = False, 0, np.zeros(len(table), bool), 0
+        frozen = self.critic is not None and self.version < self.critic.config.policy_frozen_updates
+        for epoch in range(c.epochs):
+            for turns, scale in self._minibatches(table, known.weights, epoch):
+                with self.timed("pack"):
+                    steps = None if frozen else self.policy_step.plan(known, turns)
+                untouched[turns] |= not stepped
+                if steps is not None and stopped:
+                    stopped += 1
+                elif steps is not None:
+                    if stepped and self.correct.follows:
+                        known = msgspec.structs.replace(
+                            known, standing=self._proximal(rows, everything)
+                        )
+                    stepped = True
+                    result = self.policy_step.step(
+                        known, steps, scale, self.version, noted if epoch == 0 else None
+                    )
+                    if "learner/grad_norm" in result:
+                        metrics, questions = result, len(np.unique(table.tree[turns]))
+                    else:
+                        metrics, stopped = metrics | result, 1
+                if self.critic is not None:
+                    assert estimate.returns is not None, (
+                        "a scheme that needs a critic has targets for it"
+                    )
+                    chosen = np.isin(table.row(), turns) & (known.weights > 0)
+                    steps = plan(rows.trie, turns, c.micro_tokens, self.ranks)
+                    old = table.token_column("value")
+                    with self.timed("critic"):
+                        for _ in range(self.critic.config.steps):
+                            metrics |= self.critic.learn(
+                                rows, steps, chosen, old, estimate.returns, self.version
+                            )
+        if c.target_kl:
+            metrics["learner/stopped_steps"] = float(stopped)
+        metrics |= self.watch.noise_scale(metrics, questions)
+        return metrics | watch.metrics(
+            measured(table, known, untouched, self.ranks.add(noted).numpy(), self.version)
+        )
+
+    def _minibatches(
+        self, table: TurnTable, weights: np.ndarray, epoch: int
+    ) -> list[tuple[list[int], float]]:
+        """Return the turns of each optimizer step and the factor of their weights. The turns of a
+        question stay together."""
+        minibatches, parts = (
+            [],
+            table.questions(self.config.minibatches, [self.process.seed, self.version, epoch]),
+        )
+        for part in parts:
+            chosen = np.isin(table.tree, part)
+            if self.plan.aggregation == "token":
+                scale = (weights > 0).sum() / max(
+                    1, ((weights > 0) & table.per_token(chosen)).sum()
+                )
+            else:
+                scale = sum(map(len, parts)) / len(part)
+            minibatches.append((np.flatnonzero(chosen).tolist(), float(scale)))
+        return minibatches
+
+
+def _check_finite(scheme: str, estimate: Estimate) -> None:
+    for name, values in (("advantages", estimate.advantages), ("returns", estimate.returns)):
+        bad = 0 if values is None else int((~np.isfinite(values)).sum())
+        if bad:
+            raise ValueError(
+                f"scheme {scheme!r}: {bad} of {len(estimate.advantages)} {name} are not finite: a score that the scheme reads is missing or"
+                " infinite; coppice trees shows the trees of this update"
+            )
+
+
+def oldest(table: TurnTable, rows: Rows, version: int) -> np.ndarray:
+    """Return the staleness of each tree's oldest token in updates, int64 (trees,), in the order of
+    their ids."""
+    tree = np.repeat(table.tree, [span.stop - span.start for span in rows.spans])
+    _, index = np.unique(tree, return_inverse=True)
+    ages = np.zeros(index.max(initial=-1) + 1, np.int64)
+    np.maximum.at(ages, index, version - rows.versions)
+    return ages
+
+
+def _table_metrics(table: TurnTable, rows: Rows, known: Known, version: int) -> dict[str, float]:
+    stale, trained = version - rows.versions, known.weights > 0
+    metrics = {
+        "learner/turns": float(len(table)),
+        "learner/trained_tokens": float(trained.sum()),
+        "learner/zero_advantage_share": float(np.mean(known.advantages[trained] == 0))
+        if trained.any()
+        else 1.0,
+        "learner/staleness_mean": float(stale.mean()),
+        "learner/staleness_max": float(stale.max()),
+    }
+    return metrics | {
+        f"score/{n}": float(np.nanmean(v)) for n, v in table.scores.items() if not np.isnan(v).all()
+    }

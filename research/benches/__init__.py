@@ -1,0 +1,83 @@
+"""The command coppice dev bench: it prints a table of benchmarks, each of which is a ratio measured in
+one run.
+
+A benchmark is a module here with ``run(**settings) -> dict``, whose result holds "name", "ratio",
+"goal" and "better" ("higher" or "lower").
+"""
+
+import argparse
+import importlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from coppice.wire.options import checked, command_parser, option
+
+EXAMPLES = """\
+  coppice dev bench prefill tree_training               two of them
+  coppice dev bench memory --json                       with every measured value
+  coppice dev bench decode --set rounds=1               an unknown setting is refused"""
+
+
+def _known() -> list[str]:
+    """The names of the benchmarks: the modules that define ``run``. They are read and not imported,
+    which would cost seconds."""
+    here = Path(__file__).parent
+    return sorted(
+        path.stem for path in here.glob("*.py") if "\ndef run(" in path.read_text(encoding="utf-8")
+    )
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of coppice dev bench."""
+    parser = command_parser(
+        "coppice dev bench", "Measure benchmarks, each as a ratio with a goal.", EXAMPLES
+    )
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help=f"any of {', '.join(_known())} (default: all)"
+    )
+    parser.add_argument("--json", action="store_true", help="also print every measured value")
+    setting = "change a setting of the benchmarks, such as rounds=1 or model=NAME; an unknown one is refused with those that exist"
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=setting)
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the named benchmarks (default: all). Return 0, or 1 if a goal is missed, or 2 for an
+    unknown name or setting."""
+    options, known = parser().parse_args(arguments), _known()
+    names = options.names or known
+    try:
+        if unknown := set(names) - set(known):
+            raise ValueError(f"unknown {sorted(unknown)}; expected {known}")
+        settings = dict(option(text) for text in options.set)
+        each = [
+            checked("--set", f"benchmark {name}", _module(name).run, settings, ()) for name in names
+        ]
+    except ValueError as error:
+        print(f"coppice dev bench: {error}", file=sys.stderr)
+        return 2
+    rows: list[dict[str, Any]] = [
+        _module(name).run(**one) for name, one in zip(names, each, strict=True)
+    ]
+    print(f"{'benchmark':<58} {'ratio':>8} {'goal':>8}")
+    missed = 0
+    for row in rows:
+        good = (
+            row["ratio"] >= row["goal"]
+            if row["better"] == "higher"
+            else row["ratio"] <= row["goal"]
+        )
+        missed += not good
+        sign = ">=" if row["better"] == "higher" else "<="
+        print(
+            f"{row['name']:<58} {row['ratio']:>8.3f} {sign} {row['goal']:<5} {'' if good else 'MISSED'}"
+        )
+        if options.json:
+            print(json.dumps(row))
+    return int(missed > 0)
+
+
+def _module(name: str) -> Any:
+    return importlib.import_module(f"{__name__}.{name}")

@@ -1,0 +1,503 @@
+"""SGLang under our dispatcher: its tokens per second against ``sglang.bench_serving`` on the same
+requests, and the share of SLATE's and MC-PR's prompts that its radix cache served, against the
+ideal.
+
+ratio: our tokens per second over those of bench_serving, which sends all requests at once, while
+our steps of a tree wait for one another. ratio_at_once: ours over sending the recorded requests to
+our engine at once, without dispatcher and sockets. Both baselines begin with an empty cache.
+coppice dev gpu-check runs this on random weights in the shape of a 7B model. It needs an interpreter with
+sglang (COPPICE_SGLANG_PYTHON, or else this one) and a GPU, so coppice dev bench leaves it out.
+``weight_update`` measures the seconds of weight updates.
+
+bench_serving gets requests that the server has answered before. The same as before are the token
+ids of every prompt, the number of sampled tokens (as many as came back then; the end of the text is
+ignored), temperature 1, and the log-probabilities of the sampled tokens. bench_serving has no data
+set of token ids, but passes unknown fields of its "openai" data set on in the request's body, where
+``input_ids`` replaces the chat message that this data set requires. The numbers of tokens that the
+server reports are compared with the intended ones.
+
+There are three differences. Each sample is a request of its own. All requests come at once, while a
+step of a tree waits for the step before and so leaves batches smaller than SGLang could run. No
+policy version salts the cache. The cache is empty at the start, and answers are whole. The measured
+time ends with a query of the server's state (milliseconds) and begins after loading, tokenizing and
+a pause of one second.
+"""
+
+import argparse
+import asyncio
+import gc
+import json
+import os
+import random
+import sys
+import tempfile
+import time
+import zlib
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+from coppice.actors.config import ActorsConfig, SGLangConfig
+from coppice.actors.engines.radix import RadixCache
+from coppice.actors.engines.sglang import SGLangEngine
+from coppice.actors.environments.base import Action
+from coppice.actors.environments.tictactoe import TicTacToe
+from coppice.actors.worker import service
+from coppice.research.benches.prefill import model_folder
+from coppice.scheduler.config import SchedulerConfig
+from coppice.scheduler.dispatch.dispatcher import Dispatcher
+from coppice.scheduler.growth.context import Context
+from coppice.scheduler.growth.services import Shop
+from coppice.scheduler.growth.strategies import mc_value
+from coppice.scheduler.growth.text import Text
+from coppice.scheduler.growth.tree import Tree
+from coppice.scheduler.ledger.journal import Journal
+from coppice.scheduler.telemetry.together import together
+from coppice.wire.messages import GenerateRequest, GenerateResult, Sampling
+
+SHAPES = {
+    "0.5b": {"hidden_size": 896, "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2,
+             "intermediate_size": 4864, "tie_word_embeddings": True},
+    "3b": {"hidden_size": 2048, "num_hidden_layers": 36, "num_attention_heads": 16, "num_key_value_heads": 2,
+           "intermediate_size": 11008, "tie_word_embeddings": True},
+    "7b": {"hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4,
+           "intermediate_size": 18944, "tie_word_embeddings": False},
+}  # fmt: skip
+"""The shapes of Qwen2.5 models. All have a vocabulary of 151,936 words."""
+_IDEAL_BYTES = 2**30
+"""Bytes for the prompts that the ideal cache remembers, at four bytes per token. No run here needs
+as much."""
+DEADLINE_S = 600.0
+"""Seconds for one request to the dispatcher."""
+GOAL = 0.97
+"""The goal of ``ratio``."""
+
+LONGEST_S = 150.0
+"""Seconds after which the process of bench_serving is killed."""
+_SHOWN = 3000
+"""Characters of its output that an error quotes."""
+WHOLE, COMPACT = "tictactoe", "tictactoe_compact"
+"""Names of prompts: one with all rules (about 1,000 tokens of the tiny policy), one with the bare
+position (about 25 tokens)."""
+
+Answered = list[tuple[GenerateRequest, GenerateResult]]
+
+
+class Work(msgspec.Struct, frozen=True):
+    """The work of one measurement. SLATE trees: their number, steps and candidates, and the tokens
+    of each part. MC-PR games: their number, continuations per state, tokens of a move, and the name
+    of the prompt."""
+
+    questions: int = 64
+    steps: int = 4
+    candidates: int = 5
+    instruction: int = 512
+    question: int = 64
+    observation: int = 512
+    action: int = 128
+    games: int = 8
+    continuations: int = 100
+    move: int = 16
+    prompt: str = WHOLE
+
+
+class Server(msgspec.Struct, frozen=True):
+    """A running server. model: a folder with its tokenizer. python, environment: interpreter and
+    variables of the measuring process."""
+
+    url: str
+    key: str
+    model: Path
+    python: str
+    environment: dict[str, str] = {}
+
+
+class Wanted(msgspec.Struct, frozen=True):
+    """One sample: its prompt, int32 [prompt], and its number of tokens."""
+
+    prompt: np.ndarray
+    tokens: int
+
+
+class AnyText(TicTacToe):
+    """Tic-Tac-Toe against random play in which every text is a legal move, chosen by the checksum
+    of the text."""
+
+    def __init__(self, prompt: str):
+        super().__init__(prompt=prompt, opponents={"random": 1.0})
+
+    def read(self, state: Any, text: str) -> Action:
+        """Return a valid action for any text."""
+        moves = self.moves(state)
+        return Action("move", text, move=moves[zlib.crc32(text.encode()) % len(moves)])
+
+
+class Recording:
+    """Stands for the dispatcher; ``answered`` holds every request with its result, in the order of
+    the results."""
+
+    def __init__(self, dispatcher: Dispatcher):
+        self.dispatcher = dispatcher
+        self.answered: Answered = []
+
+    async def call(self, name: str, request: Any, **settings: Any) -> Any:
+        """Make the dispatcher's call and record it."""
+        result = await self.dispatcher.call(name, request, **settings)
+        self.answered.append((request, result))
+        return result
+
+
+Grow = Callable[[Recording], Awaitable[None]]
+
+
+def random_model(folder: Path, shape: dict[str, Any], tokenizer: Path, device: str) -> Path:
+    """Make a model folder of random bfloat16 weights, drawn on ``device``, in one file, with the
+    tokenizer files of another model."""
+    config = Qwen2Config(vocab_size=151936, max_position_embeddings=32768, **shape)
+    torch.manual_seed(0)
+    with torch.device(device):
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(folder, max_shard_size="100GB")
+    for path in tokenizer.glob("token*"):
+        (folder / path.name).write_bytes(path.read_bytes())
+    del model
+    gc.collect()
+    if device != "cpu":
+        torch.cuda.empty_cache()  # the server takes its share of the free memory
+    return folder
+
+
+async def under_dispatcher(engine: SGLangEngine, grow: Grow) -> tuple[Answered, dict[str, Any]]:
+    """Run ``grow`` through dispatcher and actor service from an empty cache. Return its requests
+    with their results, and the costs.
+
+    The ideal computes each distinct prompt token once. SGLang computes a prompt's last token once
+    per sample, and once more if several samples share the prefix; ideal_with_last_tokens adds
+    these. Hit shares refer to the prompt tokens of all samples.
+    """
+    await _flush(engine)
+    with tempfile.TemporaryDirectory() as scratch:
+        dispatcher = Dispatcher(f"ipc://{scratch}/scheduler", None)
+        await dispatcher.start()
+        actor = service(engine, "actor", engine.config.capacity)
+        serving = asyncio.create_task(actor.run(dispatcher.endpoint, None, signals=False))
+        recording = Recording(dispatcher)
+        try:
+            await dispatcher.wait_for("generate", 1, 60)
+            before, start = engine.stats(), time.perf_counter()
+            await grow(recording)
+            seconds = time.perf_counter() - start
+        finally:
+            serving.cancel()
+            await asyncio.gather(serving, return_exceptions=True)
+            await dispatcher.close()
+    answered = recording.answered
+    prefilled = engine.stats()["prefilled_tokens"] - before.get("prefilled_tokens", 0)
+    asked = sum(request.n * len(request.tokens) for request, _ in answered)
+    ideal, reachable = _ideal(answered)
+    return answered, {
+        "seconds": seconds,
+        "tokens_s": _sampled(answered) / seconds,
+        "requests": len(answered),
+        "samples": sum(request.n for request, _ in answered),
+        "prompt_tokens": asked,
+        "prefilled_tokens": prefilled,
+        "ideal_prefill_tokens": ideal,
+        "ideal_with_last_tokens": reachable,
+        "prefilled_over_ideal": prefilled / reachable,
+        "hit_share": 1 - prefilled / asked,
+        "ideal_hit_share": 1 - reachable / asked,
+    }
+
+
+def _ideal(answered: Answered) -> tuple[int, int]:
+    """Count the prompt tokens that one unbounded cache computes, and those of a cache that computes
+    last tokens again.
+
+    Both keep the samples too, except the last token of each, which was sampled but never computed.
+    """
+    seen, ideal, reachable = RadixCache(_IDEAL_BYTES), 0, 0
+    for request, result in answered:
+        new = seen.insert(request.tokens)
+        ideal += new
+        reachable += max(new, 1) + (request.n if request.n > 1 else 0)
+        for sample in result.samples:
+            seen.insert(np.concatenate([request.tokens, sample.tokens[:-1]]))
+    return ideal, reachable
+
+
+def _sampled(answered: Answered) -> int:
+    return sum(len(sample.tokens) for _, result in answered for sample in result.samples)
+
+
+async def _flush(engine: SGLangEngine) -> None:
+    for server in engine.way.servers:
+        await server.send("/flush_cache")
+
+
+# ---------------------------------------------------------------------------------------------- the
+# trees that are grown
+
+
+def slate(vocabulary: int, work: Work) -> Grow:
+    """Grow trees of SLATE's shape from random words, all concurrently. In each tree, a step begins
+    when the step before is done."""
+    rng = np.random.default_rng(0)
+
+    def words(count: int) -> np.ndarray:
+        return rng.integers(min(1000, vocabulary // 4), vocabulary - 4, count).astype(np.int32)
+
+    async def grow(recording: Recording) -> None:
+        instruction = words(work.instruction)
+
+        async def tree(prefix: np.ndarray) -> None:
+            for _ in range(work.steps):
+                request = GenerateRequest(prefix, work.candidates, Sampling(work.action, 1.0))
+                result: GenerateResult = await recording.call(
+                    "generate", request, deadline=DEADLINE_S
+                )
+                prefix = np.concatenate([prefix, result.samples[0].tokens, words(work.observation)])
+
+        prefixes = [
+            np.concatenate([instruction, words(work.question)]) for _ in range(work.questions)
+        ]
+        await together(tree(prefix) for prefix in prefixes)
+
+    return grow
+
+
+def mc_pr(model: Path, work: Work, most: int) -> Grow:
+    """Play whole games by ``scheduler.strategies.mc_value``: from each state of a chain,
+    continuations go to the end of the game.
+
+    The game is Tic-Tac-Toe against random play, in which every text is a legal move. most: the most
+    samples of one request.
+    """
+
+    async def grow(recording: Recording) -> None:
+        environment, counts = AnyText(work.prompt), Counter[str]()
+        settings = SchedulerConfig(
+            strategy="mc_value",
+            judge="none",
+            max_action_tokens=work.move,
+            strategy_options={"continuations": work.continuations},
+        )
+        with tempfile.TemporaryDirectory() as scratch:
+            journal = Journal(Path(scratch) / "journal.sqlite")
+            shop = Shop(
+                recording,  # pyright: ignore[reportArgumentType] (it is called as the dispatcher is)
+                journal, Text(str(model)), environment, settings, counts, lambda tree, turns: None, most,
+            )  # fmt: skip
+
+            async def game(number: int) -> None:
+                tree = Tree(number, "")
+                context = Context(shop, environment.task(number), tree, random.Random(number))
+                await context.plant()
+                await mc_value.grow(tree, context, work.continuations)
+
+            try:
+                await together(game(number) for number in range(work.games))
+            finally:
+                journal.close()
+
+    return grow
+
+
+# ---------------------------------------------------------------------------------------------- the
+# baselines
+
+
+async def at_once(engine: SGLangEngine, answered: Answered) -> float:
+    """Return the tokens per second of the same requests when the engine gets all of them together."""
+    await _flush(engine)
+    start = time.perf_counter()
+    results = await together(engine.generate(request) for request, _ in answered)
+    seconds = time.perf_counter() - start
+    return sum(len(sample.tokens) for result in results for sample in result.samples) / seconds
+
+
+def samples(answered: Answered) -> Sequence[Wanted]:
+    """Return each sample as a request of its own."""
+    return [
+        Wanted(request.tokens, len(s.tokens))
+        for request, result in answered
+        for s in result.samples
+    ]
+
+
+async def bench_serving(server: Server, wanted: Sequence[Wanted]) -> float:
+    """Return the sampled tokens per second. Raises RuntimeError, with the end of the output, if
+    bench_serving fails or does other work."""
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        rows = [
+            {
+                "messages": [{"role": "user", "content": "-"}],
+                "max_tokens": one.tokens,
+                "input_ids": one.prompt.tolist(),
+            }
+            for one in wanted
+        ]
+        (folder / "requests.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        output = await _run(
+            server, _command(server, _tokenizer(server.model, folder), folder, len(rows)), folder
+        )
+        try:
+            result = json.loads((folder / "found.jsonl").read_text())
+        except (OSError, ValueError) as error:
+            raise RuntimeError(
+                f"sglang.bench_serving left no result ({error}):\n{output}"
+            ) from None
+    _check(result, wanted, output)
+    return float(result["output_throughput"])
+
+
+def _tokenizer(model: Path, folder: Path) -> Path:
+    """Copy the model's tokenizer and add a chat template, which not every model has. Nothing that
+    the template renders is sent."""
+    copy = folder / "tokenizer"
+    copy.mkdir()
+    for path in [*model.glob("token*"), *model.glob("special*"), model / "config.json"]:
+        (copy / path.name).write_bytes(path.read_bytes())
+    (copy / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
+    return copy
+
+
+def _command(server: Server, tokenizer: Path, folder: Path, count: int) -> list[str]:
+    # There are no warm-up requests: they would hold the chat message alone, which /generate does
+    # not accept.
+    settings = {
+        "backend": "sglang", "base-url": server.url, "model": tokenizer, "tokenizer": tokenizer,
+        "dataset-name": "openai", "dataset-path": folder / "requests.jsonl", "num-prompts": count,
+        "temperature": 1.0, "warmup-requests": 0, "output-file": folder / "found.jsonl",
+    }  # fmt: skip
+    switches = [
+        "--return-logprob",
+        "--disable-stream",
+        "--disable-tqdm",
+        "--flush-cache",
+        "--output-details",
+    ]
+    named = [text for name, value in settings.items() for text in (f"--{name}", str(value))]
+    return [server.python, "-m", "sglang.bench_serving", *named, *switches]
+
+
+async def _run(server: Server, command: list[str], folder: Path) -> str:
+    """Run the command and return the end of its output. The key is passed in a variable, because
+    everyone can read command lines."""
+    environment = (
+        os.environ | server.environment | {"OPENAI_API_KEY": server.key, "PYTHONUNBUFFERED": "1"}
+    )
+    printed = folder / "printed"
+    with printed.open("wb") as out:
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            cwd=folder,
+            env=environment,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=out,
+            stderr=out,
+        )
+        try:
+            status = await asyncio.wait_for(process.wait(), LONGEST_S)
+        except TimeoutError:
+            status = f"after {LONGEST_S:g} s, when it was ended"
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+    output = printed.read_text(errors="replace").replace(server.key or "\0", "(key)")[-_SHOWN:]
+    if status != 0:
+        raise RuntimeError(f"sglang.bench_serving failed (status {status}):\n{output}")
+    return output
+
+
+def _check(result: dict[str, Any], wanted: Sequence[Wanted], output: str) -> None:
+    """Raises RuntimeError unless every request was answered with the intended numbers of prompt
+    tokens and sampled tokens."""
+    if errors := [error for error in result["errors"] if error]:
+        raise RuntimeError(
+            f"sglang.bench_serving: {len(errors)} of {len(wanted)} requests failed, the first: {errors[0][-_SHOWN:]}"
+        )
+    for quantity, got, expected in (
+        ("prompt lengths", result["input_lens"], [len(one.prompt) for one in wanted]),
+        ("sampled tokens", result["output_lens"], [one.tokens for one in wanted]),
+    ):
+        if got != expected:
+            raise RuntimeError(
+                f"sglang.bench_serving: {quantity} {got[:8]}.. (in all {sum(got)}), expected {expected[:8]}.. ({sum(expected)}):"
+                f" is it the one of sglang 0.5.23?\n{output}"
+            )
+
+
+async def measure(engine: SGLangEngine, server: Server, work: Work) -> dict[str, Any]:
+    """Measure everything on one started engine and print each part at once, since a later part may
+    fail. server: the engine's server."""
+    vocabulary = json.loads((server.model / "config.json").read_text())["vocab_size"]
+    small = msgspec.structs.replace(work, questions=2, steps=1)
+    await under_dispatcher(engine, slate(vocabulary, small))  # compiles the kernels
+    answered, trees = await under_dispatcher(engine, slate(vocabulary, work))
+    _print("slate", trees)
+    _, games = await under_dispatcher(engine, mc_pr(server.model, work, engine.config.max_batch))
+    _print("mc_pr", games)
+    together_s = await at_once(engine, answered)
+    trees |= {"at_once_tokens_s": together_s, "ratio_at_once": trees["tokens_s"] / together_s}
+    _print("ratio_at_once", trees["ratio_at_once"])
+    bench_s = await bench_serving(server, samples(answered))
+    trees |= {"bench_serving_tokens_s": bench_s, "ratio": trees["tokens_s"] / bench_s, "goal": GOAL}
+    return {"slate": trees, "mc_pr": games}
+
+
+def _print(name: str, value: Any) -> None:
+    print(json.dumps({name: value}), flush=True)
+
+
+def started(folder: Path, arguments: dict[str, Any]) -> SGLangEngine:
+    """Return an engine with its own server on this machine's GPU. It must be started before use."""
+    python = os.environ.get("COPPICE_SGLANG_PYTHON", sys.executable)
+    sglang = SGLangConfig(
+        python=python, arguments={"dtype": "bfloat16", "skip_server_warmup": True} | arguments
+    )
+    config = ActorsConfig(
+        engine="sglang",
+        max_batch=512,
+        capacity=256,
+        max_context=8192,
+        prefill_tokens=8192,
+        sglang=sglang,
+    )
+    return SGLangEngine(str(folder), config)
+
+
+async def _one(name: str, tokenizer: Path) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = random_model(Path(scratch), SHAPES[name], tokenizer, "cuda:0")
+        engine = started(folder, {"mem_fraction_static": 0.6})
+        await engine.start()
+        way: Any = engine.way
+        server = Server(
+            way.front.url, way.arguments["api_key"], folder, engine.config.sglang.python
+        )
+        try:
+            return await measure(engine, server, Work())
+        finally:
+            await engine.close()
+
+
+def main() -> None:
+    """Print JSON lines: each part when it is measured, then everything."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--size", default="7b", choices=list(SHAPES), help="default %(default)s")
+    name = parser.parse_args().size
+    tokenizer = model_folder()  # the default model, of which only the tokenizer files are used
+    print(json.dumps({"size": name} | asyncio.run(_one(name, tokenizer))), flush=True)
+
+
+if __name__ == "__main__":
+    main()

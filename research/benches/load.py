@@ -1,0 +1,543 @@
+"""The scheduler under load: its own process with sockets, keys and journal, thousands of trees in
+flight, judges that join and leave, a slow learner.
+
+Its peers are real services on real sockets with real keys, whose answers cost next to nothing:
+actors sample without a model, and the learner keeps its own record, so that an audit need not
+believe the scheduler. The peers of each role run in a process of their own.
+
+``coppice dev bench load --set keep=RUN`` keeps the run folder, and ``coppice dev bench load --set read=RUN``
+prints the figures of a run, also of a live one.
+"""
+
+import asyncio
+import bisect
+import gc
+import itertools
+import os
+import random
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import weakref
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from coppice.scheduler import main as scheduling
+from coppice.scheduler.config import EvaluationConfig, SchedulerConfig, SchedulerProcess
+from coppice.scheduler.dispatch.dispatcher import DispatchConfig
+from coppice.scheduler.growth.tree import Tree
+from coppice.scheduler.telemetry.fleet import CAPACITY
+from coppice.tools.bootstrap import ROOT
+from coppice.tools.inspecting.audit import audit
+from coppice.wire import digest, frontier, loop
+from coppice.wire.keys import PeerKeys
+from coppice.wire.messages import (
+    Closed,
+    GenerateRequest,
+    GenerateResult,
+    Judgement,
+    JudgeRequest,
+    JudgeResult,
+    LoadRequest,
+    LoadResult,
+    Passage,
+    RetrieveRequest,
+    RetrieveResult,
+    Sample,
+    Trained,
+    TrainGroup,
+    TreeClosed,
+)
+from coppice.wire.numbers import Count, NotNegative, Positive
+from coppice.wire.service import UNBOUNDED, Call, Handler, Service
+
+TICK_S = 0.01
+"""The interval of the timer whose delay is the event loop's lag."""
+ACTION = (
+    "<think> The question asks for a city, so I search. </think><search> capital of Peru </search>"
+)
+COLUMNS = ("t", "trees", "growing", "nodes", "rss_mib", "fds", "threads", "journal_mib", "lag_p50", "lag_p99", "lag_max", "gc_max", "write_ms", "fast_p99", "slow_p99", "load")  # fmt: skip
+FAST, SLOW = "fast", "exact_match"
+"""The judge of every turn, and the judge of every tree's outcome."""
+SECONDS = {FAST: 0.001, SLOW: 1.0}
+SCORES = {FAST: ("think", "query", "answer"), SLOW: ("outcome", "f1")}
+AT_ONCE = 16
+"""The number of requests that a judge answers at once."""
+VANISHES = 0.1
+"""The share of judges that die without a word; the others drain."""
+CACHE = 2**18
+"""Tokens that an actor's cache holds, as a GPU's might."""
+ROLES = ("actor", "judge", "learner")
+
+
+# ---------------------------------------------------------------------------------------------- the
+# peers
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """What the peers do, in RUN/load.json. questions: trees of an update. update_s: the time that
+    an update takes. stay_s: how long a judge stays, on average. judges: how many are there, half of
+    them fast. act, forced: token ids of an action and of a forced answer."""
+
+    questions: int
+    update_s: float
+    judges: int
+    stay_s: float
+    act: list[int]
+    forced: list[int]
+
+
+class Actor:
+    """Samples the same action again and again. Life cycle: its handlers are called by a
+    ``Service``."""
+
+    def __init__(self, plan: Plan):
+        self.plan, self.version = plan, 0
+
+    async def generate(self, request: GenerateRequest, call: Call) -> GenerateResult:
+        forced = request.sampling.stop == ["</answer>"]
+        tokens = np.array(self.plan.forced if forced else self.plan.act, np.int32)
+        sample = Sample(
+            tokens,
+            np.full(len(tokens), -1, np.float32),
+            np.full(len(tokens), self.version, np.int32),
+            "stop",
+        )
+        return GenerateResult([sample] * request.n, len(request.tokens), 0)
+
+    async def load(self, request: LoadRequest, call: Call) -> LoadResult:
+        self.version = request.version
+        return LoadResult(request.version, request.digest, 0.0)
+
+
+async def retrieve(request: RetrieveRequest, call: Call) -> RetrieveResult:
+    """Find the same passage for every query."""
+    return RetrieveResult(
+        [[Passage("1", "Peru", "The capital of Peru is Lima, on the coast.", 1.0)]]
+        * len(request.queries)
+    )
+
+
+def judging(kind: str, rng: random.Random) -> Handler:
+    """Return the handler of a judge, which takes its time and gives random scores."""
+
+    async def judge(request: JudgeRequest, call: Call) -> JudgeResult:
+        await asyncio.sleep(SECONDS[kind])
+        return JudgeResult(
+            [Judgement({column: rng.random() for column in SCORES[kind]}) for _ in request.turns]
+        )
+
+    return judge
+
+
+async def come_and_go(place: int, plan: Plan, endpoint: str, keys: PeerKeys) -> None:
+    """Keep one judge's place filled: each judge stays for a while and leaves, and another one comes
+    under a new name, until dismissed."""
+    rng, kind = random.Random(place), (FAST, SLOW)[place % 2]
+    for life in itertools.count():
+        service = Service(f"{kind}-{place}-{life}", {f"judge.{kind}": judging(kind, rng)}, AT_ONCE)
+        running = asyncio.create_task(service.run(endpoint, keys, signals=False))
+        await asyncio.wait([running], timeout=rng.expovariate(1 / plan.stay_s))
+        if running.done() and running.exception() is None:
+            return
+        if rng.random() < VANISHES:
+            running.cancel()
+        else:
+            service.drain()
+        await asyncio.gather(running, return_exceptions=True)
+
+
+class Learner:
+    """Trains the oldest closed trees whose groups are all here, ``questions`` at a time. trained:
+    the version of each group."""
+
+    def __init__(self, run: Path, plan: Plan):
+        self.run, self.plan, self.version = run, plan, 0
+        self.here: set[int] = set()
+        self.trained: dict[int, int] = {}
+        self.closed: dict[int, list[int]] = {}
+        self.answers: dict[int, asyncio.Future[Trained]] = {}
+        self.news = asyncio.Event()
+        self.announce()
+
+    def announce(self) -> None:
+        """Publish the version, and write its checkpoint."""
+        folder = self.run / "checkpoints" / f"v{self.version:06d}"
+        if self.version:
+            folder.mkdir(parents=True)
+            state = frontier.Frontier(self.version, frontier.runs(self.trained))
+            (folder / frontier.FILE).write_bytes(msgspec.json.encode(state))
+            digest.write_sums(folder, {frontier.FILE: digest.file(folder / frontier.FILE)})
+        said = {
+            "version": self.version,
+            "path": str(self.run / "weights" / folder.name),
+            "digest": folder.name,
+        }
+        (self.run / "learner.json").write_bytes(msgspec.json.encode(said))
+
+    async def train(self, group: TrainGroup, call: Call) -> Trained:
+        self.here.add(group.id)
+        self.news.set()
+        answer = self.answers.setdefault(group.id, asyncio.get_running_loop().create_future())
+        # a lost connection cancels this handler, and the group is sent again
+        return await asyncio.shield(answer)
+
+    async def close(self, closed: TreeClosed, call: Call) -> Closed:
+        self.closed.setdefault(closed.tree, closed.groups)
+        self.news.set()
+        return Closed()
+
+    async def work(self) -> None:
+        """Make update after update."""
+        while True:
+            await self.news.wait()
+            self.news.clear()
+            whole = sorted(
+                tree for tree, groups in self.closed.items() if self.here.issuperset(groups)
+            )
+            whole = whole[: self.plan.questions]
+            if len(whole) < self.plan.questions:
+                continue
+            groups = [group for tree in whole for group in self.closed.pop(tree)]
+            self.here.difference_update(groups)
+            await asyncio.sleep(self.plan.update_s)
+            self.version += 1
+            self.trained |= dict.fromkeys(groups, self.version)
+            self.announce()
+            path, counted = (
+                str(self.run / "weights" / f"v{self.version:06d}"),
+                {"learner/groups": float(len(groups))},
+            )
+            for group in groups:
+                self.answers.pop(group).set_result(
+                    Trained(self.version, path, f"v{self.version:06d}", counted)
+                )
+            self.news.set()
+
+
+async def serve(run: Path, role: str) -> None:
+    """Run the peers of a role until the scheduler dismisses them."""
+    plan = msgspec.json.decode((run / "load.json").read_bytes(), type=Plan)
+    while not (run / "endpoint").exists():
+        await asyncio.sleep(0.1)
+    endpoint, keys = (run / "endpoint").read_text(), PeerKeys.load(run / "keys", role)
+    if role == "judge":
+        await asyncio.gather(
+            *(come_and_go(place, plan, endpoint, keys) for place in range(plan.judges))
+        )
+    elif role == "learner":
+        learner = Learner(run, plan)
+        working = asyncio.create_task(learner.work())
+        handlers: dict[str, Handler] = {"train": learner.train, "close": learner.close}
+        await Service("learner", handlers, UNBOUNDED, give_up_s=600.0).run(endpoint, keys)
+        working.cancel()
+    else:
+        stats: Callable[[], dict[str, float]] = lambda: {CAPACITY: float(CACHE)}  # noqa: E731
+        actors = [(f"actor-{i}", Actor(plan)) for i in range(2)]
+        services = [
+            Service(name, {"generate": a.generate, "load": a.load}, 64, stats) for name, a in actors
+        ]
+        search = Service("retriever", {"retrieve": retrieve}, 64)
+        running = [service.run(endpoint, keys, signals=False) for service in services]
+        running.append(
+            search.run(endpoint, PeerKeys.load(run / "keys", "retriever"), signals=False)
+        )
+        await asyncio.gather(*running)
+
+
+def peers(run: str, role: str) -> None:
+    """Run the process of one role of ``ROLES``."""
+    loop.run(serve(Path(run), role))
+
+
+# ---------------------------------------------------------------------------------------------- the
+# scheduler
+
+
+def _share(values: list[float], share: float) -> float:
+    return sorted(values)[min(len(values) - 1, int(share * len(values)))] if values else 0.0
+
+
+class Probed(scheduling.Run):
+    """The scheduler's run, which writes a line of RUN/load.jsonl every ``EVERY_S`` seconds. Times
+    of calls and lags are in milliseconds."""
+
+    EVERY_S = 60.0
+
+    def __init__(self, *arguments: Any):
+        super().__init__(*arguments)
+        self.trees: weakref.WeakSet[Tree] = weakref.WeakSet()
+        self.closed: list[int] = []
+        self.overtaken = 0
+        self.rates: list[float] = []
+        self.began: dict[str, tuple[float, int]] = {}
+        self._anew()
+        gc.callbacks.append(self._collecting)
+        self._call, self._write, self._grow = (
+            self.dispatcher.call,
+            self.journal._commit,
+            self.forest._grow,
+        )
+        self.dispatcher.call, self.journal._commit = self._timed_call, self._timed_write  # pyright: ignore
+        self.forest._grow = self._watched_grow
+
+    def _anew(self) -> None:
+        self.lags: list[float] = []
+        self.pauses: list[float] = [0.0]
+        self.writes: list[float] = []
+        self.calls: defaultdict[str, list[float]] = defaultdict(list)
+
+    async def _timed_call(self, service: str, request: msgspec.Struct, **settings: Any) -> Any:
+        start = time.perf_counter()
+        try:
+            return await self._call(service, request, **settings)
+        finally:
+            self.calls[service].append(1e3 * (time.perf_counter() - start))
+
+    def _timed_write(self, *statements: Any) -> None:
+        start = time.perf_counter()
+        self._write(*statements)
+        self.writes.append(1e3 * (time.perf_counter() - start))
+
+    def _collecting(self, phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            self._collects = time.process_time()
+        else:
+            self.pauses.append(1e3 * (time.process_time() - self._collects))
+
+    async def _watched_grow(self, tree: Tree, context: Any) -> None:
+        self.trees.add(tree)
+        await self._grow(tree, context)
+        self.overtaken = max(self.overtaken, len(self.closed) - bisect.bisect(self.closed, tree.id))
+        bisect.insort(self.closed, tree.id)
+
+    async def _joined(self, worker: Any) -> None:
+        self.began[worker.name] = time.monotonic(), worker.answered
+        await super()._joined(worker)
+
+    def _left(self, worker: Any, reason: str) -> None:
+        since, _ = self.began.pop(worker.name, (time.monotonic(), 0))
+        if (
+            worker.name.startswith(FAST)
+            and (stayed := time.monotonic() - since) > 5
+            and worker.answered
+        ):
+            self.rates.append(worker.answered / stayed)
+        super()._left(worker, reason)
+
+    async def main(self) -> None:
+        """Do the run, with the two timers beside it."""
+        timers = [asyncio.create_task(self._watch_lag()), asyncio.create_task(self._watch())]
+        try:
+            await super().main()
+        finally:
+            for timer in timers:
+                timer.cancel()
+            self._sample()
+
+    async def _watch_lag(self) -> None:
+        while True:
+            due = time.perf_counter() + TICK_S
+            await asyncio.sleep(TICK_S)
+            self.lags.append(1e3 * (time.perf_counter() - due))
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(self.EVERY_S)
+            self._sample()
+
+    def _sample(self) -> None:
+        status = dict(
+            line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines()
+        )
+        p, trees = getattr(self, "pacing", None), list(self.trees)
+        files = [self.folder / f"journal.sqlite{end}" for end in ("", "-wal")]
+        values = {
+            "t": time.monotonic() - scheduling.scheduler.STARTED,
+            "cpu": time.process_time(),
+            "load": os.getloadavg()[0],
+            "version": p.version if p else 0,
+            "trees": p.admitted - p.version * p.questions if p else 0,
+            "growing": len(self.forest.growing),
+            "nodes": sum(len(tree.nodes) for tree in trees),
+            "rss_mib": int(status["VmRSS"].split()[0]) / 1024,
+            "fds": len(os.listdir("/proc/self/fd")),
+            "threads": int(status["Threads"]),
+            "journal_mib": sum(file.stat().st_size for file in files if file.exists()) / 2**20,
+            "health_kib": size.stat().st_size / 1024
+            if (size := self.folder / "health.json").exists()
+            else 0.0,
+            "lag_p50": _share(self.lags, 0.5),
+            "lag_p99": _share(self.lags, 0.99),
+            "lag_max": max(self.lags, default=0.0),
+            "gc_max": max(self.pauses),
+            "writes": len(self.writes),
+            "write_ms": sum(self.writes),
+            "write_max": max(self.writes, default=0.0),
+            "overtaken": self.overtaken,
+            "workers": len(self.dispatcher.workers()),
+            "open": self.dispatcher.waiting(),
+            "calls": {service: len(times) for service, times in self.calls.items()},
+            "rates": [_share(self.rates, 0.1), _share(self.rates, 0.5), _share(self.rates, 0.9)],
+        }
+        for name, judge in (("fast", FAST), ("slow", SLOW)):
+            times = self.calls[f"judge.{judge}"]
+            values |= {f"{name}_p50": _share(times, 0.5), f"{name}_p99": _share(times, 0.99)}
+        with (self.folder / "load.jsonl").open("ab") as file:
+            file.write(msgspec.json.encode(values) + b"\n")
+        self._anew()
+
+
+def scheduler(every_s: float) -> None:
+    """Run the scheduler's process, whose process file is the last argument, with the probe."""
+    Probed.EVERY_S, scheduling.Run = every_s, Probed  # pyright: ignore
+    scheduling.main()
+
+
+def prepare(
+    run: Path,
+    trees: int,
+    steps: int,
+    questions: int,
+    updates: int,
+    plan: Plan,
+    timing: DispatchConfig = DispatchConfig(),
+) -> None:
+    """Write what the processes read: tokenizer, tasks, prompt, the peers' plan and the scheduler's
+    process file."""
+    from coppice.tools.defaults.tiny_board import tokenizer
+
+    run.mkdir(parents=True, exist_ok=True)
+    words = tokenizer().backend_tokenizer
+    words.save(str(run / "tokenizer.json"))
+    (run / "prompt.txt").write_text("Answer the question. You may search. Question: {question}")
+    rows = [
+        {
+            "id": str(i),
+            "question": f"What is the capital of country {i}?",
+            "golden_answers": ["Lima"],
+        }
+        for i in range(trees)
+    ]
+    (run / "train.jsonl").write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
+    plan = msgspec.structs.replace(
+        plan, act=words.encode(ACTION).ids, forced=words.encode("Lima</answer>").ids
+    )
+    (run / "load.json").write_bytes(msgspec.json.encode(plan))
+    settings = SchedulerConfig(
+        budget=steps, judge=FAST, updates=updates, questions_per_update=questions, max_staleness=trees // questions - 1,
+        evaluation=EvaluationConfig(questions=0), dispatch=timing,
+    )  # fmt: skip
+    tasks, options = str(run / "train.jsonl"), {"prompt": str(run / "prompt.txt")}
+    process = SchedulerProcess(
+        "scheduler",
+        str(run),
+        0,
+        str(run),
+        "search_qa",
+        options,
+        tasks,
+        tasks,
+        2,
+        ["retrieve"],
+        64,
+        settings,
+    )
+    (run / "scheduler.json").write_bytes(msgspec.json.encode(process))
+    (run / "config.json").write_bytes(msgspec.json.encode({"scheduler": settings}))
+
+
+def measure(run: Path, every_s: float) -> None:
+    """Run the scheduler and its peers to the end. Raises RuntimeError, with the end of its log, if
+    the scheduler fails."""
+    module, environment = "coppice.research.benches", os.environ | {"PYTHONPATH": str(ROOT)}
+    code = [f"from {module} import load; load.scheduler({every_s})"]
+    code += [f"from {module} import load; load.peers({str(run)!r}, {role!r})" for role in ROLES]
+    logs = [(run / f"{name}.log").open("wb") for name in ("scheduler", *ROLES)]
+    children = [
+        subprocess.Popen(
+            [sys.executable, "-c", text, str(run / "scheduler.json")],
+            env=environment,
+            stdout=log,
+            stderr=log,
+        )
+        for text, log in zip(code, logs, strict=True)
+    ]
+    try:
+        status = children[0].wait()
+    finally:
+        for child in children:
+            child.kill()
+            child.wait()
+    if status:
+        raise RuntimeError(
+            f"the scheduler ended with status {status}: {(run / 'scheduler.log').read_text()[-3000:]}"
+        )
+
+
+def figures(run: Path) -> dict[str, Any]:
+    """Print the curve of a run and return its figures. Memory of a node is what the process grew
+    by, over the nodes that are in memory."""
+    lines = [msgspec.json.decode(line) for line in (run / "load.jsonl").read_bytes().splitlines()]
+    print("  ".join(f"{name:>9}" for name in COLUMNS))
+    for line in lines[:: max(1, len(lines) // 40)]:
+        print(
+            "  ".join(
+                f"{line[name]:>9.1f}" if isinstance(line[name], float) else f"{line[name]:>9}"
+                for name in COLUMNS
+            )
+        )
+    fullest = max(lines, key=lambda line: line["nodes"])
+    return {name: max(line[name] for line in lines) for name in ("trees", "nodes", "rss_mib", "fds", "threads", "lag_max", "write_max", "overtaken")} | {
+        "journal_mib": lines[-1]["journal_mib"],
+        "bytes_per_node": 2**20 * fullest["rss_mib"] / max(1, fullest["nodes"]),
+        **{name: statistics.median(line[name] for line in lines) for name in ("lag_p50", "lag_p99", "fast_p50", "fast_p99", "slow_p50", "slow_p99")},
+        "violations": [str(violation) for violation in audit(run)[:5]],
+        "last": lines[-1],
+    }  # fmt: skip
+
+
+def run(
+    trees: Count = 10_000,
+    nodes: Count = 200_000,
+    judges: Count = 64,
+    questions: Count = 1000,
+    updates: Count = 20,
+    minutes: NotNegative = 5.0,
+    stay_s: Positive = 20.0,
+    every_s: Positive = 10.0,
+    keep: str = "",
+    read: str = "",
+) -> dict[str, Any]:
+    """Return the largest number of trees in flight over the bound of admission, whose goal is at
+    most 1, with all figures.
+
+    trees: in flight, ``questions`` to an update. minutes: the time that the learner takes for all
+    updates together. stay_s: how long a judge stays. every_s: seconds between samples. keep: the
+    run folder, a new one. read: a run folder whose figures are shown again.
+    """
+    folder = Path(read or keep or tempfile.mkdtemp())
+    try:
+        if not read:
+            plan = Plan(questions, 60 * minutes / updates, judges, stay_s, [], [])
+            prepare(folder, trees, max(1, nodes // trees // 6), questions, updates, plan)
+            measure(folder, every_s)
+        row = figures(folder)
+    finally:
+        if not (read or keep):
+            shutil.rmtree(folder, ignore_errors=True)
+    bound = trees // questions * questions
+    return {
+        "name": "load: trees in flight over the bound of admission",
+        "ratio": row["trees"] / bound,
+        "goal": 1.0,
+        "better": "lower",
+    } | row

@@ -1,0 +1,158 @@
+"""Peak memory of a whole run: the proportional set size (PSS) of every process of ``coppice launch``,
+sampled from outside.
+
+PSS divides a page among the processes that map it, so the sum over all processes is the memory that
+the run takes from the machine. ``coppice dev bench memory --set actors=1 --set learner=1 --set
+'changes=["learner.dtype=float32"]'`` measures other sizes and number types.
+"""
+
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+
+from coppice.tools.bootstrap import ROOT
+from coppice.wire.numbers import Count
+
+LARGE = ("--config", str(ROOT / "configs" / "slate-cpu.toml"))
+"""The largest model that a laptop is meant to train: SmolLM2-135M."""
+SHORT = ("--set", "scheduler.updates=1", "--set", "scheduler.evaluation.questions=8")
+"""One update needs as much memory as sixteen, because the largest forest and the fullest cache make
+the peak."""
+INTERVAL_S = 0.3
+GOAL_GIB = {8: 12.0, 2: 4.0}
+"""The goal by the total number of actors and ranks: the free memory of a laptop with 16 GB, and
+with 8 GB."""
+_PROCESS_FILE = re.compile(r"processes/([a-z-]+?)(-\d+)?\.json$")
+
+
+class Peaks(msgspec.Struct):
+    """Peaks in GiB. total: the sum over all processes. each: one process of a kind. kinds: the sum
+    of a kind. at: the parts of the largest total. counts: the most processes of a kind that were
+    seen at once. Starts empty; ``take`` adds samples, ``table`` shows the peaks.
+    """
+
+    total: float = 0.0
+    each: dict[str, float] = {}
+    kinds: dict[str, float] = {}
+    at: dict[str, float] = {}
+    counts: dict[str, int] = {}
+    samples: int = 0
+
+    def take(self, sizes: Sequence[tuple[str, float]]) -> None:
+        """Add one sample: the kind and the GiB of every process."""
+        self.samples += 1
+        sums, seen = Counter[str](), Counter[str]()
+        for kind, size in sizes:
+            sums[kind] += size  # pyright: ignore[reportArgumentType] (a Counter can add floats)
+            seen[kind] += 1
+            self.each[kind] = max(size, self.each.get(kind, 0.0))
+        for kind, size in sums.items():
+            self.kinds[kind] = max(size, self.kinds.get(kind, 0.0))
+            self.counts[kind] = max(seen[kind], self.counts.get(kind, 0))
+        if sum(sums.values()) > self.total:
+            self.total, self.at = sum(sums.values()), dict(sums)
+
+    def table(self) -> str:
+        """Return the peaks as lines of text."""
+        lines = [
+            f"{'process':<14}{'count':>6}{'peak of one':>13}{'peak of all':>13}{'at the peak of the sum':>24}   GiB"
+        ]
+        lines += [
+            f"{kind:<14}{self.counts[kind]:>6}{self.each[kind]:>13.2f}{self.kinds[kind]:>13.2f}{self.at.get(kind, 0.0):>24.2f}"
+            for kind in sorted(self.kinds)
+        ]
+        return "\n".join(
+            [*lines, f"{'sum':<14}{sum(self.counts.values()):>6}{'':>26}{self.total:>24.2f}"]
+        )
+
+
+def pss_gib(pid: int) -> float:
+    """Return the proportional set size of a process in GiB. Raises OSError if the process has
+    ended."""
+    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+        if line.startswith("Pss:"):
+            return int(line.split()[1]) / 2**20
+    raise OSError(f"process {pid} has no memory map any more")
+
+
+def kind(command: Sequence[str]) -> str:
+    """Return the kind of a process: "actor" for actor-3 and so on by its process file, "set-up" for
+    the set-up, else "launcher"."""
+    match = _PROCESS_FILE.search(command[-1]) if command else None
+    if match:
+        return match[1]
+    return "set-up" if any("multiprocessing" in part for part in command) else "launcher"
+
+
+def sample(root: psutil.Process) -> list[tuple[str, float]]:
+    """Return the kind and GiB of a process and of all its descendants. Processes that end meanwhile
+    are left out."""
+    sizes = []
+    try:
+        family = [root, *root.children(recursive=True)]
+    except psutil.Error:
+        return []
+    for process in family:
+        try:
+            sizes.append((kind(process.cmdline()), pss_gib(process.pid)))
+        except (psutil.Error, OSError):
+            continue
+    return sizes
+
+
+def watch(command: Sequence[str], **settings: Any) -> tuple[Peaks, int]:
+    """Run ``command`` to its end. Return the peaks of its processes and its exit status. settings:
+    arguments of subprocess.Popen."""
+    peaks = Peaks()
+    with subprocess.Popen(command, **settings) as process:
+        root = psutil.Process(process.pid)
+        while process.poll() is None:
+            peaks.take(sample(root))
+            time.sleep(INTERVAL_S)
+        return peaks, process.returncode
+
+
+def measure(arguments: Sequence[str]) -> Peaks:
+    """Return the peaks of ``coppice launch ARGUMENTS`` in a folder of its own. Raises RuntimeError,
+    with the end of its output, if it fails."""
+    with tempfile.TemporaryDirectory() as scratch:
+        out = Path(scratch) / "out"
+        command = [
+            sys.executable,
+            str(ROOT / "tools" / "launch"),
+            "--run-folder",
+            f"{scratch}/run",
+            *arguments,
+        ]
+        with out.open("wb") as terminal:
+            peaks, status = watch(command, cwd=ROOT, stdout=terminal, stderr=terminal)
+        if status:
+            raise RuntimeError(
+                f"{' '.join(command)} ended with status {status}: {out.read_text()[-2000:]}"
+            )
+    print(peaks.table(), flush=True)
+    return peaks
+
+
+def run(actors: Count = 4, learner: Count = 4, changes: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Return the peak in GiB of a run of one update on SmolLM2-135M. changes: keys of the config
+    that have other values."""
+    more = [word for change in changes for word in ("--set", change)]
+    peaks = measure(["--actors", str(actors), "--learner", str(learner), *LARGE, *SHORT, *more])
+    name = f"memory: GiB of all processes, --actors {actors} --learner {learner}"
+    goal = GOAL_GIB.get(actors + learner, GOAL_GIB[8])
+    return {
+        "name": name,
+        "ratio": peaks.total,
+        "goal": goal,
+        "better": "lower",
+    } | msgspec.to_builtins(peaks)

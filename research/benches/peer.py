@@ -1,0 +1,538 @@
+"""Side by side with TRL's GRPOTrainer, which a user would pick instead: trained tokens a second,
+seconds an update, peak memory.
+
+Both train the same model on the same questions, group sizes, sampled lengths and rewards, with LoRA
+of the same rank on all linear layers, in the same number type, on two threads in all: the peer
+takes turns between sampling and training on both, a run of ours (coppice launch, one actor and one
+rank) does both at once on one each. In the load "groups" each question is a group of one turn; in
+"slate" a step samples candidates from one prefix, all are trained, one is continued, and the peer
+gets each candidate as a sequence of its own with the whole prefix as its prompt.
+
+Rounds take turns. The first update is not counted, nor is the last of ours, beside which nothing is
+sampled any more. Memory is the largest sum of the proportional set sizes of a side's processes.
+
+The text consists of digits. Each digit is one token of the default tokenizer, so every length is
+known and no text costs more than another.
+
+``python -m coppice.research.benches.peer WORK.json`` is the process of TRL's side, in the environment
+that has trl: GRPOTrainer on the prompts of a file. Its settings should make TRL fast on a CPU: no
+gradient checkpointing, no reference model, no dropout, no logging, evaluation or checkpoints, one
+batch of ``generate`` for all prompts of one length (so nothing is padded) with its cache of keys
+and values, log-probabilities of the completions alone, none of them computed twice, and one group
+of sequences per forward pass (other numbers were not tried). Generation and training take turns in
+one process on all threads. trl is imported only inside the function that uses it, because the
+environment of this project does not have it.
+"""
+
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import psutil
+from transformers import AutoConfig, AutoTokenizer
+
+from coppice.research import venvs as environments
+from coppice.research.benches.any_text import AnyText, Shape, State, reward
+from coppice.scheduler.growth.tasks import GeneratedTasks
+from coppice.scheduler.growth.text import Text
+from coppice.tools.bootstrap import ROOT
+from coppice.tools.defaults.models import DEFAULT, ensure_model
+from coppice.tools.defaults.settings import cache_folder
+from coppice.wire.numbers import Count
+
+ROUNDS, COUNTED = 3, 1
+"""Of each side, and updates of a round of the peer that count; ours are shorter, so twice as many
+do."""
+THREADS, RANK, ALPHA, LR = 2, 16, 32.0, 1e-3
+GOALS = {"groups": 2.5, "slate": 4.0}
+"""Of the ratio of trained tokens a second; the ratio of memory should be below 1."""
+TICK_S = 0.01
+"""Of the CPU clock."""
+SHOWN = {
+    "tokens_s": "trained tokens a second",
+    "tokens_cpu_s": "trained tokens a CPU second",
+    "update_s": "seconds an update",
+    "peak_gib": "peak memory, GiB",
+}
+"""The rows of the table."""
+LOOK_S = 0.5
+"""Between two looks at a side's processes."""
+DIGITS = "0123456789"
+END = "<|no end|>"
+
+
+# ---------------------------------------------------------------------------------------------- the
+# load of both sides
+
+
+class Load(msgspec.Struct, frozen=True):
+    """One shape of work: questions per update, samples per step, tokens per action, and rows
+    (sequences) per forward pass of the peer."""
+
+    shape: Shape
+    questions: int
+    samples: int
+    action: int
+    rows: int
+
+    @property
+    def sequences(self) -> int:
+        """Sequences per update."""
+        return self.questions * self.shape.steps * self.samples
+
+    @property
+    def tokens(self) -> int:
+        """Trained tokens per update."""
+        return self.sequences * self.action
+
+
+LOADS = {
+    "groups": Load(
+        Shape(steps=1, shared=27, question=12, observation=0),
+        questions=8,
+        samples=8,
+        action=40,
+        rows=8,
+    ),
+    "slate": Load(
+        Shape(steps=3, shared=120, question=30, observation=60),
+        questions=4,
+        samples=5,
+        action=40,
+        rows=5,
+    ),
+}
+"""Plain groups whose prompts are as long as in configs/slate-cpu.toml, and trees with the lengths
+of the other SLATE benchmarks."""
+
+
+def prompts(load: Load, model: Path, seed: int, updates: int) -> list[str]:
+    """Return the peer's prompts in order: by update, then by step, the whole prefix of each group
+    of candidates once (TRL repeats it).
+
+    The questions are those that a run of ``seed`` draws. Digits replace the trunk's actions, which
+    a run would sample: they have the same number of tokens and are known beforehand. Raises
+    ValueError if the tokenizer does not make one token of each digit.
+    """
+    text, environment = Text(str(model)), AnyText(load.shape, DIGITS)
+    if len(text.encode(environment.words("", 100))) != 100:
+        raise ValueError(
+            f"{model}: its tokenizer merges digits, so the lengths of both sides would differ; choose another"
+        )
+    tasks, all_texts = GeneratedTasks(environment.task, seed), []
+    for update in range(updates):
+        drawn = [tasks.at(update * load.questions + place) for place in range(load.questions)]
+        texts = [text.prompt(environment.prompt(task, State(task.seed))) for task in drawn]
+        for step in range(1, load.shape.steps + 1):
+            all_texts += texts
+            after = [State(task.seed, step) for task in drawn]
+            added = [
+                environment.words(f"action {one}", load.action) + environment.observation(one)
+                for one in after
+            ]
+            texts = [before + more for before, more in zip(texts, added, strict=True)]
+    return all_texts
+
+
+def endless(model: Path, folder: Path) -> Path:
+    """Make a copy of the model, with links to its weights, whose end-of-text token has no row in
+    the model, so that it is never sampled and all samples of both sides have their full length.
+    Raises ValueError."""
+    tokenizer: Any = AutoTokenizer.from_pretrained(model)
+    tokenizer.add_special_tokens({"eos_token": END})
+    end, rows = tokenizer.convert_tokens_to_ids(END), AutoConfig.from_pretrained(model).vocab_size
+    if end < rows:
+        raise ValueError(
+            f"{model}: a new token gets id {end} of {rows}, which can be sampled; choose another model"
+        )
+    tokenizer.save_pretrained(folder)
+    for weights in model.glob("*.safetensors*"):
+        (folder / weights.name).symlink_to(weights.resolve())
+    (folder / "config.json").symlink_to((model / "config.json").resolve())
+    settings = msgspec.json.decode(
+        (model / "generation_config.json").read_bytes(), type=dict[str, Any]
+    )
+    (folder / "generation_config.json").write_bytes(
+        msgspec.json.encode(settings | {"eos_token_id": end})
+    )
+    return folder
+
+
+# ---------------------------------------------------------------------------------------------- the
+# rounds
+
+
+class Update(msgspec.Struct, frozen=True):
+    """The end of an update: seconds on its side's own clock, and the tokens that it trained."""
+
+    seconds: float
+    tokens: float
+
+
+class Look(msgspec.Struct, frozen=True):
+    """A side's processes from outside: updates done, CPU seconds of all, bytes of memory (what
+    several share is counted once)."""
+
+    updates: int
+    cpu_s: float
+    bytes: int
+
+
+class Round(msgspec.Struct, frozen=True):
+    """One round of one side. tokens_cpu_s: trained tokens for each CPU second of all its processes,
+    which other work on the machine changes less than tokens_s. load: of the machine before the
+    round, over one minute."""
+
+    tokens_s: float
+    update_s: float
+    tokens_cpu_s: float
+    peak_gib: float
+    load: float
+
+
+def watched(
+    command: Sequence[str], folder: Path, environment: dict[str, str], done: Path
+) -> list[Look]:
+    """Run ``command`` to its end, looking every ``LOOK_S``; it adds a line to ``done`` at the end
+    of each update.
+
+    Raises RuntimeError with the end of what it printed.
+    """
+    printed, looks = folder / "printed", []
+    with printed.open("wb") as out:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=os.environ | environment, stdout=out, stderr=out, process_group=0
+        )
+        try:
+            while process.poll() is None:
+                looks += _look(process.pid, done)
+                time.sleep(LOOK_S)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGTERM)
+                process.wait()
+    if process.returncode:
+        end = printed.read_text(errors="replace")[-3000:]
+        raise RuntimeError(
+            f"{' '.join(command[:3])} ended with status {process.returncode}:\n{end}"
+        )
+    return looks
+
+
+def _look(pid: int, done: Path) -> list[Look]:
+    """One look, or none while a process is just ending."""
+    try:
+        processes = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+        updates = done.read_bytes().count(b"\n") if done.exists() else 0
+        cpu_s = sum(sum(process.cpu_times()[:2]) for process in processes)
+        return [Look(updates, cpu_s, sum(process.memory_full_info().pss for process in processes))]
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return []
+
+
+def rated(updates: Sequence[Update], looks: Sequence[Look], busy: float) -> Round:
+    """The round in which ``updates`` count, but for the first of them, which only starts the clock."""
+    spent, tokens = (
+        updates[-1].seconds - updates[0].seconds,
+        sum(update.tokens for update in updates[1:]),
+    )
+    first, last = (
+        next((look.cpu_s for look in looks if look.updates >= count), looks[-1].cpu_s)
+        for count in (1, len(updates))
+    )
+    peak = max(look.bytes for look in looks) / 2**30
+    return Round(
+        tokens / spent, spent / (len(updates) - 1), tokens / max(last - first, TICK_S), peak, busy
+    )
+
+
+def peer(load: Load, model: Path, folder: Path, dtype: str, counted: int) -> Round:
+    """A round of TRL."""
+    folder.mkdir()
+    updates = counted + 1
+    work = msgspec.to_builtins(load) | {
+        "model": str(model), "prompts": prompts(load, model, 0, updates), "sequences": load.sequences, "updates": updates,
+        "steps": load.shape.steps, "dtype": dtype, "threads": THREADS, "rank": RANK, "alpha": ALPHA, "lr": LR, "seed": 0,
+    }  # fmt: skip
+    (folder / "work.json").write_bytes(msgspec.json.encode(work))
+    python, busy = environments.python("trl", "peer", over_ours=True), os.getloadavg()[0]
+    variables = {
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": str(THREADS),
+        "MKL_NUM_THREADS": str(THREADS),
+    }
+    variables |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    done = folder / "updates.jsonl"
+    looks = watched(
+        [str(python), "-m", "coppice.research.benches.peer", str(folder / "work.json")],
+        folder,
+        variables,
+        done,
+    )
+    updates = [msgspec.json.decode(line, type=Update) for line in done.read_bytes().splitlines()]
+    return rated(_checked(load, updates), looks, busy)
+
+
+def ours(
+    load: Load, model: Path, folder: Path, dtype: str, counted: int, rank_threads: int
+) -> Round:
+    """A round of coppice launch; checkpoints are left out, as the peer's are."""
+    folder.mkdir()
+    (folder / "peer.toml").write_text('name = "peer"\n')
+    command = [
+        sys.executable,
+        "-c",
+        "import sys; from coppice.tools.launching.command import main; sys.exit(main())",
+    ]
+    command += ["--config", str(folder / "peer.toml"), "--run-folder", str(folder / "run")]
+    for key, value in _settings(load, model, dtype, counted + 2, rank_threads).items():
+        command += ["--set", f"{key}={value}"]
+    busy = os.getloadavg()[0]
+    done = folder / "run" / "metrics.jsonl"
+    looks = watched(command, folder, {"PYTHONPATH": str(ROOT)}, done)
+    records = [json.loads(line) for line in done.read_text().splitlines()]
+    updates = [
+        Update(r["time/run"], r["learner/trained_tokens"] * (1 - r["learner/zero_advantage_share"]))
+        for r in records
+    ]
+    return rated(_checked(load, updates)[:-1], looks, busy)
+
+
+def _settings(
+    load: Load, model: Path, dtype: str, updates: int, rank_threads: int
+) -> dict[str, str]:
+    """The config of a run: everything that the peer has too, no more."""
+    shape = ", ".join(f"{key} = {value}" for key, value in msgspec.to_builtins(load.shape).items())
+    steps = load.shape.steps
+    longest = (
+        100
+        + load.shape.shared
+        + load.shape.question
+        + steps * (load.action + load.shape.observation)
+    )
+    given = {
+        "model.name": f'"{model}"',
+        "data.environment": '"coppice.research.benches.any_text:AnyText"',
+        "data.options": f'{{shape = {{{shape}}}, alphabet = "{DIGITS}"}}',
+        "warm_start.steps": 0,
+        "judges.use": '{"coppice.research.benches.any_text:Checksum" = {}}',
+        "scheduler.judge": '"checksum"',
+        "scheduler.strategy": '"full"' if steps == 1 else '"slate"',
+        "scheduler.strategy_options": f"{{k = {load.samples}}}",
+        "scheduler.budget": steps,
+        "scheduler.max_action_tokens": load.action,
+        "scheduler.updates": updates,
+        "scheduler.questions_per_update": load.questions,
+        "scheduler.max_staleness": 1,
+        "scheduler.evaluation.questions": 0,
+        "actors.count": 1,
+        "actors.dtype": f'"{dtype}"',
+        "actors.threads": THREADS // 2,
+        "actors.max_batch": 64,
+        "actors.capacity": 128,
+        "actors.max_context": longest,
+        "actors.kv_cache_gib": 0.4,
+        "learner.count": 1,
+        "learner.dtype": f'"{dtype}"',
+        "learner.threads": rank_threads,
+        "learner.scheme": '"grpo"' if steps == 1 else '"slate"',
+        "learner.aggregation": '"token"',
+        "learner.kl_coef": 0.0,
+        "learner.lr": LR,
+        "learner.lora": f"{{rank = {RANK}, alpha = {ALPHA}}}",
+        "learner.micro_tokens": 960,
+        "learner.checkpoint_every": updates,
+    }
+    return {key: str(value) for key, value in given.items()}
+
+
+def _checked(load: Load, updates: list[Update]) -> list[Update]:
+    """Raises RuntimeError where a side trained fewer tokens than the load has (a group of equal
+    rewards teaches nothing)."""
+    for update in updates:
+        if not 0.9 * load.tokens <= update.tokens <= load.tokens:
+            raise RuntimeError(
+                f"an update trained {update.tokens:.0f} tokens: expected {load.tokens}, and at most a tenth less in groups whose rewards"
+                " are all equal; see research/benches/peer.py"
+            )
+    return updates
+
+
+def compare(
+    load: Load, model: Path, folder: Path, dtype: str, rounds: int, counted: int, rank_threads: int
+) -> dict[str, Any]:
+    """Interleaved rounds of both; each ratio is the median over the rounds, above 1 where ours is
+    faster, below where it is smaller."""
+    made: dict[str, list[Round]] = {"peer": [], "ours": []}
+    for number in range(rounds):
+        made["peer"].append(peer(load, model, folder / f"peer{number}", dtype, counted))
+        made["ours"].append(
+            ours(load, model, folder / f"ours{number}", dtype, 2 * counted, rank_threads)
+        )
+        for side, found in made.items():
+            print(f"round {number}, {side}: {found[-1]}", file=sys.stderr, flush=True)
+    pairs = list(zip(made["ours"], made["peer"], strict=True))
+    return {
+        "tokens_ratio": statistics.median(a.tokens_s / b.tokens_s for a, b in pairs),
+        "cpu_ratio": statistics.median(a.tokens_cpu_s / b.tokens_cpu_s for a, b in pairs),
+        "memory_ratio": statistics.median(a.peak_gib / b.peak_gib for a, b in pairs),
+        **{side: [msgspec.to_builtins(one) for one in found] for side, found in made.items()},
+    }
+
+
+def table(found: dict[str, dict[str, Any]]) -> str:
+    """The comparison in Markdown: medians, and the ratios of ours to the peer's with those of the
+    single rounds."""
+    lines = ["| load | | TRL | Coppice | ratio (rounds) |", "|---|---|---|---|---|"]
+    for load, row in found.items():
+        for key, what in SHOWN.items():
+            theirs, own = ([one[key] for one in row[side]] for side in ("peer", "ours"))
+            ratios = [a / b for a, b in zip(own, theirs, strict=True)]
+            cells = [f"{statistics.median(values):.1f}" for values in (theirs, own)]
+            each = ", ".join(f"{ratio:.2f}" for ratio in ratios)
+            lines.append(
+                f"| {load} | {what} | {' | '.join(cells)} | {statistics.median(ratios):.2f} ({each}) |"
+            )
+    return "\n".join(lines)
+
+
+def run(
+    model: str = DEFAULT,
+    loads: tuple[Literal["groups", "slate"], ...] = ("groups", "slate"),
+    dtype: Literal["float32", "bfloat16"] = "float32",
+    rounds: Count = ROUNDS,
+    counted: Count = COUNTED,
+    questions: Count | None = None,
+    rank_threads: Count = THREADS // 2,
+) -> dict[str, Any]:
+    """Compare all loads. The ratio is the worst of (tokens a second over its goal, memory of the
+    peer over ours): 1 meets every goal.
+
+    rounds: of each side. counted: updates of a round that count. questions: of an update instead of
+    the load's, for a slow machine. rank_threads: of our learner's rank; with 2 it also uses the
+    core on which the actor waits.
+    """
+    less = {} if questions is None else {"questions": questions}
+    shapes = {name: msgspec.structs.replace(LOADS[name], **less) for name in loads}
+    environments.python("trl", "peer", over_ours=True)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        copy = endless(ensure_model(model, cache_folder()), folder / "model")
+        found = {}
+        for name, load in shapes.items():
+            (folder / name).mkdir()
+            found[name] = compare(load, copy, folder / name, dtype, rounds, counted, rank_threads)
+    worst = min(
+        min(row["tokens_ratio"] / GOALS[name], 1 / row["memory_ratio"])
+        for name, row in found.items()
+    )
+    print(table(found), flush=True)
+    packages = ("torch", "transformers", "peft")
+    versions = {name: metadata.version(name) for name in packages} | {"trl": _version("trl")}
+    row = {
+        "name": "side by side with TRL: ratio / its goal (worst)",
+        "ratio": worst,
+        "goal": 1.0,
+        "better": "higher",
+    }
+    return row | {
+        "dtype": dtype,
+        "versions": versions,
+        "loads": msgspec.to_builtins(shapes),
+        **found,
+    }
+
+
+def _version(package: str) -> str:
+    """Of a package in the peer's environment."""
+    python = str(environments.python("trl", "peer", over_ours=True))
+    code = f"from importlib.metadata import version; print(version({package!r}))"
+    return subprocess.run(
+        [python, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.strip()
+
+
+# ---------------------------------------------------------------------------------------------- the
+# process of TRL's side
+
+
+def trl_settings(work: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Return the fields of GRPOConfig. work: what ``peer`` writes."""
+    per_step = work["sequences"] // work["steps"]
+    return {
+        "output_dir": str(folder / "trl"),
+        "max_steps": work["updates"],
+        "use_cpu": True,
+        "model_init_kwargs": {"dtype": work["dtype"]},
+        "bf16": work["dtype"] == "bfloat16",
+        "num_generations": work["samples"],
+        "max_completion_length": work["action"],
+        "per_device_train_batch_size": work["rows"],
+        "gradient_accumulation_steps": work["sequences"] // work["rows"],
+        "steps_per_generation": per_step // work["rows"],
+        "shuffle_dataset": False,
+        "temperature": 1.0,
+        "beta": 0.0,
+        "num_iterations": 1,
+        "learning_rate": work["lr"],
+        "lr_scheduler_type": "constant",
+        "gradient_checkpointing": False,
+        "disable_dropout": True,
+        "save_strategy": "no",
+        "logging_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "seed": work["seed"],
+    }
+
+
+def train(work: dict[str, Any], folder: Path) -> None:
+    """Train with TRL. At its end, each update appends to ``updates.jsonl`` the clock ("seconds")
+    and the number of its trained "tokens"."""
+    import torch
+    from datasets import Dataset  # pyright: ignore[reportMissingImports] (of the other environment, as trl)
+    from peft import LoraConfig
+    from transformers import AutoTokenizer, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
+
+    torch.set_num_threads(work["threads"])
+    trained = [0]
+
+    def rewards(completions: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
+        trained[0] += sum(map(len, completion_ids))
+        return [reward(text) for text in completions]
+
+    class Clock(TrainerCallback):
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            line = json.dumps({"seconds": time.perf_counter(), "tokens": trained[0]})
+            with (folder / "updates.jsonl").open("a") as out:
+                out.write(line + "\n")
+            trained[0] = 0
+
+    trainer = GRPOTrainer(
+        model=work["model"],
+        reward_funcs=rewards,
+        args=GRPOConfig(**trl_settings(work, folder)),
+        train_dataset=Dataset.from_dict({"prompt": work["prompts"]}),
+        processing_class=AutoTokenizer.from_pretrained(work["model"], padding_side="left"),
+        peft_config=LoraConfig(
+            r=work["rank"], lora_alpha=work["alpha"], target_modules="all-linear", lora_dropout=0.0
+        ),
+        callbacks=[Clock()],
+    )
+    trainer.train()
+
+
+if __name__ == "__main__":
+    work = Path(sys.argv[1])
+    train(json.loads(work.read_text()), work.parent)

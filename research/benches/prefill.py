@@ -1,0 +1,104 @@
+"""Prefill tokens that the engine computes over the ideal, in which each distinct prefix is
+prefilled once per policy version.
+
+The work is SLATE-shaped: questions under one instruction, and steps of k candidates. Other
+benchmarks use its model, engine and words too.
+"""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from coppice.actors.config import ActorsConfig
+from coppice.actors.engines.local import LocalEngine
+from coppice.tools.defaults.models import DEFAULT, ensure_model
+from coppice.tools.defaults.settings import cache_folder
+from coppice.wire.messages import GenerateRequest, Sampling
+
+QUESTIONS, STEPS, CANDIDATES = 6, 3, 5
+INSTRUCTION, QUESTION, OBSERVATION, ACTION = 120, 30, 60, 32
+"""Lengths in tokens."""
+
+
+def model_folder(name: str = DEFAULT) -> Path:
+    """Return the folder of a model by a name that ``tools.defaults.models`` knows."""
+    return ensure_model(name, cache_folder())
+
+
+async def engine(folder: Path) -> LocalEngine:
+    """Return a started float32 engine with room for every candidate of two waves."""
+    started = LocalEngine(
+        str(folder),
+        ActorsConfig(dtype="float32", max_batch=QUESTIONS * CANDIDATES, max_context=1024),
+    )
+    await started.start()
+    return started
+
+
+def random_copy(folder: Path, **changes: Any) -> Path:
+    """Save float32 random weights of the default model's shape with its tokenizer. changes: values
+    of its config, such as fewer layers."""
+    source = model_folder()
+    config: Any = AutoConfig.from_pretrained(source)
+    if "num_hidden_layers" in changes:
+        config.layer_types = None
+    for name, value in changes.items():
+        setattr(config, name, value)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(source).save_pretrained(folder)
+    return folder
+
+
+def words(rng: np.random.Generator, vocabulary: int, count: int) -> np.ndarray:
+    """Return token ids, int32 [count], as in a text: above the single bytes and special tokens of
+    most vocabularies."""
+    return rng.integers(min(1000, vocabulary // 4), min(40000, vocabulary), count).astype(np.int32)
+
+
+def prompts(rng: np.random.Generator, vocabulary: int) -> list[np.ndarray]:
+    """Return the first prefixes, each a common instruction and then a question."""
+    common = words(rng, vocabulary, INSTRUCTION)
+    return [np.concatenate([common, words(rng, vocabulary, QUESTION)]) for _ in range(QUESTIONS)]
+
+
+async def trees(engine: LocalEngine) -> None:
+    """Grow QUESTIONS trees of STEPS steps concurrently."""
+    rng = np.random.default_rng(0)
+    vocabulary = engine.model.config.vocab_size
+
+    async def grow(prefix: np.ndarray, number: int) -> None:
+        for step in range(STEPS):
+            sampling = Sampling(ACTION, 1.0, seed=1000 * number + step)
+            result = await engine.generate(GenerateRequest(prefix, CANDIDATES, sampling))
+            observation = words(rng, vocabulary, OBSERVATION)
+            prefix = np.concatenate([prefix, result.samples[0].tokens, observation])
+
+    await asyncio.gather(*(grow(prefix, i) for i, prefix in enumerate(prompts(rng, vocabulary))))
+
+
+async def _measure(model: str) -> dict[str, Any]:
+    started = await engine(model_folder(model))
+    await trees(started)
+    await started.close()
+    counts = started.counts
+    ratio = counts["prefilled_tokens"] / counts["ideal_prefill_tokens"]
+    row = {
+        "name": "prefill tokens computed / ideal (SLATE trees)",
+        "ratio": ratio,
+        "goal": 1.02,
+        "better": "lower",
+    }
+    return row | {
+        key: counts[key]
+        for key in ("prompt_tokens", "prefilled_tokens", "ideal_prefill_tokens", "decoded_tokens")
+    }
+
+
+def run(model: str = DEFAULT) -> dict[str, Any]:
+    """Return counts of tokens and their ratio. Nothing depends on time."""
+    return asyncio.run(_measure(model))

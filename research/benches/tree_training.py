@@ -1,0 +1,253 @@
+"""Forward and backward of a batch of paths: packed as one forest, against padded rows and against
+unshared packing (varlen).
+
+The speed-up is compared with the token ratio (path tokens over packed tokens), and with the most
+that sharing can save by arithmetic: the multiplications of a forward, unshared over shared. The
+token ratio is not that limit: every distinct trained target passes the head either way, which
+lowers it, and a shared token's attention is computed once, which raises it where prefixes are long.
+A backward costs twice the forward in every part, so the limit is also that of a whole update. The
+targets of the head are the same in all three cases. The model has ten layers of the default model's
+shape with random weights, all trained, on one thread.
+
+The batches have the shapes on which the four methods train. Tokens are random, because only lengths
+and shared prefixes matter. The lengths of ``slate`` come from a real batch; the others have half of
+their real lengths, so that the padded reference ends soon.
+
+``python -m coppice.research.benches.tree_training`` measures a SLATE batch on a GPU; coppice dev gpu-check
+runs it.
+"""
+
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path as FilePath
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from coppice.learner.config import LearnerConfig, LoraConfig
+from coppice.learner.forest.head import token_logprobs
+from coppice.learner.forest.trees import Path, pack
+from coppice.learner.model.model import TreeModel
+from coppice.learner.model.ranks import Ranks
+from coppice.research.benches.prefill import random_copy
+from coppice.tools.planning import formulas
+from coppice.tools.planning.formulas import Dense
+from coppice.tools.planning.growth import packed
+
+LAYERS, PADDED_ROWS, REPEATS = 10, 4, 1
+GOALS = {"slate": 0.7, "mc_pr": 0.6}
+"""The least share of the token ratio that the speed-up must reach. Other shapes need only be no
+slower than padded rows."""
+SIZES = {
+    "SmolLM2-135M": Dense(30, 576, 1536, 9, 49_152, 3),
+    "ten of its layers": Dense(10, 576, 1536, 9, 49_152, 3),
+    "Qwen2.5-7B": formulas.SHAPES["Qwen2.5-7B"],
+}
+PEAK_TFLOPS = {"H100": 989.0, "H200": 989.0, "A100": 312.0}
+"""Peak of dense bf16 products, from the vendor's data sheets."""
+GPU_REPEATS = 5
+VOCABULARY = 49152
+"""Token ids are below this number."""
+
+
+def _words(rng: np.random.Generator, count: int) -> list[int]:
+    return rng.integers(0, VOCABULARY, count).tolist()
+
+
+def slate(rng: np.random.Generator, question: int = 200, steps: int = 4, k: int = 5, action: int = 80, retrieved: int = 400) -> list[Path]:  # fmt: skip
+    """Make one question with k actions from one prefix at every step, one of which is continued."""
+    paths, prefix = [], _words(rng, question)
+    for _ in range(steps):
+        actions = [_words(rng, action) for _ in range(k)]
+        paths += [Path(prefix + a, len(prefix)) for a in actions]
+        prefix = prefix + actions[0] + _words(rng, retrieved)
+    return paths
+
+
+def grpo(rng: np.random.Generator, prompt: int = 500, k: int = 8, action: int = 100) -> list[Path]:
+    """Make k answers to one prompt."""
+    prefix = _words(rng, prompt)
+    return [Path(prefix + _words(rng, action), prompt) for _ in range(k)]
+
+
+def mc_pr(
+    rng: np.random.Generator, prompt: int = 100, states: int = 4, n: int = 12, turn: int = 32
+) -> list[Path]:
+    """Make n continuations of one turn from each state of a trajectory."""
+    paths, prefix = [], _words(rng, prompt)
+    for _ in range(states):
+        paths += [Path(prefix + _words(rng, turn), len(prefix)) for _ in range(n)]
+        prefix = prefix + _words(rng, 2 * turn)
+    return paths
+
+
+def episodes(
+    rng: np.random.Generator, prompt: int = 100, count: int = 6, turns: int = 4, turn: int = 30
+) -> list[Path]:
+    """Make whole game episodes that share only the prompt. Each is one path, trained from the end
+    of the prompt on."""
+    prefix = _words(rng, prompt)
+    return [Path(prefix + _words(rng, turns * turn), prompt) for _ in range(count)]
+
+
+Name = Literal["slate", "grpo", "mc_pr", "episodes"]
+SHAPES: dict[Name, Callable[..., list[Path]]] = {
+    "slate": slate,
+    "grpo": grpo,
+    "mc_pr": mc_pr,
+    "episodes": episodes,
+}
+
+
+# ----------------------------------------------------------------------------------------------
+# measurements
+
+
+def limit(paths: Sequence[Path], model: Dense) -> float:
+    """Return the multiplications of the unshared paths over those of their forest. Trained tokens
+    that paths share pass the head once."""
+    work = packed([paths], sum(len(path.tokens) for path in paths), 1)
+    unshared = model.multiplications(work["path"], work["path_pairs"], work["path_targets"])
+    return unshared / model.multiplications(work["packed"], work["pairs"], work["targets"])
+
+
+def make(folder: FilePath, lora: int = 0) -> TreeModel:
+    """Return a model of the default model's shape with fewer layers."""
+    random_copy(folder, num_hidden_layers=LAYERS)
+    return TreeModel(
+        str(folder), LearnerConfig(dtype="float32"), LoraConfig(rank=lora), 1.0, Ranks(60)
+    )
+
+
+def forest(model: TreeModel, paths: Sequence[Path]) -> None:
+    """Compute as the learner does, which shares prefixes where sharing pays."""
+    model.read(model.row(pack(paths, share=None)))[0].sum().backward()
+
+
+def varlen(model: TreeModel, paths: Sequence[Path]) -> None:
+    """Compute packed rows without sharing."""
+    model.read(model.row(pack(paths, share=False)))[0].sum().backward()
+
+
+def padded(model: TreeModel, paths: Sequence[Path]) -> None:
+    """Compute rows padded to the longest of their batch, with the model's own attention."""
+    causal = model.causal
+    for first in range(0, len(paths), PADDED_ROWS):
+        some = paths[first : first + PADDED_ROWS]
+        longest = max(len(p.tokens) for p in some)
+        ids = torch.tensor([[*p.tokens] + [0] * (longest - len(p.tokens)) for p in some])
+        mask = torch.tensor([[1] * len(p.tokens) + [0] * (longest - len(p.tokens)) for p in some])
+        hidden = causal.get_decoder()(
+            input_ids=ids, attention_mask=mask, use_cache=False
+        ).last_hidden_state
+        rows = torch.cat([hidden[i, p.start - 1 : len(p.tokens) - 1] for i, p in enumerate(some)])
+        targets = torch.tensor([t for p in some for t in p.tokens[p.start :]])
+        token_logprobs(rows, causal.get_output_embeddings().weight, targets)[0].sum().backward()
+
+
+def seconds(
+    work: Callable[[TreeModel, Sequence[Path]], None], model: TreeModel, paths: Sequence[Path]
+) -> float:
+    """Return the CPU seconds of one forward and backward (not wall time, because the machine is
+    shared)."""
+    model.tower.zero_grad(set_to_none=True)
+    start = time.process_time()
+    work(model, paths)
+    return time.process_time() - start
+
+
+def measure(model: TreeModel, name: Name, repeats: int = REPEATS) -> dict[str, Any]:
+    """Measure one shape in interleaved repeats and return the medians."""
+    paths = SHAPES[name](np.random.default_rng(0))
+    forested = pack(paths)
+    times: dict[str, list[float]] = {"forest": [], "varlen": [], "padded": []}
+    for _ in range(repeats):
+        for key, work in (("forest", forest), ("varlen", varlen), ("padded", padded)):
+            times[key].append(seconds(work, model, paths))
+    middle = {key: statistics.median(values) for key, values in times.items()}
+    return {
+        "shape": name,
+        "tokens": forested.nodes,
+        "token_ratio": forested.token_ratio,
+        "limits": {size: limit(paths, dense) for size, dense in SIZES.items()},
+        "over_padded": middle["padded"] / middle["forest"],
+        "over_varlen": middle["varlen"] / middle["forest"],
+        "cpu_s": middle,
+    }
+
+
+def run(shapes: tuple[Name, ...] = tuple(SHAPES), repeats: int = REPEATS) -> dict[str, Any]:
+    """Measure all shapes. The ratio is the worst speed-up over its goal, so a ratio of 1 or more
+    means that every goal is met."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            model = make(FilePath(folder))
+            seconds(
+                forest, model, SHAPES["grpo"](np.random.default_rng(1), prompt=50, action=20)
+            )  # warms the allocator
+            rows = [measure(model, name, repeats) for name in shapes]
+    finally:
+        torch.set_num_threads(threads)
+    worst = min(
+        r["over_padded"] / (GOALS[r["shape"]] * r["token_ratio"] if r["shape"] in GOALS else 1.0)
+        for r in rows
+    )
+    name = "tree training: speed-up / its goal (worst shape)"
+    return {"name": name, "ratio": worst, "goal": 1.0, "better": "higher", "shapes": rows}
+
+
+# ---------------------------------------------------------------------------------------------- on
+# a GPU
+
+
+def _gpu_seconds(work: Callable[..., None], model: TreeModel, paths: list[Path]) -> float:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    work(model, paths)  # compiles the kernels
+    begin.record()
+    for _ in range(GPU_REPEATS):
+        model.tower.zero_grad(set_to_none=True)
+        work(model, paths)
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end) / 1000 / GPU_REPEATS
+
+
+def measure_gpu() -> dict[str, Any]:
+    """Measure a SLATE batch on a GPU in bf16, as one forest with FlexAttention and unshared.
+
+    Returns the seconds of both, the speed-up against the token ratio, and the forest's share of the
+    peak (matrix products only).
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        random_copy(FilePath(folder))
+        settings = LearnerConfig(dtype="bfloat16", kl_coef=0.0)
+        model = TreeModel(str(FilePath(folder)), settings, LoraConfig(rank=0), 1.0, Ranks(60))
+        rng = np.random.default_rng(0)
+        paths = [p for _ in range(4) for p in slate(rng)]
+        forested = pack(paths)
+        shared, apart = _gpu_seconds(forest, model, paths), _gpu_seconds(varlen, model, paths)
+    weights = sum(p.numel() for n, p in model.tower.named_parameters() if "layers" in n)
+    name = torch.cuda.get_device_name()
+    peak = next((v for key, v in PEAK_TFLOPS.items() if key in name), None)
+    tflops = 6 * weights * forested.nodes / shared / 1e12
+    return {
+        "device": name,
+        "packed_tokens": forested.nodes,
+        "token_ratio": forested.token_ratio,
+        "forest_s": shared,
+        "unshared_s": apart,
+        "speed_up": apart / shared,
+        "share_of_token_ratio": apart / shared / forested.token_ratio,
+        "tflops": tflops,
+        "share_of_peak": None if peak is None else tflops / peak,
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(measure_gpu(), indent=1))

@@ -1,0 +1,262 @@
+"""The pause of generation during a weight update over the seconds of the whole load. Sampling goes
+on while the file is verified.
+
+The embedded engine samples from the default model while an adapter and then all weights are loaded.
+The pause is the longest gap between two tokens of one sample minus the median gap. Lost tokens are
+those that would have been sampled during the pause; none is discarded.
+
+``python -m coppice.research.benches.weight_update --size 7b`` measures the seconds of one update into
+SGLang by each transport: whole weights from the learner's memory and from a file, and a rank-16
+adapter on all linear layers, alone or merged by the actor; coppice dev gpu-check runs it. Its servers are
+separate from those of ``gpu_sglang``: they accept adapters, which may lower the throughput measured
+there, and have no CUDA graphs, which would only slow the start. No requests run during such an
+update. The seconds count from the actor's call to the proof of the new weights, without the
+learner's work before the call (writing files, digests).
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from coppice.actors.engines.local import LocalEngine
+from coppice.actors.engines.sglang import SGLangEngine
+from coppice.learner.model.giver import Giver, Snapshot
+from coppice.learner.model.publish import Published, fingerprint, publish
+from coppice.research.benches import prefill as shape
+from coppice.research.benches.gpu_sglang import SHAPES, random_model, started
+from coppice.tools.defaults.models import DEFAULT
+from coppice.wire import digest
+from coppice.wire.messages import GenerateRequest, LoadRequest, Sampling
+from coppice.wire.published import FILES, Manifest
+
+SAMPLES, PROMPT = 8, 64
+RANK = 16
+OUT_OF_MEMORY = ("tensor", "distributed")
+TRANSPORTS = (*OUT_OF_MEMORY, "disk", "adapter", "merged")
+"""The order matters: each transport must bring weights that differ from those that the server
+holds."""
+
+
+def adapter(base: Path, folder: Path) -> Manifest:
+    """Save an adapter of random weights on all linear layers, as the learner publishes it."""
+    model: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    tensors = {}
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear) and name != "lm_head":
+            tensors[f"base_model.model.{name}.lora_A.weight"] = (
+                torch.randn(RANK, module.in_features) * 1e-3
+            )
+            tensors[f"base_model.model.{name}.lora_B.weight"] = (
+                torch.randn(module.out_features, RANK) * 1e-3
+            )
+    (folder / "adapter_config.json").write_text(json.dumps({"lora_alpha": 2 * RANK, "r": RANK}))
+    return _save(tensors, folder, 1, "lora")
+
+
+def whole(base: Path, folder: Path) -> Manifest:
+    """Save all weights with a small change."""
+    model: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    return _save(
+        {n: (p.detach() * 1.001).contiguous() for n, p in model.named_parameters()},
+        folder,
+        2,
+        "full",
+    )
+
+
+def _save(tensors: dict[str, torch.Tensor], folder: Path, version: int, kind: Any) -> Manifest:
+    save_file(tensors, folder / FILES[kind], metadata={"format": "pt"})
+    manifest = Manifest(version, kind, digest.safetensors_file(folder / FILES[kind]))
+    manifest.write(folder)
+    return manifest
+
+
+async def measure(
+    engine: LocalEngine, make: Callable[[Path, Path], Manifest], base: Path
+) -> dict[str, float]:
+    """Measure one load in the middle of a generation."""
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        manifest = make(base, folder)
+        arrivals: list[float] = []
+
+        def arrived(index: int, tokens: list[int], logprobs: list[float]) -> None:
+            if index == 0:
+                arrivals.append(time.perf_counter())
+
+        prompt = shape.words(
+            np.random.default_rng(manifest.version), engine.model.config.vocab_size, PROMPT
+        )
+        sampling = Sampling(400, 1.0, seed=1)
+        running = asyncio.create_task(
+            engine.generate(GenerateRequest(prompt, SAMPLES, sampling), arrived)
+        )
+        while len(arrivals) < 10:
+            await asyncio.sleep(0.05)
+        loaded = await engine.load(LoadRequest(manifest.version, scratch, manifest.digest))
+        seen = len(arrivals)
+        while len(arrivals) < seen + 10:
+            await asyncio.sleep(0.05)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        gaps = np.diff(arrivals)
+        step = statistics.median(gaps)
+        pause = float(gaps.max() - step)
+        size = (folder / FILES[manifest.kind]).stat().st_size
+        return {
+            "load_s": loaded.seconds,
+            "pause_s": pause,
+            "tokens_lost": pause * SAMPLES / step,
+            "mb": size / 1e6,
+        }
+
+
+async def _measure(model: str) -> dict[str, Any]:
+    base = shape.model_folder(model)
+    engine = await shape.engine(base)
+    rows = {
+        "adapter": await measure(engine, adapter, base),
+        "whole": await measure(engine, whole, base),
+    }
+    await engine.close()
+    ratio = rows["whole"]["pause_s"] / rows["whole"]["load_s"]
+    row = {
+        "name": "weight update: generation paused / whole load",
+        "ratio": ratio,
+        "goal": 0.6,
+        "better": "lower",
+    }
+    return row | rows
+
+
+def run(model: str = DEFAULT) -> dict[str, Any]:
+    """Return the seconds of both loads and their pauses."""
+    return asyncio.run(_measure(model))
+
+
+# ----------------------------------------------------------------------------------------------
+# updates into SGLang
+
+
+class Trained:
+    """A policy that trains an adapter, as far as ``learner.publish`` needs one. Its model has
+    shapes and no weights."""
+
+    lora = True
+
+    def __init__(self, folder: Path, rank: int):
+        with torch.device("meta"):
+            bare: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+            settings = LoraConfig(
+                r=rank, lora_alpha=4 * rank, target_modules="all-linear", lora_dropout=0.0
+            )  # pyright: ignore
+            self.model: Any = get_peft_model(bare, settings)
+
+    def gathered(self) -> dict[str, torch.Tensor]:
+        """Return small random weights in the learner's float32."""
+        trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        return {name: 0.01 * torch.randn(p.shape, device="cpu") for name, p in trained.items()}
+
+
+async def updates(
+    engine: SGLangEngine,
+    folder: Path,
+    device: str,
+    transports: tuple[str, ...] = TRANSPORTS,
+    rank: int = RANK,
+) -> dict[str, float]:
+    """Return the seconds by transport for a started engine of the model in ``folder``, and print
+    each as soon as it is measured."""
+    seconds: dict[str, float] = {}
+    giver = Giver()
+    try:
+        for version, transport in enumerate(transports, engine.version + 1):
+            with tempfile.TemporaryDirectory() as scratch:
+                published = _published(
+                    version, transport, folder, Path(scratch), giver, device, rank
+                )
+                way = "lora" if transport in ("adapter", "merged") else "weights"
+                engine.weights.config = msgspec.structs.replace(
+                    engine.config.sglang, **{way: transport}
+                )
+                seconds[transport] = (
+                    await engine.load(LoadRequest(version, published.path, published.digest))
+                ).seconds
+            print(json.dumps({"transport": transport, "update_s": seconds[transport]}), flush=True)
+    finally:
+        giver.close()
+    return seconds
+
+
+def _published(
+    version: int, transport: str, model: Path, scratch: Path, giver: Giver, device: str, rank: int
+) -> Published:
+    """Publish the version as the learner does."""
+    if transport in ("adapter", "merged"):
+        return publish(Trained(model, rank), version, scratch, keep=1)  # pyright: ignore[reportArgumentType]
+    stored = model / FILES["full"]
+    if transport == "disk":
+        os.symlink(stored, scratch / FILES["full"])
+        manifest = Manifest(version, "full", digest.safetensors_file(stored))
+    else:
+        own = {
+            name: tensor * (1 + version / 100)
+            for name, tensor in load_file(stored, device=device).items()
+        }
+        manifest = Manifest(
+            version, "full", fingerprint(own), False, giver.offer(Snapshot(version, own))
+        )
+    manifest.write(scratch)
+    return Published(version, str(scratch), manifest.digest)
+
+
+async def _served(name: str, tokenizer: Path, transports: tuple[str, ...]) -> dict[str, float]:
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = random_model(Path(scratch), SHAPES[name], tokenizer, "cuda:0")
+        graphs = {"cuda_graph_backend_decode": "disabled", "cuda_graph_backend_prefill": "disabled"}
+        adapters = {"enable_lora": True, "max_lora_rank": RANK, "max_loras_per_batch": 2}
+        engine = started(folder, {"mem_fraction_static": 0.4} | graphs | adapters)
+        await engine.start()
+        try:
+            return await updates(engine, folder, "cuda:0", transports)
+        finally:
+            await engine.close()
+
+
+def possible() -> tuple[str, ...]:
+    """Return the transports that this machine supports. A broadcast needs one GPU per rank, or none
+    at all."""
+    return tuple(
+        name for name in TRANSPORTS if name != "distributed" or torch.cuda.device_count() != 1
+    )
+
+
+def main() -> None:
+    """Print JSON lines: the seconds of each transport when they are measured, then all of them."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--size", default="7b", choices=list(SHAPES), help="default %(default)s")
+    parser.add_argument(
+        "--without", nargs="+", default=[], choices=TRANSPORTS, help="transports to leave out"
+    )
+    options = parser.parse_args()
+    transports = tuple(name for name in possible() if name not in options.without)
+    seconds = asyncio.run(_served(options.size, shape.model_folder(), transports))
+    print(json.dumps({"size": options.size, "update_s": seconds}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

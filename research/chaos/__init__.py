@@ -1,0 +1,138 @@
+"""The command coppice dev chaos: it strikes small runs with many faults, one after another, and checks
+that nothing is lost.
+
+docs/reliability.md says what is struck, what must hold, and what was measured.
+"""
+
+import argparse
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from coppice.research.chaos.plan import KINDS
+from coppice.wire.options import command_parser
+
+OWN = "COPPICE_CHAOS_MOUNTS"
+"""The variable that says, once this command was started anew, whether it may mount a disk that
+nobody else sees: "1" or "0"."""
+SETTINGS = {
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "PYTHONUNBUFFERED": "1",
+    "MALLOC_ARENA_MAX": "2",
+}
+"""Libraries read these when they are loaded, which happens once for all processes of the runs."""
+
+
+EXAMPLES = """\
+  coppice dev chaos --list                          every kind of fault and its share
+  coppice dev chaos --faults 1000 --seed 1          ten runs of 100 faults each
+  coppice dev chaos --faults 20 --only journal checkpoint
+  coppice dev chaos --faults 100 --schedulers 2     runs of two schedulers"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of coppice dev chaos."""
+    parser = command_parser(
+        "coppice dev chaos",
+        "Strike a small run with faults, and check that nothing is lost.",
+        EXAMPLES,
+    )
+    parser.add_argument(
+        "--faults", type=int, default=100, help="how many faults (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        help="decides all faults and their order (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="folder in which a run is kept that broke an invariant (default: a new folder in /tmp)",
+    )
+    parser.add_argument(
+        "--schedulers",
+        type=int,
+        default=1,
+        help="how many schedulers each run has (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=sorted(KINDS),
+        metavar="KIND",
+        help="these kinds of faults alone (default: all)",
+    )
+    parser.add_argument("--list", action="store_true", help="print the kinds of faults and end")
+    return parser
+
+
+def arguments(options: list[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
+    command = parser()
+    parsed = command.parse_args(options)
+    if sys.platform != "linux":
+        command.error(f"its faults need Linux, and this is {sys.platform}")
+    if parsed.faults < 1:
+        command.error(f"--faults {parsed.faults}: expected at least 1")
+    if parsed.schedulers not in (1, 2):
+        command.error(
+            f"--schedulers {parsed.schedulers}: expected 1 or 2, because its runs have two actors"
+        )
+    if (
+        parsed.out is not None
+        and parsed.out.exists()
+        and not (parsed.out.is_dir() and not any(parsed.out.iterdir()))
+    ):
+        command.error(f"--out {parsed.out}: expected a folder that is empty or not there")
+    return parsed
+
+
+def main(options: list[str] | None = None) -> int:
+    """Run the command and return its exit status: 1 if an invariant is broken, 130 after Ctrl-C."""
+    asked = arguments(options)
+    if asked.list:
+        for name, kind in KINDS.items():
+            print(f"{name:<11} {kind.share:>3} of 100  {kind.text}; {', '.join(kind.places)}")
+        return 0
+    if OWN not in os.environ:
+        _again()
+    from coppice.research.chaos.chapters import chaos
+
+    folder = asked.out or Path(tempfile.mkdtemp(prefix="coppice-chaos-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        broken = chaos(
+            asked.seed,
+            asked.faults,
+            asked.only or list(KINDS),
+            folder.resolve(),
+            os.environ[OWN] == "1",
+            asked.schedulers,
+        )
+    except KeyboardInterrupt:
+        print(f"\nstopped; no process is left. {folder} holds what was written", file=sys.stderr)
+        return 130
+    if not broken and asked.out is None:
+        shutil.rmtree(folder)
+    return int(broken)
+
+
+def _again() -> None:
+    """Start this command anew with settings that are read only then, and where it may mount a disk,
+    if the system lets it."""
+    apart = ["unshare", "--mount", *([] if os.geteuid() == 0 else ["--map-root-user"])]
+    able = (
+        shutil.which("unshare")
+        and not subprocess.run([*apart, "true"], capture_output=True, check=False).returncode
+    )
+    command = [*(apart if able else []), sys.executable, *sys.orig_argv[1:]]
+    os.execvpe(command[0], command, os.environ | SETTINGS | {OWN: str(int(bool(able)))})

@@ -1,0 +1,120 @@
+"""Runs that are struck, each with a part of the faults, from its start to its end and the check of
+its invariants."""
+
+import contextlib
+import shutil
+import time
+from collections import Counter
+from pathlib import Path
+
+import psutil
+
+from coppice.research.chaos import invariants, strikes, world
+from coppice.research.chaos.plan import KINDS, Fault, plan
+from coppice.research.chaos.run import Lost, Run
+from coppice.wire.apart import apart
+
+CHAPTER = 100
+"""Faults of one run."""
+WIDTH = 80
+
+
+def chaos(
+    seed: int, count: int, kinds: list[str], folder: Path, mounts: bool, schedulers: int = 1
+) -> bool:
+    """Strike runs in ``folder`` with ``count`` faults. Return whether an invariant was broken.
+    mounts: whether disks may be mounted. schedulers: how many each run has."""
+    disk = folder / "disk"
+    disk.mkdir()
+    own = mounts and strikes.mount(disk, f"size={strikes.DISK_MIB}m", first=True)
+    kinds = [kind for kind in kinds if own or kind not in ("full", "read-only")]
+    if not own:
+        print("no disk can be mounted here: no fault of the kinds full and read-only strikes")
+    if not kinds:
+        return False
+    faults = plan(seed, count, kinds, schedulers)
+    world_folder = folder / "world"
+    world_folder.mkdir()
+    config = apart(world.make, world_folder, schedulers)
+    struck: Counter[str] = Counter()
+    survived: Counter[str] = Counter()
+    try:
+        for first in range(0, len(faults), CHAPTER):
+            run = Run(world_folder, disk / "run", schedulers)
+            try:
+                broken = _chapter(run, config, faults[first : first + CHAPTER], struck, survived)
+            finally:
+                run.close()
+            if broken:
+                _keep(run, folder)
+                print("\n".join(broken))
+                print(f"the seed was {seed}; the run is kept in {folder / 'run'}")
+                return True
+            shutil.rmtree(run.folder)
+    finally:
+        _table(struck, survived)
+        if own:
+            strikes.unmount(disk)
+    shutil.rmtree(world_folder)
+    shutil.rmtree(disk)
+    print("every invariant holds")
+    return False
+
+
+def _chapter(
+    run: Run, config: Path, faults: list[Fault], struck: Counter[str], survived: Counter[str]
+) -> list[str]:
+    """Strike one run with ``faults`` and bring it to its end. Return the invariants that it broke."""
+    start = time.monotonic()
+    run.launch("--config", str(config), "--run-folder", str(run.folder))
+    try:
+        run.settle(3)
+        before = invariants.footprints(run)
+        for fault in faults:
+            began = time.monotonic()
+            struck[fault.kind] += 1
+            what = strikes.strike(run, fault)
+            run.settle(3 if KINDS[fault.kind].starts else 2)
+            survived[fault.kind] += 1
+            seconds = time.monotonic() - began
+            line = f"{fault.number:>4} {fault.kind:<10} {fault.place:<11} {seconds:>5.1f} s  {' '.join(what.split())}"
+            print(line if len(line) <= WIDTH else f"{line[: WIDTH - 3]}...", flush=True)
+        after = invariants.footprints(run)
+        if (status := run.finish()) != 0:
+            return [f"the run's end: exit status {status}, expected 0:\n{run.said()[-1500:]}"]
+    except (Lost, OSError, psutil.Error) as lost:
+        return [f"after {sum(survived.values())} faults: {lost}"]
+    broken = (
+        invariants.grown(before, after)
+        + invariants.left_behind(run)
+        + invariants.of_the_files(run.folder, world.QUESTIONS * len(run.homes))
+    )
+    count = invariants.account(run.folder)
+    print(
+        f"{count.drawn} drawn = {count.trained} trained + {count.quarantined} quarantined; {count.updates} updates,"
+        f" {run.launches} launches, {time.monotonic() - start:.0f} s\n{'holds':<10}  {'MiB: first':>10} {'last':>6}  {'files: first':>12} {'last':>4}"
+    )
+    for name, first in before.items():
+        last = after[name]
+        print(
+            f"{name:<10}  {first.mib:>10.0f} {last.mib:>6.0f}  {first.descriptors:>12} {last.descriptors:>4}",
+            flush=True,
+        )
+    return broken
+
+
+def _keep(run: Run, folder: Path) -> None:
+    """Copy a run that broke an invariant from its disk, which vanishes with this process."""
+    shutil.copytree(run.folder, folder / "run", ignore_dangling_symlinks=True)
+    with contextlib.suppress(OSError):
+        shutil.copyfile(run.out, folder / "run" / "launcher.out")
+
+
+def _table(struck: Counter[str], survived: Counter[str]) -> None:
+    print(f"{'kind':<12}{'struck':>8}{'survived':>10}")
+    print(
+        "\n".join(
+            f"{kind:<12}{struck[kind]:>8}{survived[kind]:>10}" for kind in KINDS if struck[kind]
+        )
+    )
+    print(f"{'all':<12}{struck.total():>8}{survived.total():>10}", flush=True)

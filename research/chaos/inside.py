@@ -1,0 +1,154 @@
+"""What a process of a run does to itself when chaos orders it to.
+
+``become`` makes a fork of this process a process of the run, and ``launch`` makes it the launcher,
+whose children are forks too. A thread takes orders on a Unix socket whose name is the process's
+number, so that the product has no hooks for faults. An order is answered when the fault has really
+struck.
+"""
+
+import ctypes
+import importlib
+import json
+import os
+import random
+import runpy
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import psutil
+
+from coppice import scheduler
+from coppice.research.chaos import messages
+from coppice.research.chaos.forked import Fork
+from coppice.tools.launching import children, command
+from coppice.tools.launching.assets import Assets
+from coppice.wire import shards
+
+_EVER_S, HANG_S = 10**6, 5
+PROCESSES = (
+    "coppice.actors.worker",
+    "coppice.judges.exact_match",
+    "coppice.judges.retriever.encoder",
+    "coppice.judges.retriever.index",
+    "coppice.judges.retriever.worker",
+    "coppice.judges.serve",
+    "coppice.judges.slate_rules",
+    "coppice.learner.main",
+    "coppice.scheduler.main",
+)
+"""What the processes of a run import."""
+for module in PROCESSES:
+    importlib.import_module(module)
+
+
+def address(pid: int) -> str:
+    """Return the name of the socket of a process (in Linux's abstract namespace, which needs no
+    file)."""
+    return f"\0coppice-chaos-{pid}"
+
+
+def listen() -> None:
+    """Begin to take orders: JSON {kind, variant}. The answer is a text that says what struck."""
+    orders = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    orders.bind(address(os.getpid()))
+
+    def serve() -> None:
+        while True:
+            order, sender = orders.recvfrom(4096)
+            wanted = json.loads(order)
+            obey(
+                wanted["kind"],
+                wanted["variant"],
+                lambda text, to=sender: orders.sendto(text.encode(), to),
+            )
+
+    threading.Thread(target=serve, daemon=True).start()
+
+
+def obey(kind: str, variant: int, tell: Callable[[str], Any]) -> None:
+    """Strike now, or arm what strikes with the next message."""
+    match kind:
+        case "hang":
+            if launches := sys.argv[1].startswith("--"):
+                hold(HANG_S)
+            tell(f"no thread ran for {HANG_S} s" if launches else "no thread runs")
+            if not launches:
+                hold(_EVER_S)
+        case "slow":
+            end = time.monotonic() + 2
+            while time.monotonic() < end:
+                hold(0.05)
+                time.sleep(0.01)
+            tell("it was slow for 2 s")
+        case "exit":
+            tell("status 1")
+            os._exit(1)
+        case "clock":
+            tell(turn_clock(random.Random(variant).choice([-1, 1]) * (variant % (30 * 86400) + 60)))
+        case "cut" | "part":
+            tell(f"{shut_down(kind)} connections were shut down")
+        case _:
+            messages.armed[kind] = messages.Armed(variant, tell)
+
+
+def hold(seconds: float) -> None:
+    """Sleep without giving up the interpreter's lock, so that no other thread of this process runs."""
+    library = ctypes.PyDLL(None)
+    library.usleep(int(seconds * 1e6)) if seconds < 1 else library.sleep(int(seconds))
+
+
+def turn_clock(by: float) -> str:
+    """Move this process's date. The monotonic clock stays, as it does when an administrator sets
+    the date."""
+    real, real_ns = time.time, time.time_ns
+    time.time, time.time_ns = lambda: real() + by, lambda: real_ns() + int(by * 1e9)
+    return f"the date moved by {by / 86400:+.1f} days"
+
+
+def shut_down(kind: str) -> int:
+    """Shut down this process's connections to the schedulers or its workers, or with "part" to the
+    other ranks."""
+    run = Path(sys.argv[1]).parent.parent
+    ports = {int((home / "endpoint").read_text().rpartition(":")[2]) for home in shards.homes(run)}
+    count = 0
+    for one in psutil.Process().net_connections("tcp"):
+        if one.status == psutil.CONN_ESTABLISHED and (kind == "part") == ports.isdisjoint(
+            {one.laddr.port, one.raddr.port}
+        ):
+            with socket.socket(fileno=os.dup(one.fd)) as connection:
+                connection.shutdown(socket.SHUT_RDWR)
+            count += 1
+    return count
+
+
+def become(module: str, file: str) -> None:
+    """Be the process that ``python -m module file`` would be, and take orders."""
+    sys.argv = [module, file]
+    scheduler.STARTED = time.monotonic()
+    listen()
+    messages.wrap()
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def launch(assets: Path, arguments: Sequence[str]) -> None:
+    """Be the launcher of a run whose processes are forks of this one. The set-up was done before:
+    assets is a file with its result."""
+    sys.argv = ["coppice launch", *arguments]
+    listen()
+
+    def start(command: Sequence[str], **options: Any) -> Fork:
+        return Fork(partial(become, *command[2:]), **options)
+
+    prepared = msgspec.json.decode(assets.read_bytes(), type=Assets)
+    messages.put((children, "subprocess", SimpleNamespace(PIPE=subprocess.PIPE, Popen=start)))
+    messages.put((command, "prepare", lambda _: prepared))
+    sys.exit(command.main())

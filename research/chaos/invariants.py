@@ -1,0 +1,119 @@
+"""What must hold of a run that was struck, read from outside: its files, its processes' memory and
+descriptors, and what stays of it."""
+
+import os
+import time
+from pathlib import Path
+
+import msgspec
+import psutil
+
+from coppice.research.chaos.run import Run
+from coppice.tools.inspecting import frames
+from coppice.tools.inspecting.audit import audit
+from coppice.wire import shards
+
+GROWTH, ROOM_MIB, MORE_DESCRIPTORS = 1.25, 64.0, 16
+"""A process may hold so many times the memory that it began with, and so many MiB and descriptors
+more. It was started again meanwhile, and the caches of its allocator and of torch fill in another
+order each time."""
+
+
+class Footprint(msgspec.Struct, frozen=True):
+    """What a process holds. mib: its proportional share of the memory (PSS). descriptors: open
+    files and sockets."""
+
+    mib: float
+    descriptors: int
+
+
+class Account(msgspec.Struct, frozen=True):
+    """What became of the tasks of a run: drawn = trained + quarantined. in_updates: the tasks that
+    one version trained, which may have been quarantined after they had emitted a group."""
+
+    drawn: int
+    trained: int
+    quarantined: int
+    in_updates: int
+    updates: int
+
+
+def footprints(run: Run) -> dict[str, Footprint]:
+    """Return what each process of a run holds, by name."""
+    processes = {name: psutil.Process(pid) for name, pid in run.pids().items()}
+    return {
+        name: Footprint(p.memory_full_info().pss / 2**20, p.num_fds())
+        for name, p in processes.items()
+    }
+
+
+def grown(before: dict[str, Footprint], after: dict[str, Footprint]) -> list[str]:
+    """Return what grew beyond what is allowed."""
+    faults = []
+    for name, first in before.items():
+        last = after[name]
+        if last.mib > GROWTH * first.mib + ROOM_MIB:
+            faults.append(
+                f"flat memory: {name} held {first.mib:.0f} MiB at the start and holds {last.mib:.0f}"
+            )
+        if last.descriptors > first.descriptors + MORE_DESCRIPTORS:
+            faults.append(
+                f"flat descriptors: {name} had {first.descriptors} at the start and has {last.descriptors}"
+            )
+    return faults
+
+
+def account(folder: Path) -> Account:
+    """Count the tasks of a run in its journals."""
+    journal = frames.opened(folder)
+    try:
+        rows = journal.trees("split='train'")
+        versions = {row.id: {version for _, version in journal.groups(row.id)} for row in rows}
+    finally:
+        journal.close()
+    counted = [row for row in rows if len(versions[row.id]) == 1 and None not in versions[row.id]]
+    trained, quarantined = (
+        sum(row.status == status for row in some)
+        for some, status in ((counted, "closed"), (rows, "quarantined"))
+    )
+    newest = max(
+        (version for row in counted for version in versions[row.id] if version is not None),
+        default=0,
+    )
+    return Account(len(rows), trained, quarantined, len(counted), newest)
+
+
+def of_the_files(folder: Path, questions: int) -> list[str]:
+    """Return what is wrong in the folder of a run that has ended: what coppice watch --audit finds, and tasks
+    that are not accounted for. questions: the tasks of an update."""
+    faults = [str(violation) for violation in audit(folder)]
+    for home in shards.homes(folder):
+        if not (home / "summary.json").exists():
+            faults.append(f"the run is over: there is no {home / 'summary.json'}")
+    count = account(folder)
+    if count.drawn != count.trained + count.quarantined:
+        faults.append(
+            f"nothing lost: {count.drawn} drawn, {count.trained} trained and {count.quarantined} quarantined"
+        )
+    if count.in_updates != count.updates * questions:
+        faults.append(
+            f"whole updates: {count.in_updates} tasks are in {count.updates} updates of {questions} tasks each"
+        )
+    return faults
+
+
+def left_behind(run: Run, patience_s: float = 60.0) -> list[str]:
+    """Return what stays of a run that has ended: processes, and the shared memory of any process
+    that it ever had."""
+    end = time.monotonic() + patience_s
+    while True:
+        segments = [
+            name for name in os.listdir("/dev/shm") if any(f"_{pid}_" in name for pid in run.seen)
+        ]
+        left = [
+            f"nothing stays: {what}"
+            for what in [*(f"process {pid}" for pid in run.alive()), *segments]
+        ]
+        if not left or time.monotonic() > end:
+            return left
+        time.sleep(0.5)

@@ -1,0 +1,227 @@
+"""Faults that strike a message, a load of weights or a gradient of this process: once armed, each
+strikes the next one.
+
+``wrap`` puts functions around those through which they pass: ``Pump.send`` for every message,
+``Service.send`` for the answers of a worker.
+"""
+
+import random
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from coppice.actors.engines import local
+from coppice.learner.model.ranks import Ranks
+from coppice.wire import sockets
+from coppice.wire.arrays import Frame, decode_header
+from coppice.wire.messages import (
+    GenerateResult,
+    Heartbeat,
+    JudgeResult,
+    LoadResult,
+    Message,
+    Request,
+    Result,
+    RetrieveResult,
+)
+from coppice.wire.service import Service
+
+BEYOND = 257 * 2**20
+"""Bytes that no message may have (wire.arrays.Limits)."""
+
+
+class Armed(msgspec.Struct, frozen=True):
+    """A fault that waits for its moment. tell: says what has struck."""
+
+    variant: int
+    tell: Callable[[str], Any]
+
+
+armed: dict[str, Armed] = {}
+"""By kind."""
+
+
+def take(kind: str, wanted: bool = True) -> Callable[[str], None] | None:
+    """Return what tells that ``kind`` has struck if it is armed, once. wanted: whether this is its
+    moment."""
+    return armed.pop(kind).tell if wanted and kind in armed else None
+
+
+def wrap() -> None:
+    """Have the messages, the loads and the gradients of this process pass by the faults that are
+    armed."""
+    _wrap_messages()
+    _wrap_loads()
+    _wrap_gradients()
+
+
+def _wrap_messages() -> None:
+    send, answer, accept = sockets.Pump.send, Service.send, Service._accept
+    held: list[list[Frame]] = []
+
+    def sends(pump: sockets.Pump, frames: Iterable[Frame]) -> None:
+        message = list(frames)
+        header = decode_header(message[isinstance(pump, sockets.Router) :])
+        if held and _peer(pump, held[0]) == _peer(pump, message):
+            send(pump, message)
+            send(pump, held.pop())
+        elif isinstance(header, Heartbeat) or not armed:
+            send(pump, message)
+        elif tell := take("lose"):
+            tell(f"a {type(header).__name__} was lost")
+        elif tell := take("twice"):
+            send(pump, message)
+            send(pump, message)
+            tell(f"a {type(header).__name__} was sent twice")
+        elif tell := take("reorder"):
+            held.append(message)
+            tell(f"a {type(header).__name__} came after the next message")
+        else:
+            send(pump, message)
+
+    def answers(service: Service, header: Message, body: msgspec.Struct | None = None) -> None:
+        if isinstance(header, Result) and (tell := take("stray")):
+            tell("an answer to no request")
+            header = Result(header.id + 10**9)
+        for kind in (
+            ("wrong", "nan", "huge")
+            if isinstance(header, Result) and not isinstance(body, LoadResult)
+            else ()
+        ):
+            if kind in armed and body is not None:
+                body, text = SPOILERS[kind](body, random.Random(armed[kind].variant))
+                armed.pop(kind).tell(text)
+        answer(service, header, body)
+
+    def accepts(service: Service, header: Request, frames: list[Frame]) -> None:
+        lost = (
+            header.service == "load" and "unloaded" in armed and armed["unloaded"].variant % 2 == 1
+        )
+        if tell := take("unloaded", lost):
+            tell("a load was lost")
+        else:
+            accept(service, header, frames)
+
+    put((sockets.Pump, "send", sends), (Service, "send", answers), (Service, "_accept", accepts))
+
+
+def put(*places: tuple[Any, str, Any]) -> None:
+    """Put functions of this module in the places of others, in this process alone. places: owner,
+    name and function."""
+    for owner, name, function in places:
+        setattr(owner, name, function)
+
+
+def _peer(pump: sockets.Pump, message: list[Frame]) -> bytes:
+    return bytes(message[0]) if isinstance(pump, sockets.Router) else b""
+
+
+def wrong(body: Any, rng: random.Random) -> tuple[Any, str]:
+    """An answer with too few parts, or with parts that cannot be."""
+    replace = msgspec.structs.replace
+    match body:
+        case JudgeResult():
+            return replace(body, judgements=body.judgements[1:]), "too few judgements"
+        case RetrieveResult():
+            return replace(body, passages=body.passages[1:]), "too few lists of passages"
+        case GenerateResult(samples=[first, *rest]):
+            wrongs = {
+                "too few samples": rest,
+                "more tokens than log-probabilities": [
+                    replace(first, logprobs=first.logprobs[1:]),
+                    *rest,
+                ],
+                "more tokens than versions": [replace(first, versions=first.versions[1:]), *rest],
+                "a token that is not in the vocabulary": [
+                    replace(first, tokens=first.tokens + 10**6),
+                    *rest,
+                ],
+                "a version of the future": [replace(first, versions=first.versions + 1000), *rest],
+                "a sample without tokens": [
+                    replace(
+                        first,
+                        tokens=first.tokens[:0],
+                        logprobs=first.logprobs[:0],
+                        versions=first.versions[:0],
+                    ),
+                    *rest,
+                ],
+            }
+            text = rng.choice(sorted(wrongs))
+            return replace(body, samples=wrongs[text]), text
+    return body, "nothing"
+
+
+def nan(body: Any, rng: random.Random) -> tuple[Any, str]:
+    """An answer with NaN for a number."""
+    replace, no = msgspec.structs.replace, float("nan")
+    match body:
+        case JudgeResult():
+            return replace(
+                body,
+                judgements=[
+                    replace(j, scores=dict.fromkeys(j.scores, no)) for j in body.judgements
+                ],
+            ), "scores"
+        case RetrieveResult():
+            return replace(
+                body, passages=[[replace(p, score=no) for p in some] for some in body.passages]
+            ), "passages"
+        case GenerateResult(samples=[first, *rest]):
+            return replace(
+                body, samples=[replace(first, logprobs=first.logprobs * np.float32(no)), *rest]
+            ), "log-probabilities"
+    return body, "nothing"
+
+
+def huge(body: Any, rng: random.Random) -> tuple[Any, str]:
+    """An answer that is longer than a message may be, or than was asked for."""
+    replace, text = msgspec.structs.replace, "x " * (rng.choice([BEYOND, 4 * 2**20]) // 2)
+    size = f"{len(text) / 2**20:.0f} MiB"
+    match body:
+        case JudgeResult(judgements=[first, *rest]):
+            return replace(
+                body, judgements=[replace(first, explanation=text), *rest]
+            ), f"an explanation of {size}"
+        case RetrieveResult(passages=[[first, *_], *rest]):
+            return replace(
+                body, passages=[[replace(first, text=text)], *rest]
+            ), f"a passage of {size}"
+        case GenerateResult(samples=[first, *rest]):
+            arrays = {
+                name: np.resize(getattr(first, name), 2**20)
+                for name in ("tokens", "logprobs", "versions")
+            }
+            return replace(body, samples=[replace(first, **arrays), *rest]), "2^20 tokens"
+    return body, "nothing"
+
+
+SPOILERS = {"wrong": wrong, "nan": nan, "huge": huge}
+
+
+def _wrap_loads() -> None:
+    """The embedded engine keeps its old weights and says that it took the new ones."""
+    load = local.LocalEngine.load
+
+    async def loads(engine: Any, request: Any) -> LoadResult:
+        if tell := take("unloaded"):
+            tell("a load was answered and not done")
+            return LoadResult(request.version, request.digest, 0.0)
+        return await load(engine, request)
+
+    put((local.LocalEngine, "load", loads))
+
+
+def _wrap_gradients() -> None:
+    add = Ranks.add_gradients
+
+    def adds(ranks: Ranks, parameters: Any) -> None:
+        graded = [p for p in parameters if p.grad is not None]
+        if tell := take("diverge", bool(graded)):
+            graded[0].grad.fill_(float("nan"))
+            tell("a gradient was NaN")
+        add(ranks, parameters)
+
+    put((Ranks, "add_gradients", adds))

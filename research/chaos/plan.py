@@ -1,0 +1,118 @@
+"""Which faults strike, where and in which order. A seed decides all of it, so that a run of chaos
+can be repeated."""
+
+import random
+from collections.abc import Collection, Iterable, Iterator
+
+import msgspec
+
+from coppice.wire.shards import called
+
+ACTORS = ("actor-0", "actor-1")
+WORKERS = ("judges", "retriever", *ACTORS, "learner-0")
+"""The processes that answer the scheduler's requests."""
+PROCESSES = ("scheduler", *WORKERS, "learner-1")
+EVERYWHERE = (*PROCESSES, "launcher")
+OF_EACH = ("scheduler", "judges", "retriever")
+"""The processes that every scheduler of a run has of its own."""
+ALL = "schedulers"
+"""The place of a fault that strikes all schedulers of a run at once."""
+WRITERS = ("scheduler", "learner-0", "learner-1")
+
+
+class Kind(msgspec.Struct, frozen=True):
+    """A kind of fault. share: how many of 100 faults are of this kind. places: the processes that
+    it can strike. starts: whether processes start again after it."""
+
+    share: int
+    places: tuple[str, ...]
+    text: str
+    starts: bool = False
+
+
+KINDS: dict[str, Kind] = {
+    "kill": Kind(4, EVERYWHERE, "SIGKILL", starts=True),
+    "exit": Kind(
+        3,
+        EVERYWHERE,
+        "the process ends by itself with status 1; the launcher by SIGTERM",
+        starts=True,
+    ),
+    "stop": Kind(2, PROCESSES, "SIGSTOP for ever", starts=True),
+    "hang": Kind(2, EVERYWHERE, "no thread runs any more (the launcher: for 5 s)", starts=True),
+    "diverge": Kind(1, ("learner-0", "learner-1"), "a gradient is NaN", starts=True),
+    "part": Kind(1, ("learner-1",), "the ranks lose their connections to each other", starts=True),
+    "full": Kind(1, ("disk",), "the disk is full for a moment", starts=True),
+    "read-only": Kind(
+        1, ("disk",), "the run is resumed on a disk that cannot be written", starts=True
+    ),
+    "unwritable": Kind(2, WRITERS, "no file can be written by the process", starts=True),
+    "journal": Kind(
+        2, ("disk",), "after a kill of everything, a file of the journal is cut short", starts=True
+    ),
+    "checkpoint": Kind(
+        2, ("disk",), "after a kill of everything, the newest checkpoint is damaged", starts=True
+    ),
+    "pause": Kind(7, EVERYWHERE, "SIGSTOP for a second"),
+    "slow": Kind(7, EVERYWHERE, "for two seconds the process runs a sixth of the time"),
+    "clock": Kind(6, EVERYWHERE, "the process's date jumps by up to 30 days"),
+    "cut": Kind(10, ("scheduler", *WORKERS), "its TCP connections are shut down"),
+    "lose": Kind(8, ("scheduler", *WORKERS), "its next message is lost"),
+    "twice": Kind(8, ("scheduler", *WORKERS), "its next message is sent twice"),
+    "reorder": Kind(8, ("scheduler", *WORKERS), "its next two messages to one peer change places"),
+    "wrong": Kind(
+        8, ("judges", "retriever", *ACTORS), "an answer has too few parts, or parts that cannot be"
+    ),
+    "stray": Kind(5, WORKERS, "an answer goes to a request that was never made"),
+    "nan": Kind(5, ("judges", "retriever", *ACTORS), "an answer has NaN for a number"),
+    "huge": Kind(
+        3, ("judges", "retriever", *ACTORS), "an answer is longer than anything that is allowed"
+    ),
+    "unloaded": Kind(
+        4, ACTORS, "new weights do not arrive, or are not taken although the answer says so"
+    ),
+}
+
+
+class Fault(msgspec.Struct, frozen=True):
+    """A fault of the plan. variant: a number that decides what a kind leaves open."""
+
+    number: int
+    kind: str
+    place: str
+    variant: int
+
+
+def places(of_one: Iterable[str], schedulers: int) -> tuple[str, ...]:
+    """Return the places of a run with so many schedulers. of_one: those of a run with one."""
+    return tuple(
+        called(name, n) for name in of_one for n in range(schedulers if name in OF_EACH else 1)
+    )
+
+
+def _struck(kind: str, schedulers: int) -> tuple[str, ...]:
+    together = (ALL,) if schedulers > 1 and kind in ("kill", "stop", "pause") else ()
+    return places(KINDS[kind].places, schedulers) + together
+
+
+def plan(
+    seed: int, count: int, kinds: Collection[str] = KINDS.keys(), schedulers: int = 1
+) -> list[Fault]:
+    """Return ``count`` faults. Of every 100, each kind has its share; the places of a kind take
+    turns."""
+    rng = random.Random(seed)
+    places = {kind: _turns(_struck(kind, schedulers), rng) for kind in sorted(kinds)}
+    faults: list[Fault] = []
+    while len(faults) < count:
+        deck = [kind for kind in sorted(kinds) for _ in range(KINDS[kind].share)]
+        rng.shuffle(deck)
+        faults += [
+            Fault(len(faults) + i, kind, next(places[kind]), rng.getrandbits(30))
+            for i, kind in enumerate(deck, 1)
+        ]
+    return faults[:count]
+
+
+def _turns(places: tuple[str, ...], rng: random.Random) -> Iterator[str]:
+    while True:
+        yield from rng.sample(places, len(places))

@@ -1,0 +1,180 @@
+"""What each kind of fault does to a run, from outside. What strikes inside a process is in
+research/chaos/inside.py."""
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import psutil
+
+from coppice.research.chaos.plan import Fault
+from coppice.research.chaos.run import Lost, Run
+from coppice.tools.launching.supervisor import INTERRUPTED
+
+DISK_MIB = 1024
+PAUSE_S, UNWRITABLE_S, DYING_S = 1.0, 5.0, 60.0
+
+
+def strike(run: Run, fault: Fault) -> str:
+    """Strike, wait until the fault is over, resume the run if the fault has ended it, and return
+    what happened."""
+    rng = random.Random(fault.variant)
+    match fault.kind:
+        case "kill" | "exit" if fault.place == "launcher":
+            return _end_launcher(run, signal.SIGKILL if fault.kind == "kill" else signal.SIGTERM)
+        case "kill" | "stop":
+            run.signal(fault.place, signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP)
+            return "SIGKILL" if fault.kind == "kill" else "SIGSTOP"
+        case "pause":
+            run.signal(fault.place, signal.SIGSTOP)
+            time.sleep(PAUSE_S)
+            run.signal(fault.place, signal.SIGCONT)
+            return f"stopped for {PAUSE_S:.0f} s"
+        case "unwritable":
+            return _unwritable(run, fault.place)
+        case "full":
+            return _full(run)
+        case "read-only":
+            return _read_only(run)
+        case "journal":
+            return _journal(run, rng)
+        case "checkpoint":
+            return _checkpoint(run, rng)
+        case _:
+            return run.order(fault.place, fault.kind, fault.variant)
+
+
+def _end_launcher(run: Run, number: signal.Signals) -> str:
+    run.launcher.send_signal(number)
+    status, expected = run.ended(), -number if number == signal.SIGKILL else INTERRUPTED
+    if status != expected:
+        raise Lost(
+            f"{number.name} ended the launcher with status {status}, expected {expected}:\n{run.said()[-1500:]}"
+        )
+    run.resume()
+    return f"{number.name}, then resumed"
+
+
+def _refused(run: Run, words: tuple[str, ...], status: int) -> str:
+    """Return the line of the run's last words that names the cause. Raises Lost if none does, or if
+    the run ended as if all were well."""
+    lines = [line for line in run.said().splitlines() if any(word in line for word in words)]
+    if not status or status == INTERRUPTED or not lines:
+        raise Lost(
+            f"the run ended with status {status} and named none of {words}:\n{run.said()[-1500:]}"
+        )
+    return lines[-1]
+
+
+# ------------------------------------------------------------------------------------------ the
+# disk
+
+
+def mount(place: Path, options: str, first: bool = False) -> bool:
+    """Mount a small disk in memory at ``place``, or change it. Return whether that was allowed."""
+    kind = ["-t", "tmpfs", "tmpfs"] if first else []
+    command = ["mount", *kind, "-o", options if first else f"remount,{options}", str(place)]
+    return subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
+def unmount(place: Path) -> None:
+    """Let the disk go."""
+    subprocess.run(["umount", "--lazy", str(place)], capture_output=True, check=False)
+
+
+def _full(run: Run) -> str:
+    """Leave no room on the disk until the run has ended, then give some and resume."""
+    disk = run.folder.parent
+    while not mount(disk, f"size={_used(disk)}"):  # it is written meanwhile
+        time.sleep(0.01)
+    status = run.ended()
+    line = _refused(run, ("free some",), status)
+    mount(disk, f"size={DISK_MIB}m")
+    run.resume()
+    return line
+
+
+def _used(disk: Path) -> int:
+    sizes = os.statvfs(disk)
+    return (sizes.f_blocks - sizes.f_bfree) * sizes.f_frsize
+
+
+def _read_only(run: Run) -> str:
+    run.kill_all()
+    disk = run.folder.parent
+    end = time.monotonic() + DYING_S
+    while not mount(disk, "ro"):  # a process that was killed while it started still holds its log
+        if time.monotonic() > end:
+            raise Lost(
+                f"{disk} could not be made read-only within {DYING_S:.0f} s: who writes there?"
+            )
+        time.sleep(0.05)
+    run.resume()
+    line = _refused(run, ("Read-only",), run.ended())
+    mount(disk, "rw")
+    run.resume()
+    return line
+
+
+def _unwritable(run: Run, place: str) -> str:
+    """Let no file of a process grow for some seconds, or until it has ended."""
+    process = psutil.Process(run.pids()[place])
+    _, hard = process.rlimit(psutil.RLIMIT_FSIZE)
+    process.rlimit(psutil.RLIMIT_FSIZE, (0, hard))
+    try:
+        process.wait(UNWRITABLE_S)
+    except psutil.TimeoutExpired:
+        process.rlimit(psutil.RLIMIT_FSIZE, (hard, hard))
+        return f"no file could grow for {UNWRITABLE_S:.0f} s"
+    return "no file could grow, so that it ended"
+
+
+# ------------------------------------------------------------------------------------------ damaged
+# files
+
+
+def _journal(run: Run, rng: random.Random) -> str:
+    """Cut a file of the journal short. The run must refuse it, which a copy mends, or lose nothing
+    by it."""
+    run.kill_all()
+    every = [path for home in run.homes for path in home.glob("journal.sqlite*")]
+    files = [path for path in every if path.suffix != ".sqlite-shm" and path.stat().st_size]
+    copies = {path: path.with_name(f"copy-of-{path.name}") for path in every}
+    for path, copy in copies.items():
+        shutil.copyfile(path, copy)
+    path = rng.choice(sorted(files))
+    before, left = path.stat().st_size, rng.randrange(path.stat().st_size)
+    os.truncate(path, left)
+    text = f"{path.relative_to(run.folder)} cut from {before} to {left} bytes"
+    run.resume()
+    ended = run.moves_or_ends()
+    if ended is not None:
+        text += f": {_refused(run, ('journal',), ended)}"
+        for path in (path for home in run.homes for path in home.glob("journal.sqlite*")):
+            path.unlink()
+        for path, copy in copies.items():
+            copy.rename(path)
+        run.resume()
+    return text
+
+
+def _checkpoint(run: Run, rng: random.Random) -> str:
+    """Flip a bit of a file of the newest checkpoint, or cut the file short, or remove it."""
+    run.kill_all()
+    newest = max((run.folder / "checkpoints").glob("v??????"))
+    path = rng.choice(sorted(newest.iterdir()))
+    content = bytearray(path.read_bytes())
+    damage = rng.choice(["a flipped bit", "cut short", "removed"])
+    if damage == "removed":
+        path.unlink()
+    elif damage == "cut short":
+        path.write_bytes(content[: len(content) // 2])
+    else:
+        content[rng.randrange(len(content))] ^= 1
+        path.write_bytes(content)
+    run.resume()
+    return f"{newest.name}/{path.name}: {damage}"

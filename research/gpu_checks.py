@@ -1,0 +1,314 @@
+"""The checks of coppice dev gpu-check: they run one after the other, each with its own time limit, and
+are recorded with all versions.
+
+A check that hangs is interrupted, then killed with all its descendants, and is reported as failed;
+the checks after it still run. All checks end within ``WHOLE_S``: no check begins after that time,
+and a check that is still running then counts as hung.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import datetime
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from coppice.tools.bootstrap import ROOT
+from coppice.wire.options import command_parser
+
+WHOLE_S = 570.0
+"""Seconds for all checks. Ten minutes are then enough, including the time that a hanging check
+takes to end."""
+GRACE_S = 15.0
+"""Seconds that a check has to end after an interrupt. An actor gives its SGLang server 7 s to end.
+"""
+BEGIN, END = "<!-- coppice dev gpu-check writes from here -->", "<!-- to here -->"
+_CONTRACT = ("engine_contract", "one_policy_two_engines", "sglang_weights")
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """One check. name: its name on the command line. module: the module that ``python -m`` runs,
+    and its arguments. limit_s: its time limit in seconds. sglang: the check needs SGLang."""
+
+    name: str
+    module: list[str]
+    limit_s: float
+    sglang: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """The result of one check. failure: "" if the check passed. output: everything that it printed."""
+
+    name: str
+    seconds: float
+    failure: str = ""
+    output: str = ""
+
+
+CHECKS = [
+    Check("engine-and-learner", ["pytest", "-q", "tests/actors/test_local_engine.py", "tests/gpu"], 120),
+    Check("tree-training", ["coppice.research.benches.tree_training"], 90),
+    Check("contract", ["pytest", "-q", *(f"tests/actors/test_{name}.py" for name in _CONTRACT)], 180, True),
+    Check("speed-7b", ["coppice.research.benches.gpu_sglang", "--size", "7b"], 240, True),
+    Check("updates-0.5b", ["coppice.research.benches.weight_update", "--size", "0.5b"], 90, True),
+    Check("updates-3b", ["coppice.research.benches.weight_update", "--size", "3b"], 120, True),
+    # Merging 7B on the actor's CPU takes as long as the other transports together.
+    Check("updates-7b", ["coppice.research.benches.weight_update", "--size", "7b", "--without", "merged"], 150, True),
+]  # fmt: skip
+"""The limits are about twice the estimates of docs/gpu.md."""
+
+
+# ----------------------------------------------------------------------------------------------
+# running
+
+
+def run_all(checks: Sequence[Check], whole_s: float = WHOLE_S) -> list[Outcome]:
+    """Run the checks, show their output and seconds as they run, and return the outcomes in order."""
+    end, outcomes = time.monotonic() + whole_s, []
+    for check in checks:
+        print(f"== {check.name}", flush=True)
+        left = end - time.monotonic()
+        if left <= 0:
+            reason = f"not run: {whole_s:g} s were over; coppice dev gpu-check {check.name} runs it alone"
+            outcome = Outcome(check.name, 0.0, reason)
+        else:
+            outcome = run(check, min(check.limit_s, left))
+        print(
+            f"== {check.name}: {outcome.failure or 'passed'}, {outcome.seconds:.1f} s", flush=True
+        )
+        outcomes.append(outcome)
+    return outcomes
+
+
+def run(check: Check, limit_s: float) -> Outcome:
+    """Run one check for at most ``limit_s`` seconds, plus the time that it takes to end after that."""
+    start = time.monotonic()
+    process = subprocess.Popen(
+        [sys.executable, "-m", *check.module], cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True,
+    )  # fmt: skip
+    printed: list[str] = []
+    reading = threading.Thread(target=_echo, args=(process, printed), daemon=True)
+    reading.start()
+    try:
+        status = process.wait(limit_s)
+        failure = f"failed (status {status})" if status else ""
+    except subprocess.TimeoutExpired:
+        failure = f"did not end within {limit_s:.0f} s"
+    finally:
+        _end(process)
+    reading.join(GRACE_S)  # the thread ends when no process is left that could write
+    return Outcome(check.name, time.monotonic() - start, failure, "".join(printed))
+
+
+def _echo(process: "subprocess.Popen[str]", printed: list[str]) -> None:
+    assert process.stdout is not None
+    for line in process.stdout:
+        printed.append(line)
+        print(line, end="", flush=True)
+
+
+def _end(process: "subprocess.Popen[str]") -> None:
+    """Interrupt a process, so that it ends its servers and frees their memory; then kill it and
+    every process that it had started."""
+    if process.poll() is not None:
+        return
+    import psutil  # not at the top: a Python without it prints the help
+
+    # servers have sessions of their own
+    family = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(signal.SIGINT)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(GRACE_S)
+    for one in [*family, process]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            one.kill()  # psutil and subprocess both refuse if another process has the number by now
+    process.wait()
+
+
+# ---------------------------------------------------------------------------------------------- the
+# record
+
+
+def versions(python: str, run_sglang: bool) -> dict[str, str]:
+    """Return the versions of everything on which the measured numbers depend. python: the
+    interpreter that has SGLang."""
+    import torch
+    import transformers
+
+    driver = _said(
+        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    ).splitlines()
+    versions_by_name = {
+        "GPU": f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
+        if torch.cuda.is_available()
+        else "none",
+        "driver": driver[0] if driver else "unknown",
+        "Python": sys.version.split()[0],
+        "torch": torch.__version__,
+        "CUDA": str(torch.version.cuda),
+        "transformers": transformers.__version__,
+        "commit": _said(["git", "-C", str(ROOT), "describe", "--always", "--dirty"]) or "unknown",
+    }
+    if run_sglang:
+        wanted = ("sglang", "torch", "transformers")
+        ask = f"import importlib.metadata as m; print(*(m.version(name) for name in {wanted!r}))"
+        answer = _said([python, "-c", ask]).split() or ["unknown"] * len(wanted)
+        versions_by_name |= dict(
+            zip(("sglang", "its torch", "its transformers"), answer, strict=True)
+        )
+    return versions_by_name
+
+
+def _said(command: list[str]) -> str:
+    """Return what a command printed, or "" if the command fails or does not exist."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.strip()
+
+
+def section(
+    outcomes: Sequence[Outcome], version_table: dict[str, str], when: datetime.datetime
+) -> str:
+    """Return the record in Markdown: versions, seconds, and the last JSON object of each check
+    (every object of a failed check)."""
+    lines = [
+        f"`coppice dev gpu-check`, {when:%Y-%m-%d %H:%M} UTC: "
+        + ", ".join(f"{k} {v}" for k, v in version_table.items())
+        + ".",
+        "",
+    ]
+    lines += ["| check | seconds | |", "|---|---|---|"]
+    lines += [f"| {one.name} | {one.seconds:.1f} | {one.failure or 'passed'} |" for one in outcomes]
+    for one in outcomes:
+        printed = objects(one.output)
+        if printed or one.failure:
+            shown = [json.dumps(value) for value in (printed if one.failure else printed[-1:])]
+            last = one.output.strip().splitlines()[-5:] if one.failure else []
+            lines += ["", f"{one.name}:", "", "```", *shown, *last, "```"]
+    return "\n".join(lines) + "\n"
+
+
+def objects(output: str) -> list[Any]:
+    """Return, in order, the JSON objects of an output that begin at the start of a line."""
+    values, decoder, lines = [], json.JSONDecoder(), output.splitlines(keepends=True)
+    place, skip = 0, 0
+    for line in lines:
+        if line.startswith("{") and place >= skip:
+            try:
+                value, skip = decoder.raw_decode(output, place)
+                values.append(value)
+            except ValueError:
+                pass  # the line begins with a brace but holds no JSON object
+        place += len(line)
+    return values
+
+
+def around(path: Path) -> tuple[str, str]:
+    """Return a file's text up to the first mark and from the second mark on. Raises ValueError
+    unless it has each mark once, in order."""
+    whole = path.read_text()
+    before, begun, rest = whole.partition(BEGIN)
+    _, ended, after = rest.partition(END)
+    if not begun or not ended or whole.count(BEGIN) > 1 or whole.count(END) > 1:
+        raise ValueError(
+            f"{path}: expected the lines {BEGIN!r} and {END!r} once each, in this order: put them where the record belongs"
+        )
+    return before + BEGIN, END + after
+
+
+def record(path: Path, text: str) -> None:
+    """Put ``text`` between the marks of a file."""
+    before, after = around(path)
+    path.write_text(f"{before}\n\n{text}\n{after}")
+
+
+# ---------------------------------------------------------------------------------------------- the
+# command
+
+
+def chosen(names: Sequence[str], sglang: bool) -> list[Check]:
+    """Return the checks to run: those named, or all that can run. Raises ValueError for a name that
+    is unknown or needs missing SGLang."""
+    possible = {check.name: check for check in CHECKS if sglang or not check.sglang}
+    if unknown := [name for name in names if name not in possible]:
+        raise ValueError(
+            f"{unknown}: expected names of {list(possible)}"
+            + (
+                ""
+                if sglang
+                else "; the checks of SGLang need the sglang extra, or COPPICE_SGLANG_PYTHON"
+            )
+        )
+    return [possible[name] for name in names] or list(possible.values())
+
+
+EXAMPLES = """\
+  coppice dev gpu-check                             everything that fits this GPU
+  coppice dev gpu-check tree-training contract      two of them
+  coppice dev gpu-check --record docs/gpu.md        write the results into the page"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of coppice dev gpu-check."""
+    parser = command_parser(
+        "coppice dev gpu-check",
+        "Run every check that needs a GPU, each with a time limit.",
+        EXAMPLES,
+    )
+    names = f"any of {', '.join(c.name for c in CHECKS)} (default: all)"
+    parser.add_argument("names", nargs="*", metavar="NAME", help=names)
+    replaced = "replace the marked section of FILE (docs/gpu.md) instead of printing it"
+    parser.add_argument("--record", type=Path, metavar="FILE", help=replaced)
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command and return its exit status: 0 if all checks passed."""
+    options = parser().parse_args(arguments)
+    import torch
+
+    python = os.environ.get("COPPICE_SGLANG_PYTHON", "")
+    sglang = bool(python) or importlib.util.find_spec("sglang") is not None
+    try:
+        checks = chosen(options.names, sglang)
+        if options.record is not None:
+            around(options.record)  # a file without marks is refused before the GPU is used
+    except (OSError, ValueError) as error:
+        print(f"coppice dev gpu-check: {error}", file=sys.stderr)
+        return 2
+    if not torch.cuda.is_available():
+        print(
+            "coppice dev gpu-check: no CUDA device here; what can run on a CPU runs in tools/test",
+            file=sys.stderr,
+        )
+        return 2
+    version_table = versions(python or sys.executable, sglang)
+    print(", ".join(f"{name} {version}" for name, version in version_table.items()), flush=True)
+    if not sglang:
+        print(
+            "SGLang is not checked: install the sglang extra, or set COPPICE_SGLANG_PYTHON",
+            flush=True,
+        )
+    outcomes = run_all(checks)
+    text = section(outcomes, version_table, datetime.datetime.now(datetime.UTC))
+    if options.record is not None:
+        record(options.record, text)
+    else:
+        print(text)
+    failed = [one.name for one in outcomes if one.failure]
+    print(f"failed: {', '.join(failed)}" if failed else "all passed", flush=True)
+    return int(bool(failed))

@@ -1,0 +1,463 @@
+"""The command coppice dev replicate: it runs an experiment of several arms and seeds on this machine and
+draws its curves with intervals.
+
+Each arm is a config with changed keys. Each run is an ordinary run folder, so an interrupted
+replication can be continued and the other tools can read every run. Arms are compared at equal
+environment steps and at equal generated tokens.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from matplotlib.figure import Figure
+
+from coppice.tools.bootstrap import ROOT
+from coppice.tools.inspecting.figures import save
+from coppice.tools.inspecting.intervals import interval, shown
+from coppice.tools.launching.config import ConfigError, load, saved
+from coppice.wire.options import command_parser
+
+STEPS = ("count/environment_steps", "count/continuation_steps")
+"""Environment steps of trained episodes and of Monte Carlo continuations. A step of either costs
+the same."""
+TOKENS = "count/generated_tokens"
+CPU_SECONDS = "cpu_seconds"
+"""File of a run's folder: the CPU seconds of all its processes, one line for each start."""
+
+
+class Arm(msgspec.Struct, frozen=True):
+    """One condition of an experiment: a config of configs/ and the keys that are changed in it."""
+
+    config: str
+    changes: list[str] = []
+
+
+class Study(msgspec.Struct, frozen=True):
+    """Arms that are compared with each other. measure: the name of the held-out measure."""
+
+    measure: str
+    arms: dict[str, Arm]
+    seeds: int = 5
+
+
+_PPR, _SLATE, _TREES = "ppr-cpu", "slate-tiny", "tree-grpo-tiny"
+_ALONE = ["actors.count=1", "learner.count=1", "scheduler.max_staleness=0"]
+"""Arms are compared with each other: synchronous, so that no arm trains on older data than another.
+"""
+_AS_RECORDED = ["learner.aggregation=turn"]
+"""The recorded runs weighed every turn alike; what "auto" takes for slate_full is "trajectory"."""
+_GRPO = ["learner.scheme=grpo", "learner.scheme_options.column=outcome"]
+_NORM = "learner.scheme_options.normalisation="
+_EM_ONLY = [
+    "scheduler.judge=slate_em",
+    "scheduler.strategy_options.bonus=0.0",
+    "judges.use={exact_match={}, slate_em={}}",
+]
+_OR = ["learner.scheme=outcome"]
+_MC = [
+    "learner.scheme=mc_pr",
+    "scheduler.strategy=mc_value",
+    "scheduler.strategy_options={continuations=5}",
+]
+_STRICT, _SHORT = ["judges.use.tictactoe.tolerance=0.0"], ["scheduler.updates=24"]
+_SOKOBAN = "oprl-sokoban-cpu"
+
+
+def _updates(number: int) -> list[str]:
+    """Return the changes that make a run this many updates long, with four evaluations after the
+    start's."""
+    return [f"scheduler.updates={number}", f"scheduler.evaluation.every={number // 4}"]
+
+
+def _baseline(scheme: str, options: str) -> list[str]:
+    """Return the changes that replace OPRL's scheme by one without a reward model."""
+    return [f"learner.scheme={scheme}", f"learner.scheme_options={options}", "learner.prm=null"]
+
+
+_TTT, _SUDOKU, _MINES = "vpr-tictactoe-cpu", "vpr-sudoku-cpu", "vpr-minesweeper-cpu"
+
+STUDIES = {
+    "ppr": Study(
+        "em",
+        {
+            "ReNorm": Arm(_PPR),
+            "ReNorm, batch means": Arm(_PPR, [f"{_NORM}sample"]),
+            "Rescale": Arm(_PPR, [f"{_NORM}rescale"]),
+            "Reduced": Arm(_PPR, [f"{_NORM}reduced"]),
+            "w/o Norm": Arm(_PPR, [f"{_NORM}none"]),
+            "outcome only": Arm(_PPR, ["learner.scheme=gae"]),
+        },
+    ),
+    "slate": Study(
+        "em",
+        {
+            "SLATE": Arm(_SLATE, _ALONE),
+            "(a) whole trajectories": Arm(
+                # a longer context, because one trajectory that outgrows it would take its whole
+                # question away
+                _SLATE,
+                [
+                    *_ALONE,
+                    "scheduler.strategy=full",
+                    "learner.scheme=slate_full",
+                    "actors.max_context=640",
+                    *_AS_RECORDED,
+                ],
+            ),
+            "(b) rule rewards": Arm(_SLATE, [*_ALONE, "judges.use.slate_rules.query=format"]),
+            "(c) exact match only": Arm(_SLATE, [*_ALONE, *_EM_ONLY]),
+        }
+        | {
+            f"k = {k}": Arm(_SLATE, [*_ALONE, f"scheduler.strategy_options.k={k}"])
+            for k in (1, 3, 7)
+        },
+    ),
+    # each arm stops near 300,000 sampled tokens, by the costs of docs/methods-table.md
+    "trees": Study(
+        "em",
+        {
+            "SLATE": Arm(_SLATE, [*_ALONE, *_updates(108)]),
+            "Tree-GRPO": Arm(_TREES, [*_ALONE, *_updates(100)]),
+            "GRPO": Arm(
+                _TREES,  # as many whole trajectories as Tree-GRPO has leaves
+                [
+                    *_ALONE,
+                    *_updates(88),
+                    "scheduler.strategy=full",
+                    "scheduler.strategy_options.k=6",
+                    *_GRPO,
+                ],
+            ),
+            "VinePPO": Arm("vineppo-tiny", [*_ALONE, *_updates(28)]),
+            "PPR": Arm(_PPR, _updates(112)),
+            # trains on arrival, so its data may be stale
+            "SAO": Arm("sao-tiny", [*_ALONE[:2], *_updates(112)]),
+        },
+    ),
+    "oprl-sokoban": Study(
+        "success",
+        {
+            "OPRL on RLOO": Arm(_SOKOBAN),
+            "RLOO": Arm(_SOKOBAN, _baseline("rloo", "{column='outcome'}")),
+            "GRPO": Arm(_SOKOBAN, _baseline("grpo", "{column='outcome'}")),
+            "REINFORCE++": Arm(_SOKOBAN, _baseline("reinforce_pp", "{column='outcome'}")),
+            "GiGPO": Arm(_SOKOBAN, _baseline("gigpo", "{column='step_reward'}")),
+            "PRIME": Arm(
+                _SOKOBAN,
+                [
+                    "learner.scheme=prime",
+                    "learner.scheme_options={}",
+                    "learner.prm.loss=cross_entropy",
+                ],
+            ),
+            "OPRL, reference behaviour": Arm(_SOKOBAN, ["learner.prm.reference=behaviour"]),
+        }
+        | {
+            f"OPRL, {variant}": Arm(
+                _SOKOBAN, [f"learner.scheme_options={{base='rloo', variant='{variant}'}}"]
+            )
+            for variant in ("merged", "token", "process")
+        }
+        | {
+            "OPRL, environment": Arm(
+                _SOKOBAN,
+                _baseline(
+                    "oprl", "{base='rloo', variant='environment', step_reward='step_reward'}"
+                ),
+            )
+        },
+    ),
+    "vpr-tictactoe": Study(
+        "return", {"VPR": Arm(_TTT), "OR": Arm(_TTT, _OR), "MC-PR": Arm(_TTT, [*_MC, *_SHORT])}
+    ),
+    "vpr-sudoku": Study(
+        "success",
+        {"VPR": Arm(_SUDOKU), "OR": Arm(_SUDOKU, _OR), "MC-PR": Arm(_SUDOKU, [*_MC, *_SHORT])},
+    ),
+    "vpr-minesweeper": Study(
+        "success",
+        {
+            "VPR": Arm(_MINES),
+            "OR": Arm(_MINES, _OR),
+            "MC-PR": Arm(_MINES, [*_MC, "scheduler.updates=16"]),
+        },
+    ),
+    "vpr-oracles": Study(
+        "return",
+        {
+            "minimax": Arm(_TTT, ["judges.use.tictactoe={kind='minimax'}", *_SHORT]),
+            "MCTS 1000x10, tolerance 0.1": Arm(_TTT, _SHORT),
+            "MCTS 100x10, tolerance 0": Arm(
+                _TTT, [*_STRICT, "judges.use.tictactoe.simulations=100", *_SHORT]
+            ),
+            "MCTS 10x1, tolerance 0": Arm(
+                _TTT,
+                [
+                    *_STRICT,
+                    "judges.use.tictactoe.simulations=10",
+                    "judges.use.tictactoe.rollouts=1",
+                    *_SHORT,
+                ],
+            ),
+        },
+    ),
+}
+
+
+class Curve(msgspec.Struct, frozen=True):
+    """The held-out evaluations of one run: policy version, environment steps (with continuations)
+    and tokens so far, and the measure.
+
+    cpu_seconds: of the whole run, all processes, set-up and evaluations included; 0 for a run made
+    before they were counted.
+    """
+
+    version: list[int]
+    steps: list[float]
+    tokens: list[float]
+    value: list[float]
+    cpu_seconds: float = 0.0
+
+
+def slug(name: str) -> str:
+    """Return ``name`` as a folder name."""
+    return "".join(c if c.isalnum() else "-" for c in name.lower()).strip("-")
+
+
+def run_all(study: Study, out: Path, seeds: int, parallel: int, changes: list[str]) -> list[str]:
+    """Start the runs that are missing, at most ``parallel`` at once, and return the names of those
+    that failed."""
+    todo = [(name, arm, seed) for seed in range(seeds) for name, arm in study.arms.items()]
+    with ThreadPoolExecutor(parallel) as pool:
+        results = pool.map(
+            lambda job: _run(out / slug(job[0]) / f"seed{job[2]}", job[1], job[2], changes), todo
+        )
+        return [
+            f"{name}, seed {seed}"
+            for (name, _, seed), ok in zip(todo, results, strict=True)
+            if not ok
+        ]
+
+
+def _run(folder: Path, arm: Arm, seed: int, changes: list[str]) -> bool:
+    path, overrides = (
+        ROOT / "configs" / f"{arm.config}.toml",
+        [*arm.changes, f"seed={seed}", *changes],
+    )
+    command = [sys.executable, str(ROOT / "tools" / "launch")]
+    if (folder / "config.json").is_file():
+        if (folder / "config.json").read_bytes() != saved(load(path, overrides)):
+            raise ConfigError(
+                f"{folder} was made with another config: choose another --out, or remove the folder"
+            )
+        if (folder / "summary.json").is_file():
+            return True
+        command += ["--resume", str(folder)]
+    else:
+        command += ["--config", str(path), "--run-folder", str(folder)]
+        for change in overrides:
+            command += ["--set", change]
+    folder.mkdir(parents=True, exist_ok=True)
+    start = time.monotonic()
+    with (folder / "output.log").open("ab") as log:
+        process = subprocess.Popen(
+            command, stdout=log, stderr=log, env=os.environ | {"OMP_NUM_THREADS": "1"}
+        )
+        _, status, usage = os.wait4(process.pid, 0)
+    cpu = usage.ru_utime + usage.ru_stime
+    with (folder / CPU_SECONDS).open("a") as parts:
+        parts.write(f"{cpu:.1f}\n")
+    print(
+        f"{folder}: status {os.waitstatus_to_exitcode(status)} after {time.monotonic() - start:.0f} s, CPU {cpu:.0f} s",
+        flush=True,
+    )
+    return status == 0
+
+
+def curve(folder: Path, measure: str) -> Curve:
+    """Read the held-out evaluations of a run in order. A version that was evaluated twice counts
+    once. Raises ValueError."""
+    values: dict[int, float] = {}
+    work: dict[int, dict[str, float]] = {}
+    for line in (folder / "metrics.jsonl").read_text().splitlines():
+        row: dict[str, float] = json.loads(line)
+        version = int(row["version"])
+        counted = work.setdefault(version, {})
+        counted |= {key: max(counted.get(key, 0.0), row.get(key, 0.0)) for key in (*STEPS, TOKENS)}
+        if f"heldout/{measure}" in row:
+            values[version] = row[f"heldout/{measure}"]
+    if not values:
+        raise ValueError(f"{folder} has no held-out {measure!r}")
+    versions = sorted(values)
+    steps = [sum(work[version][key] for key in STEPS) for version in versions]
+    if any(later < earlier for earlier, later in itertools.pairwise(steps)):
+        raise ValueError(
+            f"{folder}: the counts of steps decrease: it was resumed by a version that did not keep them"
+        )
+    cost = folder / CPU_SECONDS
+    cpu = sum(map(float, cost.read_text().split())) if cost.is_file() else 0.0
+    return Curve(
+        versions, steps, [work[v][TOKENS] for v in versions], [values[v] for v in versions], cpu
+    )
+
+
+def at(curve: Curve, axis: Sequence[float], place: float) -> float:
+    """Interpolate the measure linearly at ``place`` on ``axis`` (the versions, steps or tokens of
+    the curve)."""
+    return float(np.interp(place, axis, curve.value))
+
+
+def table(curves: dict[str, list[Curve]], measure: str) -> str:
+    """Return a Markdown table of the measure at the start, at the end, and at the updates, steps
+    and tokens that every arm reached."""
+    everyone = [c for arm_curves in curves.values() for c in arm_curves]
+    steps, tokens = min(c.steps[-1] for c in everyone), min(c.tokens[-1] for c in everyone)
+    updates = min(c.version[-1] for c in everyone)
+    heads = [
+        "arm",
+        "seeds",
+        "start",
+        f"at {updates} updates",
+        f"at {steps:,.0f} steps",
+        f"at {tokens:,.0f} tokens",
+        "end",
+        "steps",
+        "tokens",
+        "CPU seconds",
+    ]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for name, arm_curves in curves.items():
+        cells = [
+            shown(interval([c.value[0] for c in arm_curves])),
+            shown(interval([at(c, c.version, updates) for c in arm_curves])),
+            shown(interval([at(c, c.steps, steps) for c in arm_curves])),
+            shown(interval([at(c, c.tokens, tokens) for c in arm_curves])),
+            shown(interval([c.value[-1] for c in arm_curves])),
+            f"{np.mean([c.steps[-1] for c in arm_curves]):,.0f}",
+            f"{np.mean([c.tokens[-1] for c in arm_curves]):,.0f}",
+            f"{np.mean([c.cpu_seconds for c in arm_curves]):,.0f}"
+            if all(c.cpu_seconds for c in arm_curves)
+            else "not counted",
+        ]
+        lines.append(f"| {name} | {len(arm_curves)} | {' | '.join(cells)} |")
+    return f"Held-out {measure}, mean over seeds and 95% interval:\n\n" + "\n".join(lines)
+
+
+def draw(curves: dict[str, list[Curve]], measure: str, title: str) -> Figure:
+    """Draw the measure against environment steps and against generated tokens, with a band for the
+    95% interval over seeds."""
+    figure = Figure(figsize=(9, 3.4), layout="constrained")
+    axes = figure.subplots(1, 2, sharey=True)
+    for axis, kind, label in zip(
+        axes,
+        ("steps", "tokens"),
+        ("environment steps, continuations included", "generated tokens"),
+        strict=True,
+    ):
+        for name, arm_curves in curves.items():
+            length = min(len(c.value) for c in arm_curves)
+            x = np.mean([getattr(c, kind)[:length] for c in arm_curves], axis=0)
+            bands = [interval([c.value[i] for c in arm_curves]) for i in range(length)]
+            middle, half = np.array([b[0] for b in bands]), np.nan_to_num([b[1] for b in bands])
+            axis.plot(x, middle, marker=".", label=name)
+            axis.fill_between(x, middle - half, middle + half, alpha=0.2)
+        axis.set_xlabel(label)
+        axis.grid(alpha=0.3)
+    axes[0].set_ylabel(f"held-out {measure}")
+    axes[0].legend(fontsize=8)
+    figure.suptitle(title, fontsize=10)
+    return figure
+
+
+EXAMPLES = """\
+  coppice dev replicate vpr-tictactoe                   all arms and seeds of a study
+  coppice dev replicate slate --seeds 1 --only ARM      one arm once
+  coppice dev replicate ppr --set scheduler.updates=20  shorter runs
+  coppice dev replicate ppr --report                    the table of what has finished"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of coppice dev replicate."""
+    parser = command_parser(
+        "coppice dev replicate",
+        "Run an experiment of several arms and seeds; print its table, draw its curves.",
+        EXAMPLES,
+    )
+    parser.add_argument(
+        "study",
+        choices=sorted(STUDIES),
+        metavar="STUDY",
+        help=f"one of {', '.join(sorted(STUDIES))}",
+    )
+    out = "folder of the runs (default: runs/replication/STUDY)"
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help=out)
+    parser.add_argument("--seeds", type=int, help="seeds per arm (default: the study's)")
+    cores, parallel = (
+        len(os.sched_getaffinity(0)),
+        "runs at once (default: the number of processors, %(default)s)",
+    )
+    parser.add_argument("--parallel", type=int, default=cores, help=parallel)
+    parser.add_argument(
+        "--only", action="append", metavar="ARM", help="run only this arm; repeatable"
+    )
+    every = "change a key in every run; repeatable"
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=every)
+    parser.add_argument(
+        "--measure", metavar="NAME", help="held-out measure to report (default: the study's)"
+    )
+    parser.add_argument(
+        "--report", action="store_true", help="start nothing, report the finished runs"
+    )
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command and return its exit status."""
+    options = parser().parse_args(arguments)
+    study = STUDIES[options.study]
+    if unknown := set(options.only or []) - set(study.arms):
+        print(
+            f"coppice dev replicate: no arm {sorted(unknown)}; the arms are {list(study.arms)}",
+            file=sys.stderr,
+        )
+        return 2
+    if options.only:
+        study = msgspec.structs.replace(
+            study, arms={name: study.arms[name] for name in study.arms if name in options.only}
+        )
+    if options.measure:
+        study = msgspec.structs.replace(study, measure=options.measure)
+    out = options.out or ROOT / "runs" / "replication" / options.study
+    seeds = options.seeds or study.seeds
+    try:
+        failed = [] if options.report else run_all(study, out, seeds, options.parallel, options.set)
+        curves = {name: _curves(out / slug(name), study.measure, seeds) for name in study.arms}
+    except ValueError as error:
+        print(f"coppice dev replicate: {error}", file=sys.stderr)
+        return 2
+    curves = {name: arm_curves for name, arm_curves in curves.items() if arm_curves}
+    if not curves:
+        print(f"coppice dev replicate: no finished run in {out}", file=sys.stderr)
+        return 2
+    text, plot = table(curves, study.measure), out / f"{study.measure}.svg"
+    (out / f"{study.measure}.md").write_text(text + "\n")
+    save(draw(curves, study.measure, options.study), plot)
+    print(f"{text}\n\nplot: {plot}")
+    for name in failed:
+        print(f"FAILED: {name}: see output.log in its folder", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def _curves(arm: Path, measure: str, seeds: int) -> list[Curve]:
+    runs = [arm / f"seed{seed}" for seed in range(seeds)]
+    return [curve(run, measure) for run in runs if (run / "summary.json").is_file()]

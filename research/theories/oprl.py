@@ -1,0 +1,347 @@
+"""OPRL (arXiv 2509.19199): the implicit step reward beta log(pi_phi / pi_old) at the optimum of its
+DPO loss.
+
+Trajectories are the paths of a tree with two decisions of three actions each. Policies have one row
+of logits per state. The loss covers the whole population of pairs, so its optimum has no sampling
+error. Source: OPRL eq. 1-2, Theorem 3.3, Proposition 3.4; methods.md 5.
+"""
+
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+from numpy.typing import NDArray
+
+from coppice.research.theories import Row, differences, magnitude, show
+from coppice.tools.inspecting.figures import save
+
+Array = NDArray[np.float64]
+ACTIONS = 3
+BETA = 0.5
+# tolerance of a fit; L-BFGS leaves errors near 1e-8 where preferences are almost certain
+FITTED = 1e-5
+
+
+class Tree(msgspec.Struct, frozen=True):
+    """The paths of a tree: states and actions, [paths, 2] each, and the probability of their chance
+    events, [paths]."""
+
+    states: NDArray[np.int64]
+    actions: NDArray[np.int64]
+    chance: Array
+
+    def step_log_probs(self, logits: Array) -> Array:
+        """Return log pi(a_t | s_t) on every path, [paths, 2], for the policy with ``logits``,
+        [states, 3]."""
+        return log_softmax(logits)[self.states, self.actions]
+
+    def probabilities(self, logits: Array) -> Array:
+        """Return the probabilities of the paths, [paths]."""
+        return self.chance * np.exp(self.step_log_probs(logits).sum(axis=1))
+
+
+def tree(outcomes: int = 1) -> Tree:
+    """Return the tree of an action, one of ``outcomes`` equally likely states, and an action. With
+    one outcome it is deterministic."""
+    first, met, second = (axis.ravel() for axis in np.indices((ACTIONS, outcomes, ACTIONS)))
+    states = np.stack([np.zeros_like(first), 1 + outcomes * first + met], axis=1)
+    return Tree(states, np.stack([first, second], axis=1), np.full(len(first), 1 / outcomes))
+
+
+def random_logits(paths: Tree, rng: np.random.Generator) -> Array:
+    """Return the logits of a random policy, [states, 3]."""
+    return rng.normal(size=(int(paths.states.max()) + 1, ACTIONS))
+
+
+def log_softmax(logits: Array) -> Array:
+    """Return log-probabilities over the last axis."""
+    shifted = logits - logits.max(axis=-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+
+
+def fit(paths: Tree, reference: Array, utility_differences: Array, beta: float) -> Array:
+    """Return the logits, [states, 3], of the global optimum of the DPO loss (eq. 2) over all pairs
+    of paths of ``reference``.
+
+    ``utility_differences`` [paths, paths]: path i is preferred to path j with probability
+    sigmoid(entry (i, j)).
+    """
+    weights = torch.from_numpy(
+        np.outer(paths.probabilities(reference), paths.probabilities(reference))
+    )
+    preferred = weights * torch.sigmoid(torch.from_numpy(utility_differences))
+    reference_log_probs = torch.from_numpy(paths.step_log_probs(reference))
+    states, actions = torch.from_numpy(paths.states), torch.from_numpy(paths.actions)
+    logits = torch.from_numpy(reference.copy()).requires_grad_()
+    optimiser = torch.optim.LBFGS(
+        [logits],
+        max_iter=2000,
+        tolerance_grad=1e-12,
+        tolerance_change=0,
+        history_size=50,
+        line_search_fn="strong_wolfe",
+    )
+
+    def closure() -> torch.Tensor:
+        optimiser.zero_grad()
+        log_ratio = (torch.log_softmax(logits, dim=-1)[states, actions] - reference_log_probs).sum(
+            dim=1
+        )
+        margins = beta * (log_ratio[:, None] - log_ratio[None, :])
+        loss = -(preferred * torch.nn.functional.logsigmoid(margins)).sum()
+        loss.backward()
+        return loss
+
+    with torch.enable_grad():
+        optimiser.step(closure)
+    return logits.detach().numpy()
+
+
+def step_rewards(paths: Tree, phi: Array, old: Array, beta: float) -> Array:
+    """Return the implicit step rewards beta log(pi_phi / pi_old), [paths, 2] (eq. 1)."""
+    return beta * (paths.step_log_probs(phi) - paths.step_log_probs(old))
+
+
+def soft_shaping(paths: Tree, old: Array, utilities: Array, beta: float) -> Array:
+    """Return soft Q minus soft V under ``old`` on the paths of a deterministic tree, [paths, 2].
+    Utility is paid at the end."""
+    last = utilities.reshape(ACTIONS, ACTIONS)
+    policy = np.exp(log_softmax(old))
+    values = beta * np.log((policy[1:] * np.exp(last / beta)).sum(axis=1))
+    root = beta * np.log((policy[0] * np.exp(values / beta)).sum())
+    return np.stack([np.repeat(values - root, ACTIONS), (last - values[:, None]).ravel()], axis=1)
+
+
+def spread(values: Array) -> float:
+    """Return the standard deviation over the paths, which is zero when all values are equal."""
+    return float(values.std())
+
+
+class Telescoped(msgspec.Struct, frozen=True):
+    """Sums of the fitted step rewards and utilities, [paths] each, and the largest |reward - (soft
+    Q - soft V)|."""
+
+    totals: Array
+    utilities: Array
+    shaping_gap: float
+
+
+def telescoped(rng: np.random.Generator, preference_scale: float, beta: float = BETA) -> Telescoped:
+    """Fit with Pr = sigmoid(preference_scale * (R+ - R-)) and sum the step rewards (Theorem 3.3:
+    they are R + const).
+
+    The step rewards are compared with the shaping of the utility ``preference_scale`` times R.
+    """
+    paths = tree()
+    old, utilities = random_logits(paths, rng), rng.normal(size=len(paths.states))
+    phi = fit(paths, old, preference_scale * (utilities[:, None] - utilities), beta)
+    rewards = step_rewards(paths, phi, old, beta)
+    gap = np.abs(rewards - soft_shaping(paths, old, preference_scale * utilities, beta)).max()
+    return Telescoped(rewards.sum(axis=1), utilities, float(gap))
+
+
+def stale_reference(rng: np.random.Generator, beta: float = BETA) -> tuple[float, float]:
+    """Return the spread of sum r_phi - R, without and with beta (log pi_ref - log pi_old), when
+    pi_ref is not pi_old."""
+    paths = tree()
+    reference, old = random_logits(paths, rng), random_logits(paths, rng)
+    utilities = rng.normal(size=len(paths.states))
+    phi = fit(paths, reference, utilities[:, None] - utilities, beta)
+    residual = step_rewards(paths, phi, old, beta).sum(axis=1) - utilities
+    extra = beta * (paths.step_log_probs(reference) - paths.step_log_probs(old)).sum(axis=1)
+    return spread(residual), spread(residual - extra)
+
+
+def chance_residual(rng: np.random.Generator, beta: float = BETA) -> float:
+    """Return the spread of sum r_phi - R when chance draws the state after the first action (not in
+    methods.md)."""
+    paths = tree(outcomes=2)
+    old, utilities = random_logits(paths, rng), rng.normal(size=len(paths.states))
+    phi = fit(paths, old, utilities[:, None] - utilities, beta)
+    return spread(step_rewards(paths, phi, old, beta).sum(axis=1) - utilities)
+
+
+def one_step_gap(rng: np.random.Generator, beta: float = BETA) -> float:
+    """Return the largest difference of grad J and -beta grad KL(pi || pi_phi) at pi = pi_old, for
+    one decision of five actions."""
+    old, phi = rng.normal(size=5), rng.normal(size=5)
+    rewards = beta * (log_softmax(phi) - log_softmax(old))
+    objective = differences(lambda logits: float(np.exp(log_softmax(logits)) @ rewards), old)
+    divergence = differences(
+        lambda logits: float(
+            np.exp(log_softmax(logits)) @ (log_softmax(logits) - log_softmax(phi))
+        ),
+        old,
+    )
+    return float(np.abs(objective + beta * divergence).max())
+
+
+def multi_step_gaps(rng: np.random.Generator, beta: float = BETA) -> Array:
+    """Return the largest differences from grad J on the tree at pi = pi_old, [3].
+
+    They are those of the reward-to-go form, of -beta grad KL over whole paths, and of the printed
+    form (immediate reward only).
+    """
+    paths = tree()
+    old, phi = random_logits(paths, rng), random_logits(paths, rng)
+    rewards = step_rewards(paths, phi, old, beta)
+
+    def divergence(logits: Array) -> float:
+        ratio = (paths.step_log_probs(logits) - paths.step_log_probs(phi)).sum(axis=1)
+        return float(paths.probabilities(logits) @ ratio)
+
+    gradient = differences(
+        lambda logits: float(paths.probabilities(logits) @ rewards.sum(axis=1)), old
+    )
+    to_go = np.stack([rewards.sum(axis=1), rewards[:, 1]], axis=1)
+    forms = (
+        score_form(paths, old, to_go),
+        -beta * differences(divergence, old),
+        score_form(paths, old, rewards),
+    )
+    return np.array([np.abs(form - gradient).max() for form in forms])
+
+
+def score_form(paths: Tree, logits: Array, weights: Array) -> Array:
+    """Return E over paths of sum_t weights_t grad log pi(a_t | s_t), [states, 3]; ``weights``
+    [paths, 2]."""
+    policy = np.exp(log_softmax(logits))
+    scores = np.eye(ACTIONS)[paths.actions] - policy[paths.states]
+    gradient = np.zeros_like(logits)
+    np.add.at(
+        gradient,
+        paths.states,
+        paths.probabilities(logits)[:, None, None] * weights[..., None] * scores,
+    )
+    return gradient
+
+
+def bound_ratios(old: Array, phi: Array) -> Array:
+    """Return the largest r and |r| over beta log(1/eps), and the largest |r| with eps over both
+    policies, [3].
+
+    ``old`` and ``phi`` hold log-probabilities, [policies, actions]; eps is the smallest probability
+    under ``old``.
+    """
+    ratio = phi - old
+    bound = -old.min(axis=1, keepdims=True)
+    wider = -np.minimum(old, phi).min(axis=1, keepdims=True)
+    return np.array(
+        [(ratio / bound).max(), (np.abs(ratio) / bound).max(), (np.abs(ratio) / wider).max()]
+    )
+
+
+def rows(seed: int = 0) -> list[Row]:
+    """Return OPRL's rows of methods.md 5, and one row on random transitions."""
+    rng = np.random.default_rng(seed)
+    return [*_theorem_3_3(rng), *_proposition_3_4(rng), *_bound(rng)]
+
+
+def _theorem_3_3(rng: np.random.Generator) -> list[Row]:
+    plain = telescoped(rng, 1.0)
+    paper = telescoped(rng, 1 / BETA)
+    against_r = spread(paper.totals - paper.utilities)
+    predicted = (1 / BETA - 1) * spread(paper.utilities)
+    without, with_term = stale_reference(rng)
+    chance = chance_residual(rng)
+    return [
+        _zero("std of sum r_phi - R, Pr = sigmoid(dR)", spread(plain.totals - plain.utilities)),
+        _zero("largest |r_phi - (soft Q - soft V)|: potential shaping", plain.shaping_gap),
+        Row(
+            f"OPRL Thm 3.3: std of sum r_phi - R, Pr = sigmoid(dR/beta), beta={BETA}: not R",
+            show(against_r),
+            show(predicted),
+            abs(against_r - predicted) < FITTED,
+        ),
+        _zero(
+            "std of sum r_phi - R/beta, the same fit", spread(paper.totals - paper.utilities / BETA)
+        ),
+        Row(
+            "OPRL Thm 3.3: std of sum r_phi - R, pi_old != pi_ref",
+            show(without),
+            "> 0",
+            without > 0.1,
+        ),
+        _zero("the same less beta (log pi_ref - log pi_old)", with_term),
+        Row(
+            "OPRL Thm 3.3: std of sum r_phi - R, random transitions: not constant",
+            show(chance),
+            "> 0",
+            chance > 0.01,
+        ),
+    ]
+
+
+def _zero(claim: str, error: float) -> Row:
+    return Row(f"OPRL Thm 3.3: {claim}", magnitude(error), "0", error < FITTED)
+
+
+def _proposition_3_4(rng: np.random.Generator) -> list[Row]:
+    to_go, divergence, immediate = (float(gap) for gap in multi_step_gaps(rng))
+    gaps = (
+        ("grad J + beta grad KL, one step", one_step_gap(rng)),
+        ("grad J less the reward-to-go form, two steps", to_go),
+        ("grad J + beta grad KL over whole paths, two steps", divergence),
+    )
+    results = [
+        Row(f"OPRL Prop 3.4: {claim}", magnitude(gap), "0", gap < 1e-9) for claim, gap in gaps
+    ]
+    claim = "OPRL Prop 3.4: grad J less the printed immediate-reward form, two steps: off"
+    return [*results, Row(claim, f"{immediate:.4f}", "> 0", immediate > 1e-4)]
+
+
+def _bound(rng: np.random.Generator) -> list[Row]:
+    policies = log_softmax(2 * rng.normal(size=(2, 10_000, ACTIONS)))
+    upper, absolute, wider = (float(ratio) for ratio in bound_ratios(*policies))
+    old, phi = np.log([[0.5, 0.5]]), np.log([[0.999, 0.001]])
+    example = [float((phi - old).min()), float(-old.min())]
+    return [
+        Row(
+            "OPRL Prop 3.4: largest r over beta log(1/eps), 10,000 policies",
+            show(upper),
+            "<= 1",
+            upper <= 1,
+        ),
+        Row(
+            "OPRL Prop 3.4: largest |r| over it: the printed bound fails",
+            show(absolute, 2),
+            "> 1",
+            absolute > 1,
+        ),
+        Row(
+            "OPRL Prop 3.4: largest |r| with eps of both policies", show(wider), "<= 1", wider <= 1
+        ),
+        Row(
+            "OPRL Prop 3.4: r / beta and log(1/eps), pi_old (.5, .5), phi (.999, .001)",
+            show(example, 2),
+            "-6.21 / 0.69",
+            bool(np.allclose(example, [-6.21, 0.69], atol=0.005)),
+        ),
+    ]
+
+
+def figures(folder: Path) -> None:
+    """Write theory-oprl.svg: the sum of the fitted step rewards against the utility, for both
+    preference models."""
+    figure = Figure(figsize=(5.2, 3.2))
+    axes = figure.subplots()
+    for name, scale, mark in (
+        ("Pr = sigmoid(dR)", 1.0, "o"),
+        ("Pr = sigmoid(dR/beta), as assumed", 1 / BETA, "^"),
+    ):
+        sums = telescoped(np.random.default_rng(0), scale)
+        offset = float((sums.totals - scale * sums.utilities).mean())
+        (drawn,) = axes.plot(sums.utilities, sums.totals - offset, mark, markersize=5, label=name)
+        line = np.array([sums.utilities.min(), sums.utilities.max()])
+        axes.plot(
+            line, scale * line, color=drawn.get_color(), linewidth=1, label=f"slope {scale:g}"
+        )
+    axes.set(
+        xlabel="utility R of a path",
+        ylabel="sum of r_phi, less its constant",
+        title="OPRL Theorem 3.3, beta = 0.5",
+    )
+    axes.legend(frameon=False, fontsize=8)
+    save(figure, folder / "theory-oprl.svg")

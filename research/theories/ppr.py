@@ -1,0 +1,228 @@
+"""PPR (arXiv 2509.25598) appendix A.8: ReNorm, r = X + Y - 1, for a turn's score X in [0, 1] and
+the outcome Y, 0 or 1.
+
+The outcome is right with probability 0.35. The score is Beta(5, 2) after a right outcome and
+Beta(3, 3) after a wrong one. Source: PPR A.8; methods.md 5.
+"""
+
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from matplotlib.figure import Figure
+from numpy.typing import NDArray
+
+from coppice.research.theories import BATCHES, Estimate, Row, estimate, magnitude, show
+from coppice.tools.inspecting.figures import save
+
+Array = NDArray[np.float64]
+SUCCESS = 0.35
+# parameters of the Beta score after a wrong and after a right outcome
+SHAPES = ((3.0, 3.0), (5.0, 2.0))
+
+
+class Moments(msgspec.Struct, frozen=True):
+    """Moments of the score and the outcome. Either all are exact or all come from one sample."""
+
+    score_mean: float
+    outcome_mean: float
+    score_variance: float
+    covariance: float
+    class_gap: float
+
+    def renorm_variance(self) -> float:
+        """Return the variance of X + Y - 1 by the identity of A.8."""
+        return (
+            self.score_variance + self.outcome_mean * (1 - self.outcome_mean) + 2 * self.covariance
+        )
+
+    def variance_bound(self) -> float:
+        """Return the bound of A.8 on the variance of X + Y - 1: sigma^2 + 1/4 + 2 |rho| sigma / 2."""
+        spread = (self.outcome_mean * (1 - self.outcome_mean)) ** 0.5
+        return self.score_variance + 0.25 + abs(self.covariance) / spread
+
+
+def exact_moments() -> Moments:
+    """Return the exact moments of the distribution above, from the moments of the Beta
+    distribution."""
+    means = [a / (a + b) for a, b in SHAPES]
+    within = [a * b / ((a + b) ** 2 * (a + b + 1)) for a, b in SHAPES]
+    odds = SUCCESS * (1 - SUCCESS)
+    gap = means[1] - means[0]
+    variance = (1 - SUCCESS) * within[0] + SUCCESS * within[1] + odds * gap**2
+    return Moments(
+        (1 - SUCCESS) * means[0] + SUCCESS * means[1], SUCCESS, variance, odds * gap, gap
+    )
+
+
+def sample(turns: int, rng: np.random.Generator) -> tuple[Array, Array]:
+    """Draw scores X and outcomes Y, [turns] each."""
+    outcomes = (rng.random(turns) < SUCCESS).astype(np.float64)
+    (a0, b0), (a1, b1) = SHAPES
+    return np.where(outcomes == 1, rng.beta(a1, b1, turns), rng.beta(a0, b0, turns)), outcomes
+
+
+def sample_moments(scores: Array, outcomes: Array) -> Moments:
+    """Return the moments of one sample (population form, divided by the number of turns)."""
+    covariance = float(((scores - scores.mean()) * (outcomes - outcomes.mean())).mean())
+    gap = float(scores[outcomes == 1].mean() - scores[outcomes == 0].mean())
+    return Moments(
+        float(scores.mean()), float(outcomes.mean()), float(scores.var()), covariance, gap
+    )
+
+
+def renorm(scores: Array, outcomes: Array) -> Array:
+    """Return X + Y - 1, [turns] (methods.md 2.3)."""
+    return scores + outcomes - 1
+
+
+def sign_violations(rewards: Array, outcomes: Array) -> int:
+    """Count the turns outside [-1, 1], rewarded after a wrong outcome, or punished after a right
+    outcome."""
+    wrong_sign = ((outcomes == 0) & (rewards > 0)) | ((outcomes == 1) & (rewards < 0))
+    return int((wrong_sign | (np.abs(rewards) > 1)).sum())
+
+
+def estimates(rng: np.random.Generator, turns: int = 1_000_000) -> Estimate:
+    """Estimate the class gap of ReNorm rewards, their variance, and E[(X-mu)(Y-pi)] with the true
+    mu and pi, [3]."""
+    exact = exact_moments()
+
+    def statistics(rng: np.random.Generator) -> list[float]:
+        scores, outcomes = sample(turns // BATCHES, rng)
+        rewards = renorm(scores, outcomes)
+        gap = rewards[outcomes == 1].mean() - rewards[outcomes == 0].mean()
+        product = ((scores - exact.score_mean) * (outcomes - exact.outcome_mean)).mean()
+        return [float(gap), float(rewards.var()), float(product)]
+
+    return estimate(statistics, rng)
+
+
+def episode_return(outcome: float, score: float, judged_turns: int) -> float:
+    """Compute the return at the first token (gamma = 1): ReNorm at each judged turn, the outcome at
+    the end (methods.md 2.3)."""
+    return judged_turns * (score + outcome - 1) + outcome
+
+
+def rows(seed: int = 0) -> list[Row]:
+    """Return PPR's rows of methods.md 5."""
+    rng = np.random.default_rng(seed)
+    scores, outcomes = sample(200_000, rng)
+    return [
+        *_range_and_gap(scores, outcomes, rng),
+        *_identities(scores, outcomes),
+        *_alignment(scores, outcomes),
+        *_length(),
+    ]
+
+
+def _range_and_gap(scores: Array, outcomes: Array, rng: np.random.Generator) -> list[Row]:
+    exact = exact_moments()
+    broken = sign_violations(renorm(scores, outcomes), outcomes)
+    centred = sign_violations(scores - scores.mean() + outcomes - outcomes.mean(), outcomes) / len(
+        scores
+    )
+    results = [
+        Row(
+            "PPR A.8: turns outside [-1, 1] or of the wrong sign, of 200,000",
+            str(broken),
+            "0",
+            broken == 0,
+        ),
+        Row(
+            "PPR: the same as a share, with sample centring: sign rule broken",
+            show(centred),
+            "> 0",
+            centred > 0,
+        ),
+    ]
+    measured = estimates(rng)
+    for index, (claim, expected) in enumerate(
+        (
+            ("PPR A.8: class gap E[r|Y=1] - E[r|Y=0]", exact.class_gap + 1),
+            ("PPR A.8: variance of X + Y - 1", exact.renorm_variance()),
+            ("PPR A.8: E[(X-mu)(Y-pi)] = Cov(X, Y)", exact.covariance),
+        )
+    ):
+        results.append(
+            Row(claim, str(measured.at(index)), show(expected), measured.at(index).near(expected))
+        )
+    return results
+
+
+def _identities(scores: Array, outcomes: Array) -> list[Row]:
+    moments = sample_moments(scores, outcomes)
+    rewards = renorm(scores, outcomes)
+    variance, bound = float(rewards.var()), moments.variance_bound()
+    errors = (
+        (
+            "PPR A.8: |mean - (mu + pi - 1)|",
+            abs(float(rewards.mean()) - (moments.score_mean + moments.outcome_mean - 1)),
+        ),
+        ("PPR A.8: |variance - identity|", abs(variance - moments.renorm_variance())),
+        (
+            "PPR A.8: change of the variance by centring",
+            abs(float((rewards - rewards.mean()).var()) - variance),
+        ),
+    )
+    results = [Row(claim, magnitude(error), "0", error < 1e-12) for claim, error in errors]
+    return [
+        *results,
+        Row(
+            "PPR A.8: variance / its bound",
+            show([variance, bound]),
+            "first <= second",
+            variance <= bound,
+        ),
+    ]
+
+
+def _alignment(scores: Array, outcomes: Array) -> list[Row]:
+    moments = sample_moments(scores, outcomes)
+    sum_form = abs(
+        float(((scores - moments.score_mean) + (outcomes - moments.outcome_mean)).mean())
+    )
+    claim = "PPR objective alignment: |E[(X-mu)+(Y-pi)]| / Cov(X, Y): not equal"
+    measured = f"{magnitude(sum_form)} / {show(moments.covariance)}"
+    return [
+        Row(
+            claim,
+            measured,
+            f"0 / {show(exact_moments().covariance)}",
+            sum_form < 1e-12 and moments.covariance > 0.04,
+        )
+    ]
+
+
+def _length() -> list[Row]:
+    results = []
+    for outcome, score, expected in ((1.0, 1.0, (3.0, 5.0)), (0.0, 0.8, (-0.4, -0.8))):
+        returns = [episode_return(outcome, score, turns) for turns in (2, 4)]
+        claim = f"PPR length: return of 2 / 4 judged turns, r_o={outcome:.0f}, r_hat={score}"
+        results.append(
+            Row(claim, show(returns, 1), show(expected, 1), bool(np.allclose(returns, expected)))
+        )
+    return results
+
+
+def figures(folder: Path) -> None:
+    """Write theory-ppr.svg: the return against the number of judged turns."""
+    turns = np.arange(1, 9)
+    figure = Figure(figsize=(5.2, 3.2))
+    axes = figure.subplots()
+    for outcome, name, mark in ((1.0, "right answer", "o-"), (0.0, "wrong answer", "s-")):
+        axes.plot(
+            turns,
+            [episode_return(outcome, 0.8, int(n)) for n in turns],
+            mark,
+            markersize=4,
+            label=name,
+        )
+    axes.axhline(0, color="black", linewidth=0.7)
+    axes.set(
+        xlabel="judged turns",
+        ylabel="return (gamma = 1)",
+        title="PPR: ReNorm with every turn scored 0.8",
+    )
+    axes.legend(frameon=False, fontsize=8)
+    save(figure, folder / "theory-ppr.svg")

@@ -1,0 +1,347 @@
+"""SLATE (arXiv 2602.23440): the variance of advantages from k actions after one prefix, against G
+whole trajectories.
+
+Every step reward comes from independent noise in {-1, 0, 1} with probabilities 1/4, 1/4, 1/2. A
+process says how the reward depends on earlier steps. Source: SLATE section 4 and appendix A.4-A.7;
+methods.md 5.
+"""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from matplotlib.figure import Figure
+from numpy.typing import NDArray
+
+from coppice.research.theories import (
+    BATCHES,
+    STANDARD_ERRORS,
+    Estimate,
+    Row,
+    estimate,
+    magnitude,
+    show,
+    together,
+)
+from coppice.tools.inspecting.figures import save
+
+Array = NDArray[np.float64]
+# (earlier noise, earlier rewards, noise) -> reward
+Process = Callable[[list[Array], list[Array], Array], Array]
+
+NOISE = np.array([-1.0, 0.0, 1.0, 1.0])
+HORIZONS = (2, 4, 8)
+GROUP = 5
+SELECTION = 0.7  # SLATE's eta: the temperature of the softmax by which a candidate is continued
+# the share of each earlier step's noise that is added to the mean of a later reward
+DEPENDENCE = 0.5
+
+
+def independent(_noises: list[Array], _rewards: list[Array], noise: Array) -> Array:
+    """Return r_t = u_t."""
+    return noise
+
+
+def prefix_dependent(noises: list[Array], _rewards: list[Array], noise: Array) -> Array:
+    """Return r_t = u_t + (u_1 + .. + u_{t-1}) / 2. A good step improves later steps (its covariance
+    with the future is > 0)."""
+    return noise + DEPENDENCE * sum(noises)
+
+
+def cancelling(_noises: list[Array], rewards: list[Array], noise: Array) -> Array:
+    """Return r_t = u_t - (r_1 + .. + r_{t-1}). Each step takes back earlier gains (its covariance
+    with the future is < 0)."""
+    return noise - sum(rewards)
+
+
+def negating(_noises: list[Array], rewards: list[Array], noise: Array) -> Array:
+    """Return r_1 = u_1, then r_2 = -r_1, so that the return of two steps is always zero."""
+    return noise if not rewards else np.broadcast_to(-rewards[-1], noise.shape)
+
+
+def draw(rng: np.random.Generator, *shape: int) -> Array:
+    """Draw noise, [shape]."""
+    return NOISE[rng.integers(0, len(NOISE), size=shape, dtype=np.int8)]
+
+
+def trajectories(
+    process: Process, horizon: int, group: int, groups: int, rng: np.random.Generator
+) -> Array:
+    """Draw the step rewards of whole trajectories, [steps, groups, group]."""
+    noises: list[Array] = []
+    rewards: list[Array] = []
+    for _ in range(horizon):
+        noise = draw(rng, groups, group)
+        rewards.append(process(noises, rewards, noise))
+        noises.append(noise)
+    return np.stack(rewards)
+
+
+def candidates(
+    process: Process, horizon: int, k: int, groups: int, rng: np.random.Generator
+) -> Array:
+    """Draw the rewards of k actions after one shared prefix, [steps, groups, k]. The first action
+    extends the prefix."""
+    noises: list[Array] = []
+    rewards: list[Array] = []
+    tried: list[Array] = []
+    for _ in range(horizon):
+        noise = draw(rng, groups, k)
+        tried.append(process(noises, rewards, noise))
+        noises.append(noise[:, :1])
+        rewards.append(tried[-1][:, :1])
+    return np.stack(tried)
+
+
+def centred(values: Array) -> Array:
+    """Return the values minus the mean of their group, [..., group]. Both advantages of Theorem 1
+    have this form."""
+    return values - values.mean(axis=-1, keepdims=True)
+
+
+def variances(
+    process: Process, horizon: int, k: int, group: int, groups: int, rng: np.random.Generator
+) -> tuple[Array, float]:
+    """Estimate the variance of the truncated advantage, [steps], and the variance of the
+    full-trajectory advantage (eq. 8)."""
+    truncated = centred(candidates(process, horizon, k, groups, rng))
+    full = centred(trajectories(process, horizon, group, groups, rng).sum(axis=0))
+    return (truncated**2).mean(axis=(1, 2)), float((full**2).mean())
+
+
+def variance_ratio(
+    process: Process, horizon: int, rng: np.random.Generator, groups: int = 200_000
+) -> Estimate:
+    """Estimate truncated over full-trajectory variance for k = G = 5, averaged over the steps (eq.
+    9 claims at most 1/T)."""
+
+    def ratio(rng: np.random.Generator) -> float:
+        truncated, full = variances(process, horizon, GROUP, GROUP, groups // BATCHES, rng)
+        return float(truncated.mean() / full)
+
+    return estimate(ratio, rng)
+
+
+def future_covariance(
+    process: Process, horizon: int, rng: np.random.Generator, groups: int = 200_000
+) -> Estimate:
+    """Estimate the covariance of r_1, whose prefix is empty, with later rewards (assumption 1
+    requires it non-negative)."""
+
+    def covariance(rng: np.random.Generator) -> float:
+        rewards = trajectories(process, horizon, 1, groups // BATCHES, rng)[..., 0]
+        return float(np.cov(rewards[0], rewards[1:].sum(axis=0))[0, 1])
+
+    return estimate(covariance, rng)
+
+
+def negated_variances(rng: np.random.Generator, groups: int = 200_000) -> Estimate:
+    """Estimate the truncated variance at step 1 and the full variance when the second step takes
+    back the first, [2]."""
+
+    def both(rng: np.random.Generator) -> list[float]:
+        truncated, full = variances(negating, 2, GROUP, GROUP, groups // BATCHES, rng)
+        return [float(truncated[0]), full]
+
+    return estimate(both, rng)
+
+
+def extended_variances(rng: np.random.Generator, groups: int = 200_000) -> Estimate:
+    """Estimate the truncated variance at step 2 of prefixes extended as SLATE extends them, and the
+    full variance, [2].
+
+    r_1 is +1 or -1 with equal probability. r_2 is +3 or -3 after r_1 = +1, and 0 after r_1 = -1.
+    The continued candidate is drawn by softmax(A / 0.7) (SLATE Algorithm 1), so prefixes with r_1 =
+    +1 are more frequent than under the policy.
+    """
+
+    def both(rng: np.random.Generator) -> list[float]:
+        shape = (groups // BATCHES, GROUP)
+        first, second = rng.choice((-1.0, 1.0), shape), rng.choice((-3.0, 3.0), shape)
+        spread = first.std(axis=1, ddof=1, keepdims=True)
+        advantage = centred(first) / (spread + 1e-6)
+        # a draw from the softmax
+        chosen = np.argmax(advantage / SELECTION + rng.gumbel(size=shape), axis=1)
+        after = np.take_along_axis(first, chosen[:, None], axis=1) > 0
+        truncated, full = centred(second * after), centred(first + second * (first > 0))
+        return [float((truncated**2).mean()), float((full**2).mean())]
+
+    return estimate(both, rng)
+
+
+def chosen_share(k: int = GROUP) -> float:
+    """Return the exact probability that SLATE continues a candidate of r_1 = +1 in
+    ``extended_variances``."""
+    share = 0.0
+    for good in range(k + 1):
+        rewards = np.repeat((1.0, -1.0), (good, k - good))
+        weights = np.exp(centred(rewards) / (rewards.std(ddof=1) + 1e-6) / SELECTION)
+        share += math.comb(k, good) / 2**k * float(weights[:good].sum() / weights.sum())
+    return share
+
+
+def mean_advantage_ratio(
+    horizon: int, group: int, rng: np.random.Generator, groups: int = 20_000
+) -> Estimate:
+    """Estimate (1/k) truncated over (1/G) full variance at k = G/T for independent steps
+    (Proposition 2 claims 1)."""
+    k = group // horizon
+
+    def ratio(rng: np.random.Generator) -> float:
+        truncated, full = variances(independent, horizon, k, group, groups // BATCHES, rng)
+        return float(truncated.mean() / k / (full / group))
+
+    return estimate(ratio, rng)
+
+
+def correlations(horizon: int, rng: np.random.Generator, groups: int = 200_000) -> Estimate:
+    """Estimate how well each advantage predicts r_1 minus its group mean, for independent steps in
+    groups of 5, [6].
+
+    The entries are the correlations of the full-trajectory advantage before and after division by
+    the group's standard deviation, the same two of the truncated advantage, and the variances of
+    both after the division. Groups of equal rewards cannot be divided and are left out.
+    """
+
+    def statistics(rng: np.random.Generator) -> list[float]:
+        coefficients: list[float] = []
+        scales: list[float] = []
+        rewards = trajectories(independent, horizon, GROUP, groups // BATCHES, rng)
+        step_one = centred(rewards[0])
+        for advantage in (centred(rewards.sum(axis=0)), step_one):
+            spread = advantage.std(axis=-1)
+            kept = spread > 0
+            divided = advantage[kept] / spread[kept, None]
+            coefficients += [
+                _correlation(advantage, step_one),
+                _correlation(divided, step_one[kept]),
+            ]
+            scales.append(float((divided**2).mean()))
+        return coefficients + scales
+
+    return estimate(statistics, rng)
+
+
+def rows(seed: int = 0) -> list[Row]:
+    """Return SLATE's rows of methods.md 5."""
+    rng = np.random.default_rng(seed)
+    return [*_theorem_1(rng), *_scope(rng), *_proposition_2(rng), _selection(rng)]
+
+
+def _theorem_1(rng: np.random.Generator) -> list[Row]:
+    inverse = [1 / horizon for horizon in HORIZONS]
+    dependent = [
+        1 / sum((1 + DEPENDENCE * later) ** 2 for later in range(horizon)) for horizon in HORIZONS
+    ]
+    results = []
+    for claim, process, expected in (
+        ("SLATE Thm 1: variance ratio at T=2/4/8, independent steps: 1/T", independent, inverse),
+        ("SLATE Thm 1: the same, prefix-dependent means: below 1/T", prefix_dependent, dependent),
+        ("SLATE Thm 1: the same, steps cancel the past: bound 1/T fails", cancelling, [1.0] * 3),
+    ):
+        ratios = together(variance_ratio(process, horizon, rng) for horizon in HORIZONS)
+        results.append(Row(claim, str(ratios), show(expected), ratios.near(expected)))
+    for claim, process, expected in (
+        (
+            "SLATE Thm 1: Cov(r_1, later), prefix-dependent means, T=4",
+            prefix_dependent,
+            3 * DEPENDENCE * NOISE.var(),
+        ),
+        (
+            "SLATE Thm 1: Cov(r_1, later), steps cancel the past: assumption 1 fails",
+            cancelling,
+            -NOISE.var(),
+        ),
+    ):
+        covariance = future_covariance(process, 4, rng)
+        results.append(Row(claim, str(covariance), show(expected), covariance.near(expected)))
+    both = negated_variances(rng)
+    expected = [(1 - 1 / GROUP) * NOISE.var(), 0]
+    claim = "SLATE Thm 1: r_2 = -r_1, truncated (step 1) and full variance: eq. 8 fails"
+    return [*results, Row(claim, str(both), show(expected), both.near(expected))]
+
+
+def _selection(rng: np.random.Generator) -> Row:
+    extended = extended_variances(rng)
+    expected = [(1 - 1 / GROUP) * 9 * chosen_share(), (1 - 1 / GROUP) * (1 + 9 / 2)]
+    claim = "SLATE Thm 1: prefixes extended by softmax(A / 0.7), truncated (step 2) and full: eq. 8 fails"
+    return Row(claim, str(extended), show(expected), extended.near(expected))
+
+
+def _scope(rng: np.random.Generator) -> list[Row]:
+    horizon = 4
+    measured = correlations(horizon, rng)
+    full, divided, truncated, truncated_divided, *scales = measured.value
+    limit = horizon**-0.5
+    agrees = measured.at(0).near(limit) and abs(truncated - 1) < 1e-12
+    within = divided <= limit + STANDARD_ERRORS * measured.error[1] and divided < truncated_divided
+    return [
+        Row(
+            "SLATE scope: correlation with the step-1 advantage, T=4, full / truncated",
+            f"{show([full, truncated])} (se {measured.error[0]:.4f})",
+            show([limit, 1]),
+            bool(agrees),
+        ),
+        Row(
+            "SLATE scope: variance after division by the group's std, full / truncated",
+            show(scales),
+            show([1, 1]),
+            bool(np.allclose(scales, 1, atol=1e-9)),
+        ),
+        Row(
+            "SLATE scope: correlation after that division, full / truncated",
+            f"{show([divided, truncated_divided])} (se {measured.error[1]:.4f})",
+            f"<= {limit:.4f} < truncated",
+            bool(within),
+        ),
+    ]
+
+
+def _proposition_2(rng: np.random.Generator) -> list[Row]:
+    cases = ((4, 20), (2, 10), (5, 50))
+    ratios = together(mean_advantage_ratio(horizon, group, rng) for horizon, group in cases)
+    expected = [(1 - horizon / group) / (1 - 1 / group) for horizon, group in cases]
+    claim = "SLATE Prop 2: per-mean variance ratio at k=G/T, (T,G)=(4,20)/(2,10)/(5,50): below 1"
+    literal = float(
+        np.abs(centred(candidates(independent, 4, GROUP, 1000, rng)).mean(axis=-1)).max()
+    )
+    return [
+        Row(claim, str(ratios), show(expected), ratios.near(expected)),
+        Row(
+            "SLATE Prop 2: largest |mean of the centred advantages|: always 0",
+            magnitude(literal),
+            "0",
+            literal < 1e-12,
+        ),
+    ]
+
+
+def figures(folder: Path) -> None:
+    """Write theory-slate.svg: the variance ratio against the horizon for the three processes."""
+    horizons = np.arange(1, 9)
+    figure = Figure(figsize=(5.2, 3.2))
+    axes = figure.subplots()
+    axes.plot(horizons, 1 / horizons, color="black", linewidth=1, label="claimed bound, 1/T")
+    for name, process, mark in (
+        ("independent steps", independent, "o"),
+        ("prefix-dependent means", prefix_dependent, "s"),
+        ("steps that cancel the past", cancelling, "^"),
+    ):
+        rng = np.random.default_rng(0)
+        ratios = [
+            variance_ratio(process, int(horizon), rng, groups=40_000).value for horizon in horizons
+        ]
+        axes.plot(horizons, ratios, mark, markersize=5, label=name)
+    axes.set(
+        yscale="log",
+        xlabel="steps T",
+        ylabel="truncated / full variance",
+        title="SLATE Theorem 1, k = G = 5",
+    )
+    axes.legend(frameon=False, fontsize=8)
+    save(figure, folder / "theory-slate.svg")
+
+
+def _correlation(a: Array, b: Array) -> float:
+    return float((a * b).mean() / ((a**2).mean() * (b**2).mean()) ** 0.5)

@@ -1,0 +1,503 @@
+"""The bias and the noise of every off-policy correction as its data gets older, without sampling
+error.
+
+A sequence has four tokens of three choices, in two turns of two tokens. One third of the sequences
+succeed (return 1). The policy has one row of logits per pair of position and previous token, so
+learning on one sequence moves the policy on others. All 81 sequences are enumerated, so the policy
+gradient is exact, and so are the mean and the variance of a correction's gradient estimate from a
+sequence that an older policy sampled. ``behaviour`` is the policy that sampled. ``current`` is
+ahead of it by a number of exact gradient steps, the staleness. The proximal policy equals
+``current``, as at the start of an update. The advantage is the return minus the mean return under
+``behaviour``, as a large group would measure it.
+"""
+
+from functools import cache
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+from numpy.typing import NDArray
+
+from coppice.learner.update.corrections import (
+    CORRECTIONS,
+    LEVELS,
+    Corrected,
+    Logprobs,
+    Segments,
+    load,
+)
+from coppice.learner.update.targets import gae, retrace, vtrace
+from coppice.research.theories import Row, magnitude, show
+from coppice.tools.inspecting.figures import save
+
+Array = NDArray[np.float64]
+ACTIONS, TOKENS, TOKENS_PER_TURN = 3, 4, 2
+SEQUENCES, STATES = ACTIONS**TOKENS, 1 + ACTIONS * (TOKENS - 1)
+STALENESS = (0, 1, 2, 4, 8, 16)
+SHOWN = 8  # the staleness at which corrections are compared with each other
+# sixteen steps double the chance of success and move the policy past every default bound
+STEP = 1.5
+TASKS = 10  # every number is a mean over this many random tasks
+UNTRUNCATED = 1e9  # a bound that no ratio comes near
+BOUNDS = (1.0, 1.25, 1.5, 2.0, UNTRUNCATED)
+MARKS = "osv^<>DPX*h"  # these tell lines apart that lie on one another
+EXACT = 1e-12  # rounding error of an identity
+UNBIASED = load("tis", {"level": "sequence", "upper": UNTRUNCATED})
+
+
+class Task(msgspec.Struct, frozen=True):
+    """The return of every sequence, [sequences], and the logits of the policy that samples the
+    sequences, [states, actions]."""
+
+    returns: Array
+    behaviour: Array
+
+
+class Measured(msgspec.Struct, frozen=True):
+    """An estimator of the gradient, in units of the exact gradient's norm: the norm of its bias,
+    the cosine between its mean and the exact gradient, and the standard deviation of one sequence's
+    estimate (the root of the summed variances)."""
+
+    bias: float
+    cosine: float
+    deviation: float
+
+
+Stale = list[tuple[Task, Array]]  # tasks, each with the current logits
+
+
+@cache
+def paths() -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the states and actions of the sequences in lexicographic order, [sequences, tokens]
+    each."""
+    actions = np.indices((ACTIONS,) * TOKENS).reshape(TOKENS, SEQUENCES).T
+    states = np.zeros_like(actions)
+    states[:, 1:] = 1 + ACTIONS * np.arange(TOKENS - 1) + actions[:, :-1]
+    return states, actions
+
+
+def random_task(rng: np.random.Generator) -> Task:
+    """Draw a task: a random third of the sequences succeeds, and the logits are standard normal."""
+    returns = np.zeros(SEQUENCES)
+    returns[rng.permutation(SEQUENCES)[: SEQUENCES // 3]] = 1
+    return Task(returns, rng.normal(size=(STATES, ACTIONS)))
+
+
+def log_policy(logits: Array) -> Array:
+    """Return log pi(a|s), [states, actions]."""
+    return logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+
+
+def log_probs(logits: Array) -> Array:
+    """Return log pi of every token, [sequences, tokens]."""
+    return log_policy(logits)[paths()]
+
+
+def chances(logits: Array) -> Array:
+    """Return the probabilities of the sequences, [sequences]."""
+    return np.exp(log_probs(logits).sum(axis=1))
+
+
+def given_prefix(logits: Array, values: Array) -> Array:
+    """Return E[values | the tokens before t], [sequences, tokens]. Column t of ``values``
+    [sequences, tokens] is averaged over the sequences with the same first t tokens."""
+    chance, means = chances(logits), np.empty((SEQUENCES, TOKENS))
+    for t in range(TOKENS):
+        block, weight = values[:, t].reshape(ACTIONS**t, -1), chance.reshape(ACTIONS**t, -1)
+        means[:, t] = np.repeat((block * weight).sum(axis=1) / weight.sum(axis=1), block.shape[1])
+    return means
+
+
+def values(task: Task, logits: Array) -> Array:
+    """Return V before every token: the expected return of the policy with ``logits`` after that
+    prefix, [sequences, tokens]."""
+    return given_prefix(logits, _each_token(task.returns))
+
+
+def estimates(logits: Array, weights: Array) -> Array:
+    """Return each sequence's sum over tokens of weight x score, [sequences, states, actions].
+    weights: [sequences, tokens]."""
+    states, actions = paths()
+    scores = np.eye(ACTIONS)[actions] - np.exp(log_policy(logits))[states]
+    gradients = np.zeros((SEQUENCES, STATES, ACTIONS))
+    # no state comes twice in a sequence
+    gradients[np.arange(SEQUENCES)[:, None], states] = weights[..., None] * scores
+    return gradients
+
+
+def exact_gradient(task: Task, logits: Array) -> Array:
+    """Return the gradient of the mean return by the logits, [states, actions]."""
+    return np.tensordot(chances(logits), estimates(logits, _each_token(task.returns)), axes=1)
+
+
+def stale(tasks: list[Task], staleness: int) -> Stale:
+    """Return each task with the logits that are ``staleness`` exact gradient steps ahead of its
+    behaviour policy."""
+    pairs = []
+    for task in tasks:
+        logits = task.behaviour
+        for _ in range(staleness):
+            logits = logits + STEP * exact_gradient(task, logits)
+        pairs.append((task, logits))
+    return pairs
+
+
+def token_weights(
+    correction: Corrected, current: Array, behaviour: Array, advantages: Array
+) -> Array:
+    """Return the derivative of each token's surrogate by its log current, [sequences, tokens].
+    current and behaviour are log-probabilities; they and ``advantages`` are [sequences, tokens]."""
+    leaf = torch.from_numpy(current.ravel()).requires_grad_()
+    segments = {"turn": _segments(TOKENS_PER_TURN), "sequence": _segments(TOKENS)}
+    logprobs = Logprobs(leaf, leaf.detach(), torch.from_numpy(behaviour.ravel()), segments)
+    with torch.enable_grad():
+        (gradient,) = torch.autograd.grad(
+            correction(logprobs, torch.from_numpy(advantages.ravel())).term.sum(), leaf
+        )
+    return gradient.numpy().reshape(SEQUENCES, TOKENS)
+
+
+def measure(
+    task: Task, logits: Array, correction: Corrected, advantages: Array | None = None
+) -> Measured:
+    """Compare the correction's gradient over the sequences of ``behaviour`` with the exact gradient
+    at ``logits``.
+
+    advantages: [sequences, tokens]; by default the return minus its mean under ``behaviour``.
+    """
+    chance = chances(task.behaviour)
+    if advantages is None:
+        advantages = _each_token(task.returns - chance @ task.returns)
+    weights = token_weights(correction, log_probs(logits), log_probs(task.behaviour), advantages)
+    gradients, exact = estimates(logits, weights), exact_gradient(task, logits)
+    mean = np.tensordot(chance, gradients, axes=1)
+    variance = float((chance[:, None, None] * (gradients - mean) ** 2).sum())
+    norm, length = float(np.linalg.norm(exact)), float(np.linalg.norm(mean))
+    cosine = float((mean * exact).sum()) / (norm * length) if length else 0.0
+    return Measured(float(np.linalg.norm(mean - exact)) / norm, cosine, variance**0.5 / norm)
+
+
+def average(data: Stale, correction: Corrected) -> Measured:
+    """Return the mean of ``measure`` over the tasks."""
+    return _mean([measure(task, logits, correction) for task, logits in data])
+
+
+def with_current_baseline(data: Stale, correction: Corrected) -> Measured:
+    """Return the mean of ``measure`` when the mean return of ``current`` is subtracted, as an
+    up-to-date critic would do."""
+    measured = []
+    for task, logits in data:
+        advantages = _each_token(task.returns - chances(logits) @ task.returns)
+        measured.append(measure(task, logits, correction, advantages))
+    return _mean(measured)
+
+
+def with_vtrace_advantages(data: Stale) -> Measured:
+    """Measure the untruncated token ratio with V-trace's advantages (no bounds, critic of the
+    behaviour policy)."""
+    token = load("tis", {"upper": UNTRUNCATED})
+    return _mean(
+        [
+            measure(task, logits, token, off_policy(task, logits, "vtrace")[0])
+            for task, logits in data
+        ]
+    )
+
+
+def off_policy(
+    task: Task, logits: Array, kind: str, critic: Array | None = None, **bounds: float
+) -> tuple[Array, Array]:
+    """Return the advantages and value targets of learner/update/targets.py with gamma = lambda = 1,
+    [sequences, tokens] each.
+
+    kind: "gae", "vtrace" (``bounds`` rho_max and c_max, none by default) or "retrace". critic:
+    values [sequences, tokens], by default the values of ``behaviour``.
+    """
+    critic = values(task, task.behaviour) if critic is None else critic
+    ratios = log_probs(logits) - log_probs(task.behaviour)
+    computed = []
+    for outcome, value, ratio in zip(task.returns, critic, ratios, strict=True):
+        rewards = np.append(np.zeros(TOKENS - 1), outcome)
+        if kind == "gae":
+            computed.append(gae(rewards, value, 1.0, 1.0))
+        elif kind == "retrace":
+            computed.append(retrace(rewards, value, ratio, 1.0, 1.0))
+        else:
+            cut = {"rho_max": UNTRUNCATED, "c_max": UNTRUNCATED} | bounds
+            computed.append(vtrace(rewards, value, ratio, 1.0, 1.0, **cut))
+    advantages, targets = np.swapaxes(computed, 0, 1)
+    return advantages, targets
+
+
+def target_bias(data: Stale, kind: str, exact_critic: bool, **bounds: float) -> float:
+    """Return the root mean square of E[value target | prefix] - V of current, over the tasks and
+    the prefixes of ``behaviour``.
+
+    exact_critic: the critic is V of current; otherwise V of ``behaviour``.
+    """
+    squares = []
+    for task, logits in data:
+        truth = values(task, logits)
+        _, targets = off_policy(task, logits, kind, truth if exact_critic else None, **bounds)
+        gaps = given_prefix(task.behaviour, targets) - truth
+        squares.append(float(chances(task.behaviour) @ (gaps**2).mean(axis=1)))
+    return float(np.mean(squares)) ** 0.5
+
+
+def random_tasks(seed: int) -> list[Task]:
+    """Draw TASKS random tasks."""
+    rng = np.random.default_rng(seed)
+    return [random_task(rng) for _ in range(TASKS)]
+
+
+def rows(seed: int = 0) -> list[Row]:
+    """Return the rows on bias and noise of every correction, and on the bias of the value targets."""
+    data = {staleness: stale(random_tasks(seed), staleness) for staleness in STALENESS}
+    return [
+        _drift(data),
+        *_by_staleness(data),
+        *_at_one_staleness(data[SHOWN]),
+        *_levels_and_bounds(data[SHOWN]),
+        *_findings(data),
+        *_targets(data[SHOWN]),
+    ]
+
+
+def _drift(data: dict[int, Stale]) -> Row:
+    divergences = []
+    for pairs in data.values():
+        apart = [
+            (log_probs(task.behaviour) - log_probs(logits)).sum(axis=1) for task, logits in pairs
+        ]
+        divergences.append(
+            np.mean(
+                [chances(pair[0].behaviour) @ gap for pair, gap in zip(pairs, apart, strict=True)]
+            )
+            / TOKENS
+        )
+    return Row(
+        f"Staleness: KL(behaviour || current) a token, {_steps()} steps",
+        show(divergences),
+        "grows from 0",
+        bool(divergences[0] == 0 and np.all(np.diff(divergences) > 0)),
+    )
+
+
+def _by_staleness(data: dict[int, Stale]) -> list[Row]:
+    results = []
+    for name in CORRECTIONS:
+        correction = load(name, {})
+        bias = [average(pairs, correction).bias for pairs in data.values()]
+        claim = f"Staleness: bias of {name} ({correction.level}), {_steps()} steps"
+        results.append(Row(claim, show(bias, 3), "0 at 0 only", bias[0] < EXACT < 1e-3 < bias[-1]))
+    bias = [average(pairs, UNBIASED).bias for pairs in data.values()]
+    claim = "Staleness: largest bias of tis (sequence, no bound) at any staleness"
+    return [*results, Row(claim, magnitude(max(bias)), "0", max(bias) < EXACT)]
+
+
+def _at_one_staleness(pairs: Stale) -> list[Row]:
+    """Return bias, cosine, deviation, and the number of sequences whose mean has noise as large as
+    its bias."""
+    limit, results = average(pairs, UNBIASED).deviation, []
+    for name in CORRECTIONS:
+        correction = load(name, {})
+        measured = average(pairs, correction)
+        claim = (
+            f"Staleness {SHOWN}: bias / cosine / deviation / batch of {name} ({correction.level})"
+        )
+        numbers = f"{show([measured.bias, measured.cosine], 3)} / {measured.deviation:.2f} / {(measured.deviation / measured.bias) ** 2:.0f}"
+        results.append(Row(claim, numbers, f"deviation < {limit:.2f}", measured.deviation < limit))
+    return results
+
+
+def _levels_and_bounds(pairs: Stale) -> list[Row]:
+    levels = [
+        average(pairs, load("tis", {"level": level, "upper": UNTRUNCATED})) for level in LEVELS
+    ]
+    bounds = [
+        average(pairs, load("tis", {"level": "sequence", "upper": upper})) for upper in BOUNDS
+    ]
+    ladders = (
+        ("no bound, level token / turn / sequence", levels),
+        ("sequence, bound 1 / 1.25 / 1.5 / 2 / none", bounds),
+    )
+    results = []
+    for name, ladder in ladders:
+        bias, deviation = [m.bias for m in ladder], [m.deviation for m in ladder]
+        claims = (
+            (
+                f"Staleness {SHOWN}: bias of tis, {name}",
+                bias,
+                "falls to 0",
+                np.all(np.diff(bias) < 0),
+            ),
+        )
+        claims += (
+            (
+                f"Staleness {SHOWN}: deviation of tis, {name}",
+                deviation,
+                "rises",
+                np.all(np.diff(deviation) > 0),
+            ),
+        )
+        results += [
+            Row(claim, show(measured, 3), expected, bool(agrees))
+            for claim, measured, expected, agrees in claims
+        ]
+    return results
+
+
+def _findings(data: dict[int, Stale]) -> list[Row]:
+    names = {name: load(name, {}) for name in CORRECTIONS}
+    bias = {name: average(data[SHOWN], correction).bias for name, correction in names.items()}
+    worse = [name for name, measured in bias.items() if measured > bias["none"]]
+    clip, near = (
+        average(data[STALENESS[-1]], names[name]).cosine for name in ("ppo_clip", "decoupled")
+    )
+    token = load("tis", {"upper": UNTRUNCATED})
+    plain, vtraced = average(data[SHOWN], token).bias, with_vtrace_advantages(data[SHOWN]).bias
+    kept_up = [
+        with_current_baseline(data[SHOWN], correction).bias for correction in (names["none"], token)
+    ]
+    return [
+        Row(
+            f"Staleness {SHOWN}: corrections with more bias than none",
+            f"{len(worse)} of {len(bias) - 1}",
+            "some: cutting is bias too",
+            len(worse) > 0,
+        ),
+        Row(
+            f"Staleness {STALENESS[-1]}: cosine of ppo_clip / decoupled",
+            show([clip, near], 3),
+            "< 0 < decoupled",
+            clip < 0 < near,
+        ),
+        Row(
+            f"Staleness {SHOWN}: bias of tis (token, no bound), return / V-trace advantages",
+            show([plain, vtraced], 3),
+            "V-trace less",
+            vtraced < plain,
+        ),
+        Row(
+            f"Staleness {SHOWN}: bias of none / tis (token, no bound), baseline of current",
+            show(kept_up, 3),
+            f"more than before / {plain:.3f}",
+            kept_up[0] > bias["none"] and abs(kept_up[1] - plain) < EXACT,
+        ),
+    ]
+
+
+TARGETS: tuple[tuple[str, str, dict[str, float]], ...] = (
+    ("gae", "gae", {}),
+    ("vtrace without bounds", "vtrace", {}),
+    ("vtrace, c_max 1", "vtrace", {"c_max": 1.0}),
+    ("vtrace, rho_max 1 and c_max 1", "vtrace", {"rho_max": 1.0, "c_max": 1.0}),
+    ("retrace", "retrace", {}),
+)
+
+
+def _targets(pairs: Stale) -> list[Row]:
+    results = []
+    for name, kind, bounds in TARGETS:
+        biases = [target_bias(pairs, kind, exact, **bounds) for exact in (False, True)]
+        zeros = {"vtrace without bounds": (True, True), "vtrace, c_max 1": (False, True)}.get(
+            name, (False, False)
+        )
+        agrees = all((bias < EXACT) == zero for bias, zero in zip(biases, zeros, strict=True))
+        expected = " / ".join("0" if zero else "> 0" for zero in zeros)
+        claim = f"Staleness {SHOWN}: bias of value targets, stale / exact critic: {name}"
+        results.append(
+            Row(claim, show(np.where(np.array(biases) < EXACT, 0.0, biases)), expected, agrees)
+        )
+    return results
+
+
+def figures(folder: Path) -> None:
+    """Write corrections-bias.svg (bias against staleness) and corrections-tradeoff.svg (bias
+    against deviation)."""
+    data = {staleness: stale(random_tasks(0), staleness) for staleness in STALENESS}
+    _bias_figure(data, folder / "corrections-bias.svg")
+    _tradeoff_figure(data[SHOWN], folder / "corrections-tradeoff.svg")
+
+
+def _bias_figure(data: dict[int, Stale], path: Path) -> None:
+    figure = Figure(figsize=(7.6, 4.2))
+    axes = figure.subplots()
+    for index, (label, correction) in enumerate(_lines().items()):
+        bias = [average(pairs, correction).bias for pairs in data.values()]
+        style = MARKS[index] + ("-", "--", ":")[index % 3]
+        axes.plot(
+            range(len(STALENESS)), bias, style, color=_colour(index), markersize=5, label=label
+        )
+    axes.set_xticks(range(len(STALENESS)), [str(staleness) for staleness in STALENESS])
+    axes.set(xlabel="staleness, gradient steps", ylabel="||bias|| / ||exact gradient||")
+    axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
+    save(figure, path)
+
+
+def _tradeoff_figure(pairs: Stale, path: Path) -> None:
+    figure = Figure(figsize=(7.6, 4.2))
+    axes = figure.subplots()
+    bounds = [
+        average(pairs, load("tis", {"level": "sequence", "upper": upper})) for upper in BOUNDS
+    ]
+    axes.plot([m.deviation for m in bounds], [m.bias for m in bounds], ".-", color="0.6", zorder=1)
+    for bound, measured in zip(("1", "1.25", "1.5", "2", "none"), bounds, strict=True):
+        axes.annotate(
+            bound,
+            (measured.deviation, measured.bias),
+            xytext=(4, 4),
+            textcoords="offset points",
+            fontsize=7,
+        )
+    axes.plot([], [], ".-", color="0.6", label="tis (sequence), by bound")
+    for index, (label, correction) in enumerate(_lines().items()):
+        measured = average(pairs, correction)
+        axes.plot(
+            measured.deviation,
+            measured.bias,
+            MARKS[index],
+            color=_colour(index),
+            markersize=6,
+            label=label,
+        )
+    axes.set(
+        xlabel="standard deviation of one sequence / ||exact gradient||",
+        ylabel="||bias|| / ||exact gradient||",
+    )
+    axes.set_title(f"staleness {SHOWN}", fontsize=10)
+    axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
+    save(figure, path)
+
+
+def _lines() -> dict[str, Corrected]:
+    lines = {f"{name} ({load(name, {}).level})": load(name, {}) for name in CORRECTIONS}
+    return lines | {"tis (sequence, no bound)": UNBIASED}
+
+
+def _colour(index: int) -> str:
+    return f"C{index}" if index < len(CORRECTIONS) else "black"
+
+
+def _steps() -> str:
+    return "/".join(str(staleness) for staleness in STALENESS)
+
+
+def _mean(measured: list[Measured]) -> Measured:
+    return Measured(*np.mean([msgspec.structs.astuple(one) for one in measured], axis=0).tolist())
+
+
+def _each_token(sequence: Array) -> Array:
+    return np.repeat(sequence[:, None], TOKENS, axis=1)
+
+
+@cache
+def _segments(tokens: int) -> Segments:
+    count = SEQUENCES * TOKENS // tokens
+    return Segments(
+        torch.arange(count).repeat_interleave(tokens),
+        torch.zeros(count, dtype=torch.float64),
+        torch.full((count,), float(tokens), dtype=torch.float64),
+    )

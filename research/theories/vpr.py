@@ -1,0 +1,269 @@
+"""VPR (arXiv 2605.10325): the gradient of step labels, its bias under wrong labels, and its size
+against an outcome reward.
+
+Propositions 1 and 2 on a softmax policy of 7 states and 5 actions with random logits, a random
+state distribution that does not depend on the policy, and random valid actions; Proposition 3 on H
+independent steps with one shared logit. Source: VPR section 2.4 and appendices C-E; methods.md 5.
+"""
+
+import math
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from matplotlib.figure import Figure
+from numpy.typing import NDArray
+
+from coppice.research.theories import Row, differences, magnitude, show
+from coppice.tools.inspecting.figures import save
+
+Array = NDArray[np.float64]
+STATES, ACTIONS = 7, 5
+FLIP_PROBABILITIES = (0.05, 0.1, 0.2, 0.3, 0.4)
+DRAWS = 300
+
+
+class Problem(msgspec.Struct, frozen=True):
+    """A decision problem: logits and labels, [states, actions], and the probability of each state,
+    [states]."""
+
+    logits: Array
+    labels: Array
+    visits: Array
+
+    def policy(self) -> Array:
+        """Return the action probabilities, [states, actions]."""
+        return softmax(self.logits)
+
+    def scores(self) -> Array:
+        """Return the gradient of log pi(a|s) by the logits of s, [states, actions, actions]. By
+        other logits it is zero."""
+        return np.eye(self.logits.shape[1]) - self.policy()[:, None, :]
+
+
+def softmax(logits: Array) -> Array:
+    """Return probabilities over the last axis."""
+    weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    return weights / weights.sum(axis=-1, keepdims=True)
+
+
+def problem(rng: np.random.Generator) -> Problem:
+    """Draw a random problem. Each action is valid with probability one half."""
+    labels = (rng.random((STATES, ACTIONS)) < 0.5).astype(np.float64)
+    return Problem(rng.normal(size=(STATES, ACTIONS)), labels, rng.dirichlet(np.ones(STATES)))
+
+
+def score_gradient(task: Problem, weights: Array) -> Array:
+    """Return E over states and actions of weights(s, a) times the score, [states, actions]."""
+    return np.einsum("s,sa,sa,sab->sb", task.visits, task.policy(), weights, task.scores())
+
+
+def gradient_gaps(task: Problem, rng: np.random.Generator) -> Array:
+    """Return the largest differences between the four forms of Proposition 1, [4].
+
+    The first three are differences from the gradient of J by central differences: of the score
+    form, of the score form with a random baseline b(s), of the gradient of E_old[label log pi]. The
+    last is between the two score forms.
+    """
+
+    def verified(logits: Array) -> float:
+        return float(np.einsum("s,sa,sa->", task.visits, softmax(logits), task.labels))
+
+    def imitated(logits: Array) -> float:
+        return float(
+            np.einsum(
+                "s,sa,sa,sa->", task.visits, task.policy(), task.labels, np.log(softmax(logits))
+            )
+        )
+
+    gradient = differences(verified, task.logits)
+    score = score_gradient(task, task.labels)
+    baselined = score_gradient(task, task.labels - rng.normal(size=(len(task.visits), 1)))
+    imitation = differences(imitated, task.logits)
+    pairs = ((score, gradient), (baselined, gradient), (imitation, gradient), (baselined, score))
+    return np.array([np.abs(a - b).max() for a, b in pairs])
+
+
+def bias(task: Problem, flipped: Array) -> tuple[float, float, float]:
+    """Return the norm of the gradient's bias, eps and Gmax of Proposition 2 when the labels
+    ``flipped`` are inverted.
+
+    ``flipped`` is 0 or 1, [states, actions]; eps is its mass under visits and policy, Gmax the
+    largest score norm.
+    """
+    wrong = np.where(flipped > 0, 1 - task.labels, task.labels)
+    shift = score_gradient(task, wrong) - score_gradient(task, task.labels)
+    mass = float(np.einsum("s,sa,sa->", task.visits, task.policy(), flipped))
+    return float(np.linalg.norm(shift)), mass, float(np.linalg.norm(task.scores(), axis=-1).max())
+
+
+def random_flips(
+    task: Problem, probability: float, rng: np.random.Generator, draws: int = DRAWS
+) -> Array:
+    """Return the norm of the bias, eps and Gmax for ``draws`` random sets of inverted labels,
+    [draws, 3]."""
+    return np.array(
+        [
+            bias(task, (rng.random(task.labels.shape) < probability).astype(np.float64))
+            for _ in range(draws)
+        ]
+    )
+
+
+def coherent_flips(states: int = 10, probability: float = 0.3) -> Array:
+    """Return the values of ``bias`` when all states share one logit and one label is inverted in
+    ever more states, [states, 3].
+
+    The score of that action is 1 - p in every state, so all wrong labels pull in one direction. For
+    p < 1/2 this score is also the largest.
+    """
+    scores = np.array([1 - probability, -probability])
+    weights = np.array([probability, 1 - probability])
+    results = []
+    for wrong in range(1, states + 1):
+        flipped = np.zeros((states, 2))
+        flipped[:wrong, 0] = 1
+        shift = float((flipped * weights * scores).sum()) / states
+        mass = float((flipped * weights).sum()) / states
+        results.append((abs(shift), mass, float(np.abs(scores).max())))
+    return np.array(results)
+
+
+def signals(probability: float, horizon: int) -> tuple[float, float]:
+    """Return the expected gradients from step labels and from success of all steps, summed over K
+    right steps of ``horizon``.
+
+    Scores are a_t - p, so their sum is K - H p; labels are a_t; success is K = H (VPR appendix E,
+    step 2).
+    """
+    process = outcome = 0.0
+    for right in range(horizon + 1):
+        chance = (
+            math.comb(horizon, right) * probability**right * (1 - probability) ** (horizon - right)
+        )
+        process += chance * right * (1 - probability)
+        outcome += chance * (right - horizon * probability) * (right == horizon)
+    return process, outcome
+
+
+def outcome_peak(probability: float) -> float:
+    """Return the H, on a grid of real numbers, at which the outcome signal H p^H (1 - p) is
+    largest."""
+    horizons = np.arange(1, 100, 0.01)
+    return float(horizons[np.argmax(horizons * probability**horizons * (1 - probability))])
+
+
+def rows(seed: int = 0) -> list[Row]:
+    """Return VPR's rows of methods.md 5."""
+    rng = np.random.default_rng(seed)
+    task = problem(rng)
+    return [*_proposition_1(task, rng), *_proposition_2(task, rng), *_proposition_3()]
+
+
+def _proposition_1(task: Problem, rng: np.random.Generator) -> list[Row]:
+    gaps = gradient_gaps(task, rng)
+    names = (
+        "score form",
+        "score form with a random baseline",
+        "gradient of the imitation-like objective",
+    )
+    claims = [f"VPR Prop 1: finite differences of J against the {name}" for name in names]
+    claims.append("VPR Prop 1: with against without baseline")
+    limits = (1e-9, 1e-9, 1e-9, 1e-14)
+    return [
+        Row(c, magnitude(g), "0", bool(g < limit))
+        for c, g, limit in zip(claims, gaps, limits, strict=True)
+    ]
+
+
+def _proposition_2(task: Problem, rng: np.random.Generator) -> list[Row]:
+    draws = [random_flips(task, probability, rng) for probability in FLIP_PROBABILITIES]
+    norm, mass, largest = np.concatenate(draws).T
+    broken = int((norm > mass * largest * (1 + 1e-12)).sum())
+    few, many = draws[0].mean(axis=0), draws[-1].mean(axis=0)
+    slopes = (few[0] / few[1], many[0] / many[1])
+    coherent = coherent_flips()
+    ratio = coherent[:, 0] / (coherent[:, 1] * coherent[:, 2])
+    return [
+        Row(
+            f"VPR Prop 2: ||bias|| > eps Gmax, of {len(norm):,} draws",
+            str(broken),
+            "0",
+            broken == 0,
+        ),
+        Row(
+            "VPR Prop 2: mean ||bias|| at the mean eps, flip rates .05 and .4",
+            f"{few[0]:.3f} at {few[1]:.3f}, {many[0]:.3f} at {many[1]:.3f}",
+            "sub-linear",
+            bool(slopes[1] < slopes[0]),
+        ),
+        Row(
+            "VPR Prop 2: ||bias|| / (eps Gmax), coherent flips, least / most",
+            show([ratio.min(), ratio.max()]),
+            show([1, 1]),
+            bool(np.allclose(ratio, 1)),
+        ),
+    ]
+
+
+def _proposition_3() -> list[Row]:
+    results = []
+    probability = 0.9
+    for horizon in (10, 50, 100):
+        measured = signals(probability, horizon)
+        expected = (
+            horizon * probability * (1 - probability),
+            horizon * probability**horizon * (1 - probability),
+        )
+        claim = f"VPR Prop 3: signal of step labels / of the outcome, p=.9, H={horizon}"
+        results.append(
+            Row(
+                claim,
+                show(measured, 6),
+                show(expected, 6),
+                bool(np.allclose(measured, expected, rtol=1e-9)),
+            )
+        )
+    peak, expected = outcome_peak(probability), -1 / math.log(probability)
+    return [
+        *results,
+        Row(
+            "VPR Prop 3: H of the largest outcome signal, p=.9: -1/ln p",
+            show(peak, 2),
+            show(expected, 2),
+            abs(peak - expected) <= 0.01,
+        ),
+    ]
+
+
+def figures(folder: Path) -> None:
+    """Write theory-vpr.svg: the bias against eps, and both signals against the horizon."""
+    figure = Figure(figsize=(8.4, 3.2))
+    left, right = figure.subplots(1, 2)
+    rng = np.random.default_rng(0)
+    task = problem(rng)
+    for probability in FLIP_PROBABILITIES:
+        norm, mass, largest = random_flips(task, probability, rng, draws=25).T
+        left.plot(mass, norm / largest, ".", color="tab:blue", markersize=3)
+    left.plot([], [], ".", color="tab:blue", label="random flips")
+    norm, mass, largest = coherent_flips().T
+    left.plot(mass, norm / largest, "^", color="tab:orange", markersize=5, label="coherent flips")
+    line = np.array([0, 0.7])
+    left.plot(line, line, color="black", linewidth=1, label="bound")
+    left.set(
+        xlabel="eps, mass of wrong labels", ylabel="||bias|| / Gmax", title="VPR Proposition 2"
+    )
+    left.legend(frameon=False, fontsize=8)
+    horizons = np.arange(1, 101)
+    both = np.array([signals(0.9, int(horizon)) for horizon in horizons])
+    right.plot(horizons, both[:, 0], label="step labels, H p (1-p)")
+    right.plot(horizons, both[:, 1], label="outcome, H p^H (1-p)")
+    right.set(
+        yscale="log",
+        xlabel="steps H",
+        ylabel="expected gradient",
+        title="VPR Proposition 3, p = 0.9",
+    )
+    right.legend(frameon=False, fontsize=8)
+    figure.tight_layout()
+    save(figure, folder / "theory-vpr.svg")

@@ -1,0 +1,493 @@
+"""Every dispatched call reaches exactly one outcome: a result, a classified fault, or its caller's
+cancellation.
+
+Every service is called by ``await dispatcher.call(service, request, deadline=...)``. Calls wait for
+a worker with room, first in, first out, unless their ``Place`` orders them otherwise. After an
+infrastructure fault or the death of a worker the call moves to another worker. The deadline covers
+all attempts together. Late answers are only counted.
+
+States of a call: waiting -> running -> (fault -> backoff -> waiting)* -> done. The workers are
+``scheduler.roster``'s.
+"""
+
+import asyncio
+import logging
+import random
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from coppice.scheduler.dispatch.calls import Attempt, Check, DispatchConfig, Event, Pending, Worker
+from coppice.scheduler.dispatch.deadlines import Deadlines
+from coppice.scheduler.dispatch.placement import Place, backoff
+from coppice.scheduler.dispatch.pool import Pool, Queue
+from coppice.scheduler.dispatch.roster import Roster, Transport
+from coppice.wire.arrays import (
+    Frame,
+    Limits,
+    decode_body,
+    decode_header,
+    encode,
+    encode_body,
+    encode_header,
+)
+from coppice.wire.faults import FAULTS, Fault, InfrastructureFault, WireError
+from coppice.wire.keys import RunKeys
+from coppice.wire.messages import (
+    Cancel,
+    Drain,
+    Error,
+    Goodbye,
+    Heartbeat,
+    Register,
+    Request,
+    Result,
+)
+from coppice.wire.service import REGISTER_AGAIN, service_types
+
+__all__ = ["DispatchConfig", "Dispatcher", "Event", "Worker"]
+
+log = logging.getLogger("scheduler.dispatch")
+
+_LOOK_AHEAD = 64
+"""At most so many calls at the head of a queue are passed over (each waits for a certain worker)
+before those behind wait too."""
+_AT_DEADLINE_S = 1.0
+"""An error so shortly before the deadline of its call means that the worker gave the call up at the
+deadline, a moment before this process."""
+_TOLD = 8
+"""At most so many workers are named in the message of a call that found none."""
+_LOOK_AGAIN_S = 0.05
+"""Seconds until held-back calls are tried again although nothing happened, while workers have room.
+"""
+
+
+def _order(pending: Pending) -> tuple[Any, ...]:
+    """The sorting key of a waiting call: retried calls come first, then the ranks of their places
+    decide, then the order of arrival."""
+    return (
+        not pending.failed_on,
+        *(pending.place.rank() if pending.place is not None else ()),
+        pending.arrival,
+    )
+
+
+class Dispatcher(Roster):
+    """Owns the ROUTER socket, the workers and the calls, from ``start`` to ``close``. A run of one
+    call:
+
+        dispatcher = Dispatcher("tcp://127.0.0.1:0", keys) await dispatcher.start() await
+        dispatcher.wait_for("retrieve", 1, timeout=60) result = await dispatcher.call("retrieve",
+        RetrieveRequest(["capital of Peru"], 3), deadline=30) await dispatcher.close()
+    counters: calls, retries, timeouts, failed, late_answers, malformed_peers, refused_peers,
+    dead_workers, lost_calls. on_fault(service, fault, caller). router, clock: the bound socket and
+    the seconds that a simulation replaces.
+    """
+
+    def __init__(
+        self,
+        bind: str,
+        keys: RunKeys | None,
+        config: DispatchConfig = DispatchConfig(),
+        seed: int = 0,
+        router: Transport | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        super().__init__(bind, keys, config, router, clock)
+        self.on_event: Callable[[Event], None] | None = None
+        self.on_fault: Callable[[str, Fault, str], None] | None = None
+        self._rng = random.Random(seed)
+        self._open = Deadlines(self._expire)
+        self._waiting: defaultdict[str, Queue] = defaultdict(Queue)
+        self._again_at: dict[str, asyncio.TimerHandle] = {}
+        self._limits = Limits()
+
+    # ------------------------------------------------------------------------------------------
+    # callers
+
+    async def start(self) -> None:
+        """Start to receive messages and to watch for dead workers."""
+        self.router.listen(self._receive).add_done_callback(self._ended)
+        self._spawn(self._watch())
+
+    async def call(
+        self,
+        service: str,
+        request: msgspec.Struct,
+        *,
+        deadline: float,
+        place: Place | None = None,
+        worker: str | None = None,
+        caller: str = "",
+        check: Check | None = None,
+    ) -> Any:
+        """Run ``request`` on a worker that offers ``service`` and return its result struct.
+
+        deadline: seconds for the whole call, including waiting and retries. place: chooses the
+        worker and is told of every attempt; without a place, the least loaded worker is used.
+        worker: if named, the call goes to this worker only, at once, once, even if the worker is
+        full. caller: words that ``on_fault`` gets; without them ``on_fault`` is not called. check:
+        an answer that it refuses counts as an infrastructure fault of its worker.
+
+        Raises InfrastructureFault when the deadline passed, ``max_attempts`` attempts failed or the
+        named ``worker`` is gone; DataFault as the worker reported it; WireError when ``request``
+        cannot be sent.
+        """
+        if self._closed:
+            raise InfrastructureFault(f"{service} was called after the dispatcher was closed")
+        since, result_type = self.clock(), service_types(service)[1]
+        pending = Pending(
+            service,
+            encode_body(request),
+            result_type,
+            since + deadline,
+            place,
+            worker,
+            caller,
+            since,
+            check,
+        )
+        self.counters["calls"] += 1
+        moment = self._open.add(pending, deadline)
+        try:
+            self._enter(pending)
+            return await pending.done
+        finally:
+            self._open.discard(pending, moment)
+            self._abandon(pending, "cancelled")
+            if pending.done.cancelled():
+                self._waiting[pending.service].forget(pending)
+            # The future holds the error, whose traceback holds this frame: without this, a cycle
+            # with the whole request in it.
+            del pending
+
+    def waiting(self) -> dict[str, int]:
+        """The number of open calls per service, waiting and running ones; the watchdog prints it."""
+        return dict(Counter(pending.service for pending in self._open))
+
+    def open_calls(self) -> list[Pending]:
+        """All calls that have no outcome yet."""
+        return list(self._open)
+
+    def look_again(self, service: str) -> None:
+        """Try the waiting calls of ``service`` again, because something that held them back has
+        changed."""
+        self._pump(service)
+
+    async def close(self) -> None:
+        """Stop. Calls that are still open fail with InfrastructureFault."""
+        self._closed = True
+        for timer in self._again_at.values():
+            timer.cancel()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for pending in list(self._open):
+            pending.attempt = None
+            pending.settle(InfrastructureFault("the dispatcher was closed"))
+        for by_name in (self._waiting, self._workers, self._named, self._pools):
+            by_name.clear()
+        self.router.close()
+
+    # ------------------------------------------------------------------------------------------
+    # calls
+
+    def _enter(self, pending: Pending) -> None:
+        """Start a call, or put it in the queue."""
+        if pending.worker is not None:
+            # A call pinned to a worker never waits: new weights must reach an actor that is still
+            # joining or that is full.
+            pinned = self._named.get(pending.worker)
+            if pinned is None:
+                self.counters["failed"] += 1
+                known = sorted(self._named)
+                pending.settle(
+                    InfrastructureFault(
+                        f"{pending.service}: no worker {pending.worker!r} is here, only {known}"
+                    )
+                )
+            else:
+                self._start(pending, pinned)
+            return
+        self._queue(pending)
+
+    def _queue(self, pending: Pending) -> None:
+        pending.arrival = next(self._arrivals)
+        pending.order = _order(pending)
+        self._waiting[pending.service].add(pending)
+        self._pump(pending.service)
+
+    def _pump(self, service: str) -> None:
+        """Start waiting calls of ``service`` while a worker has room."""
+        queue = self._waiting.get(service)
+        if not queue:
+            return
+        pool, now, refused, passed = self._pools[service], self.clock(), set(), 0
+        while passed < min(len(queue), _LOOK_AHEAD) and (least := pool.least(now)) is not None:
+            pending = queue[passed]
+            kind = pending.place.waits_with() if pending.place is not None else None
+            if pending.done.done():
+                queue.take(passed)  # its caller was cancelled and has not run since
+            elif kind in refused or (worker := self._place(pending, pool, least, now)) is None:
+                refused |= {kind} - {None}
+                passed += 1
+            else:
+                queue.take(passed)
+                self._start(pending, worker)
+                if pending.place is not None:
+                    self._reorder(queue, passed)
+        if (
+            passed
+            and any(queue[at].place is not None for at in range(passed))
+            and pool.least(now) is not None
+        ):
+            self._pump_later(service)
+
+    def _reorder(self, queue: Queue, at: int) -> None:
+        """Move the calls from ``at`` on whose ranks have changed. They are calls of one tree, which
+        has just begun, and stand side by side."""
+        while at < len(queue) and (order := _order(queue[at])) != queue[at].order:
+            moved = queue.take(at)
+            moved.order = order
+            queue.add(moved)
+
+    def _pump_later(self, service: str) -> None:
+        def pump() -> None:
+            del self._again_at[service]
+            self._pump(service)
+
+        if service not in self._again_at:
+            self._again_at[service] = asyncio.get_running_loop().call_later(_LOOK_AGAIN_S, pump)
+
+    def _place(self, pending: Pending, pool: Pool, least: Worker, now: float) -> Worker | None:
+        if pending.place is None:
+            return pool.least(now, pending.failed_on) if pending.failed_on else least
+        name = pending.place.choose(
+            pool.loads(now, pending.place.homes(), pending.failed_on), pending.failed_on
+        )
+        return pool.members.get(name) if name is not None else None
+
+    def _changed(self, worker: Worker) -> None:
+        """The load or the state of a worker has changed."""
+        worker.left_out = False
+        for service in worker.hello.services:
+            self._pools[service].touch(worker)
+
+    def _start(self, pending: Pending, worker: Worker) -> None:
+        now = self.clock()
+        number = next(self._numbers)
+        pending.tries += 1
+        pending.attempt = worker.in_flight[number] = Attempt(number, pending, worker, now)
+        self._changed(worker)
+        header = encode_header(Request(number, pending.service, max(0.001, pending.deadline - now)))
+        self.router.send([worker.identity, header, *pending.body])
+        if pending.place is not None:
+            pending.place.started(worker.name)
+
+    def _finish(self, attempt: Attempt, outcome: str, result: Any = None) -> None:
+        """An attempt has ended with any outcome: free its room and start waiting calls."""
+        worker, pending = attempt.worker, attempt.pending
+        worker.in_flight.pop(attempt.number, None)
+        self._changed(worker)
+        pending.attempt = None
+        if pending.place is not None:
+            pending.place.ended(worker.name, result)
+        version = getattr(result, "version", None)
+        phases = getattr(result, "phases", {})
+        event = Event(
+            pending.service,
+            worker.name,
+            attempt.start,
+            self.clock(),
+            outcome,
+            pending.caller,
+            version,
+            phases,
+        )
+        worker.recent.append(event)
+        if self.on_event is not None:
+            self.on_event(event)
+        self._pump_all(worker)
+
+    def _fail(self, attempt: Attempt, fault: Fault, blamed: bool = True) -> None:
+        """An attempt has failed. blamed: whether that counts against its worker, which rests after
+        several failures in a row."""
+        pending, infrastructure = attempt.pending, isinstance(fault, InfrastructureFault)
+        if blamed:
+            attempt.worker.breaker.record(not infrastructure, now := self.clock())
+            self._wake_after_rest(attempt.worker, now)
+        self._finish(attempt, fault.kind)
+        if pending.done.done():
+            return
+        self._tell(pending, fault)
+        if not infrastructure:
+            pending.settle(fault)
+            return
+        pending.last_fault = fault
+        pending.failed_on |= {attempt.worker.name}
+        if pending.tries >= self.config.max_attempts or pending.worker is not None:
+            self.counters["failed"] += 1
+            pending.settle(fault)
+            return
+        self.counters["retries"] += 1
+        asyncio.get_running_loop().call_later(
+            backoff(pending.tries, self._rng), self._again, pending
+        )
+
+    def _wake_after_rest(self, worker: Worker, now: float) -> None:
+        """If the worker rests from now on, look at the waiting calls when its rest is over."""
+
+        def wake() -> None:
+            if self._workers.get(worker.identity) is worker:
+                self._changed(worker)
+                self._pump_all(worker)
+
+        if not worker.breaker.closed(now):
+            asyncio.get_running_loop().call_later(worker.breaker.open_until - now, wake)
+
+    def _again(self, pending: Pending) -> None:
+        if self.clock() >= pending.deadline:
+            self._expire(pending, pending.deadline - pending.since)
+        elif not pending.done.done():
+            self._queue(pending)
+
+    def _expire(self, pending: Pending, deadline: float, answer: str = "did not answer") -> None:
+        if pending.done.done():
+            return
+        self.counters["timeouts"] += 1
+        now, attempt = self.clock(), pending.attempt
+        here = self.workers(pending.service)
+        states = ", ".join(f"{worker.name} {worker.state(now)}" for worker in here[:_TOLD])
+        states += f" and {len(here) - _TOLD} more" if len(here) > _TOLD else ""
+        where = (
+            f"on {attempt.worker.name}, which {answer}"
+            if attempt
+            else f"with no free worker: {states or 'none offers it'}"
+        )
+        before = f"; the attempt before failed: {pending.last_fault}" if pending.last_fault else ""
+        if attempt:
+            attempt.worker.breaker.record(False, now)
+            self._wake_after_rest(attempt.worker, now)
+            attempt.worker.expires(attempt)
+        fault = InfrastructureFault(f"{pending.service} took over {deadline:.1f} s {where}{before}")
+        self._tell(pending, fault)
+        pending.settle(fault)
+        self._waiting[pending.service].forget(pending)
+        self._abandon(pending, "deadline")
+
+    def _tell(self, pending: Pending, fault: Fault) -> None:
+        """Report every fault, including those of attempts that are retried."""
+        if self.on_fault is not None and pending.caller:
+            log.warning("%s, called by %s: %s", pending.service, pending.caller, fault)
+            self.on_fault(pending.service, fault, pending.caller)
+
+    def _abandon(self, pending: Pending, outcome: str) -> None:
+        """The caller has left: cancel the attempt that is still running, if there is one."""
+        if (attempt := pending.attempt) is not None:
+            self._send(attempt.worker, Cancel(attempt.number))
+            self._finish(attempt, outcome)
+
+    # ------------------------------------------------------------------------------------------
+    # messages
+
+    def _receive(self, parts: list[Frame]) -> None:
+        identity, frames = bytes(parts[0]), parts[1:]
+        try:
+            self._handle(identity, frames)
+        except WireError as error:
+            self._drop_malformed(identity, error)
+
+    def _handle(self, identity: bytes, frames: Sequence[Frame]) -> None:
+        header = decode_header(frames, self._limits)
+        worker = self._workers.get(identity)
+        if worker is not None and worker.key != self.router.sender:
+            self._refuse(
+                identity, worker.name, "this connection belongs to a worker with another key"
+            )
+            return
+        if isinstance(header, Register):
+            self._join(identity, header)
+            return
+        if worker is None:
+            if not isinstance(header, Goodbye):
+                self.router.send([identity, *encode(Goodbye(REGISTER_AGAIN))])
+            return
+        worker.heard = self.clock()
+        match header:
+            case Result(id=number) | Error(id=number):
+                self._answer(worker, number, header, frames)
+            case Heartbeat(stats=stats, open=listed, echo=echo):
+                worker.stats, worker.beat_at = stats, worker.heard
+                self._compare(worker, set(listed), echo)
+                self._send(worker, Heartbeat(len(worker.in_flight), {}, echo=next(self._numbers)))
+                if worker.left_out:  # a rested worker may be usable again
+                    self._changed(worker)
+                self._pump_all(worker)
+            case Drain():
+                worker.draining = True
+            case Goodbye(reason=reason):
+                self._leave(worker, reason or "left")
+            case _:
+                raise WireError(
+                    f"{worker.name} sent a {type(header).__name__}, which only a scheduler sends"
+                )
+
+    def _compare(self, worker: Worker, listed: set[int], echo: int) -> None:
+        """Fail the attempts that were sent before an echo that has arrived, and that are not open
+        there: a connection lost them or their answers, and nothing else would tell."""
+        for attempt in [
+            a for a in worker.in_flight.values() if a.number < echo and a.number not in listed
+        ]:
+            self.counters["lost_calls"] += 1
+            lost = InfrastructureFault(
+                f"{worker.name} does not know of the call: it or its answer was lost"
+            )
+            # a connection loses all open calls at once, and the worker is well
+            self._fail(attempt, lost, blamed=False)
+
+    def _answer(
+        self, worker: Worker, number: int, header: Result | Error, frames: Sequence[Frame]
+    ) -> None:
+        attempt = worker.in_flight.get(number)
+        if attempt is None:
+            self.counters["late_answers"] += 1
+            return
+        pending = attempt.pending
+        if isinstance(header, Error):
+            # a fault of the data is told as such whenever it comes
+            if header.kind == "infrastructure":
+                # the worker gave it up there, before this process has looked
+                if self.clock() >= pending.deadline:
+                    self._expire(
+                        pending, pending.deadline - pending.since, f"answered: {header.message}"
+                    )
+                    return
+                if self.clock() > pending.deadline - _AT_DEADLINE_S:
+                    worker.expires(attempt)
+            self._fail(attempt, FAULTS[header.kind](f"{worker.name}: {header.message}"))
+            return
+        body = decode_body(frames, pending.result_type)
+        try:
+            if pending.check is not None:
+                pending.check(body)
+        except InfrastructureFault as fault:
+            self._fail(attempt, InfrastructureFault(f"{worker.name} answered {fault}"))
+            return
+        worker.breaker.record(True, now := self.clock())
+        worker.answers(now)
+        pending.settle(body)
+        self._finish(attempt, "ok", body)
+
+    def _pump_all(self, worker: Worker) -> None:
+        for service in worker.hello.services:
+            self._pump(service)
+
+    def _came(self, worker: Worker) -> None:
+        self._pump_all(worker)
+
+    def _gone(self, worker: Worker, reason: str) -> None:
+        for attempt in list(worker.in_flight.values()):
+            self._fail(attempt, InfrastructureFault(f"{worker.name} is gone: {reason}"))

@@ -1,0 +1,249 @@
+"""Which workers are here: from their registration, through admission, draining and silence, to
+their departure.
+
+States of a worker: joining (on_join runs) -> ready <-> resting (breaker) -> draining -> gone. A
+worker that is ready stands in the pool of each service that it offers.
+"""
+
+import asyncio
+import itertools
+import logging
+import time
+from collections import Counter, defaultdict
+from collections.abc import Awaitable, Callable, Collection, Iterable
+from typing import Any, Protocol
+
+from coppice.scheduler.dispatch.calls import DispatchConfig, Worker
+from coppice.scheduler.dispatch.pool import Pool
+from coppice.wire.arrays import Frame, encode
+from coppice.wire.faults import Fault, WireError
+from coppice.wire.keys import Grant, RunKeys
+from coppice.wire.messages import Drain, Goodbye, Message, Register, Registered
+from coppice.wire.service import service_types
+from coppice.wire.sockets import Router
+
+log = logging.getLogger("scheduler.roster")
+
+JoinHook = Callable[[Worker], Awaitable[None]]
+
+
+class Transport(Protocol):
+    """What the dispatcher needs of its socket: ``wire.sockets.Router``, or the simulated network of
+    tests/simulation."""
+
+    endpoint: str
+    keys: RunKeys | None
+    sender: str
+
+    def grant(self, public: str) -> Grant | None: ...
+
+    def listen(self, deliver: Callable[[list[Frame]], None]) -> asyncio.Future[None]: ...
+
+    def send(self, frames: Iterable[Frame]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Roster:
+    """The workers and the socket through which they come. ``_came`` and ``_gone`` tell the
+    subclass, which gives them work.
+
+    on_join: awaited before a worker gets its first call; on_leave: told of each worker that is
+    gone, with the reason. router, clock: the bound socket and the seconds that a simulation
+    replaces.
+    """
+
+    def __init__(
+        self,
+        bind: str,
+        keys: RunKeys | None,
+        config: DispatchConfig,
+        router: Transport | None,
+        clock: Callable[[], float],
+    ):
+        self.router, self.clock = router or Router(bind, keys), clock
+        self.endpoint = self.router.endpoint
+        self.config = config
+        self.counters: Counter[str] = Counter()
+        self.on_join: JoinHook | None = None
+        self.on_leave: Callable[[Worker, str], None] | None = None
+        # A worker may outlive this scheduler and answer the next one with an old number, so no two
+        # schedulers may share numbers.
+        self._numbers = itertools.count(time.time_ns())
+        self._arrivals = itertools.count()
+        self._workers: dict[bytes, Worker] = {}
+        self._named: dict[str, Worker] = {}
+        self._pools: defaultdict[str, Pool] = defaultdict(Pool)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._joined = asyncio.Event()
+        self._failure: BaseException | None = None
+        self._draining = self._closed = False
+
+    def _came(self, worker: Worker) -> None:
+        """A worker was admitted."""
+
+    def _gone(self, worker: Worker, reason: str) -> None:
+        """A worker has left or was given up; it is in no pool any more."""
+
+    def workers(self, service: str | None = None) -> list[Worker]:
+        """The ready workers that offer ``service``, or all ready workers."""
+        if service is not None:
+            return list(self._pools[service].members.values()) if service in self._pools else []
+        return [w for w in self._workers.values() if w.ready]
+
+    async def wait_for(self, service: str, count: int, timeout: float) -> None:
+        """Wait until ``count`` workers offer ``service``. Raises TimeoutError that says how many
+        came."""
+        end = self.clock() + timeout
+        while len(self._pools[service].members) < count:
+            self._joined.clear()
+            try:
+                async with asyncio.timeout(max(0.0, end - self.clock())):
+                    await self._joined.wait()
+            except TimeoutError:
+                raise TimeoutError(
+                    f"{len(self.workers(service))} of {count} workers for service {service!r} came within {timeout:.0f} s:"
+                    " see their logs in the run folder"
+                ) from None
+
+    def everyone(self) -> Collection[Worker]:
+        """All workers that are here, including those that are joining."""
+        return self._workers.values()
+
+    async def drain(self) -> None:
+        """Ask every worker to finish its calls and leave, also those that join from now on."""
+        self._draining = True
+        for worker in self._workers.values():
+            self._send(worker, Drain())
+
+    def remove(self, worker: Worker, reason: str) -> None:
+        """Send a worker away. Its calls move to other workers."""
+        self._send(worker, Goodbye(reason))
+        self._leave(worker, reason)
+
+    def failure(self) -> BaseException | None:
+        """The error that ended the receive or watch loop, if one did."""
+        return self._failure
+
+    # ------------------------------------------------------------------------------------------
+    # coming and going
+
+    def _send(self, worker: Worker, header: Message) -> None:
+        if not self._closed:
+            self.router.send([worker.identity, *encode(header)])
+
+    def _drop_malformed(self, identity: bytes, error: WireError) -> None:
+        self.counters["malformed_peers"] += 1
+        worker = self._workers.get(identity)
+        if worker is not None and worker.key != self.router.sender:
+            worker = None  # somebody else sent it in this worker's name
+        log.error("dropped peer %s: %s", worker.name if worker else identity[:40], error)
+        reason = f"sent a malformed message: {error}"
+        if worker is not None:
+            self.remove(worker, reason)
+        else:
+            self.router.send([identity, *encode(Goodbye(reason))])
+
+    def _join(self, identity: bytes, hello: Register) -> None:
+        if (worker := self._workers.get(identity)) is not None:
+            worker.heard = self.clock()
+            self._send(worker, Registered(self.config.heartbeat_s, worker.admission))
+            return
+        for service in hello.services:
+            service_types(service)
+        if (reason := self._forbidden(hello)) is not None:
+            self._refuse(identity, hello.worker, reason)
+            return
+        if hello.protocol != 1 or hello.capacity < 1:
+            raise WireError(
+                f"{hello.worker} registers with protocol {hello.protocol}, capacity {hello.capacity}: expected 1 and at least 1"
+            )
+        if (old := self._named.get(hello.worker)) is not None:
+            self.remove(old, f"replaced by a new process of the same name {old.name}")
+        worker = Worker(
+            identity, hello, self.clock(), f"{next(self._numbers):x}", self.router.sender
+        )
+        worker.joined = next(self._arrivals)
+        self._workers[identity] = self._named[worker.name] = worker
+        self._send(worker, Registered(self.config.heartbeat_s, worker.admission))
+        if self._draining:
+            self._send(worker, Drain())
+        self._spawn(self._admit(worker))
+
+    def _forbidden(self, hello: Register) -> str | None:
+        """Return why the sender's key may not register so, None if it may. The same key may take
+        its name again (a restarted worker)."""
+        grant = self.router.grant(self.router.sender)
+        if grant is None:
+            return "its key was revoked: ask for a new invitation (coppice serve --invite)"
+        if extra := [service for service in hello.services if not grant.allows(service)]:
+            return f"its key may offer {', '.join(grant.services)}, and not {', '.join(extra)}"
+        if (other := self._named.get(hello.worker)) is not None and other.key != self.router.sender:
+            return "a worker of this name is alive and has another key: choose another name (coppice serve --name)"
+        return None
+
+    def _refuse(self, identity: bytes, name: str, reason: str) -> None:
+        self.counters["refused_peers"] += 1
+        log.error("refused a peer that calls itself %r: %s", name[:100], reason)
+        self.router.send([identity, *encode(Goodbye(f"refused: {reason}"))])
+
+    async def _admit(self, worker: Worker) -> None:
+        """Admit a worker once ``on_join`` has returned (in it, an actor loads the current weights)."""
+        if self.on_join is not None:
+            try:
+                await self.on_join(worker)
+            except Fault as fault:
+                log.error("worker %s could not join: %s", worker.name, fault)
+                self.remove(worker, f"could not join: {fault}")
+                return
+        if self._workers.get(worker.identity) is worker:
+            worker.ready = True
+            for service in worker.hello.services:
+                self._pools[service].add(worker)
+            self._joined.set()
+            self._came(worker)
+
+    def _leave(self, worker: Worker, reason: str) -> None:
+        if self._workers.get(worker.identity) is not worker:
+            return  # gone already
+        del self._workers[worker.identity], self._named[worker.name]
+        worker.ready = False
+        for service in worker.hello.services:
+            self._pools[service].discard(worker)
+        self._gone(worker, reason)
+        if self.on_leave is not None:
+            self.on_leave(worker, reason)
+
+    async def _watch(self) -> None:
+        """Give up every worker that has been silent for more than ``dead_after_s``."""
+        while True:
+            before = self.clock()
+            await asyncio.sleep(self.config.heartbeat_s)
+            now = self.clock()
+            if now - before > 2 * self.config.heartbeat_s:
+                # this process itself was held up, so the heartbeats that arrived meanwhile are not
+                # read yet
+                continue
+            self._send_away_revoked()
+            for worker in [
+                w for w in self._workers.values() if now - w.heard > self.config.dead_after_s
+            ]:
+                self.counters["dead_workers"] += 1
+                self._leave(worker, f"silent for {now - worker.heard:.0f} s")
+
+    def _send_away_revoked(self) -> None:
+        if self.router.keys is not None:
+            self.router.keys.reload()
+        for worker in [w for w in self._workers.values() if self.router.grant(w.key) is None]:
+            self.remove(worker, "its key was revoked")
+
+    def _spawn(self, work: Any) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Future[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._failure = error
+            log.error("a dispatcher task died", exc_info=error)

@@ -1,0 +1,159 @@
+"""Held-out evaluation of a run: whole trajectories by the policy in force, on tasks that are never
+trained on."""
+
+import asyncio
+import logging
+import random
+import time
+from collections import Counter
+from collections.abc import Sequence
+
+import msgspec
+
+from coppice.actors.environments.base import Environment, Task
+from coppice.scheduler.config import SchedulerConfig
+from coppice.scheduler.evaluation import best, evaluation
+from coppice.scheduler.growth import baselines, strategies
+from coppice.scheduler.growth.context import Context
+from coppice.scheduler.growth.forest import Forest
+from coppice.scheduler.growth.services import Shop
+from coppice.scheduler.growth.tasks import GeneratedTasks, Tasks
+from coppice.scheduler.growth.tree import Tree
+from coppice.scheduler.telemetry import report
+from coppice.scheduler.telemetry.judged import Judged
+from coppice.scheduler.telemetry.metrics import Metrics
+from coppice.scheduler.telemetry.phases import Phases
+from coppice.scheduler.telemetry.spread import Spread
+from coppice.scheduler.telemetry.together import together
+from coppice.wire.faults import DataFault
+
+log = logging.getLogger("scheduler.examination")
+
+AT_ONCE = 96
+"""The largest number of held-out trees that grow at the same time."""
+WORK = ("environment_steps", "continuation_steps", "generated_tokens")
+"""Counts of work against which a run's curves are drawn. They continue after a resume, and include
+work that a crash undid."""
+
+
+class Examination:
+    """Evaluates the policy in force on the held-out ``tasks``; does nothing without tasks.
+
+    shop: the run's; the evaluation uses a copy that trains nothing and counts nothing. environment:
+    the run's, with the options of [scheduler.evaluation]. forest: numbers and grows the trees.
+    """
+
+    def __init__(
+        self,
+        shop: Shop,
+        environment: Environment,
+        tasks: Sequence[Task],
+        spread: Spread,
+        metrics: Metrics,
+        phases: Phases,
+        forest: Forest,
+    ):
+        self.shop, self.environment, self.tasks = shop, environment, tasks
+        self.spread, self.metrics, self.phases, self.forest = spread, metrics, phases, forest
+        self.strategy = strategies.evaluation(
+            shop.settings.strategy, shop.settings.strategy_options
+        )
+
+    async def baselines(self, training: Tasks | GeneratedTasks) -> dict[str, float]:
+        """The results on the held-out tasks that need no model."""
+        if not self.tasks:
+            return {}
+        if isinstance(training, Tasks):
+            return evaluation.trivial_baselines(self.tasks, training.tasks)
+        shop = self._shop(self.shop.settings)
+
+        def context(task: Task, place: int) -> Context:
+            tree = Tree(-1, task.id, "baseline")
+            return Context(shop, task, tree, random.Random(f"baseline/{place}"))
+
+        return await baselines.play(self.environment, self.tasks, context)
+
+    async def evaluate_if_due(self, version: int, finished: bool) -> None:
+        """Evaluate ``version`` once if it is a multiple of [scheduler.evaluation] every. A run's
+        last version is evaluated at its end."""
+        every = self.shop.settings.evaluation.every
+        known = {name for _, name, _ in self.shop.journal.evaluations()}
+        if (
+            every > 0
+            and version > 0
+            and version % every == 0
+            and not finished
+            and f"v{version}" not in known
+        ):
+            await self.evaluate(f"v{version}")
+
+    async def evaluate(self, name: str) -> None:
+        """Do all held-out tasks with the policy in force; journal the result as ``name``, print it,
+        and keep the best version."""
+        if self.tasks:
+            phase = {"start": "first evaluation", "end": "last evaluation"}.get(
+                name, "evaluations between"
+            )
+            with self.phases.over(phase):
+                await self._evaluate(name)
+
+    async def _evaluate(self, name: str) -> None:
+        start, weights, journal = time.monotonic(), self.spread.weights, self.shop.journal
+        settings = self.shop.settings
+        settings = msgspec.structs.replace(settings, temperature=settings.evaluation.temperature)
+        room = asyncio.Semaphore(AT_ONCE)
+        pairs = await together(
+            self._examine(i, task, settings, room) for i, task in enumerate(self.tasks)
+        )
+        result = evaluation.summarise(
+            weights.version, self.environment, [pair for pair in pairs if pair is not None]
+        )
+        journal.save_evaluation(weights.version, name, msgspec.to_builtins(result))
+        if result.headline in result.measures:
+            best.keep(
+                self.metrics.run, weights, result.headline, result.measures[result.headline].mean
+            )
+        values = {f"heldout/{key}": measured.mean for key, measured in result.measures.items()}
+        values |= {
+            f"heldout/{key}_half": measured.half for key, measured in result.measures.items()
+        }
+        values |= {f"count/{key}": float(self.shop.counts[key]) for key in WORK}
+        self.metrics.record(weights.version, values)
+        print(report.heldout_line(name, result, time.monotonic() - start), flush=True)
+
+    async def _examine(
+        self, position: int, task: Task, settings: SchedulerConfig, room: asyncio.Semaphore
+    ) -> tuple[Task, Tree] | None:
+        """Grow one held-out trajectory. Returns None if its task cannot work."""
+
+        async def grow(tree: Tree, context: Context) -> None:
+            await self.strategy(tree, context)
+            # so that what cannot be measured fails with its tree
+            evaluation.measured(self.environment, task, tree)
+
+        async with room:
+            tree, journal = Tree(self.forest.number(), task.id, "heldout"), self.shop.journal
+            context = Context(
+                self._shop(settings), task, tree, random.Random(f"heldout/{position}")
+            )
+            journal.start_tree(tree, position, self.spread.weights.version)
+            try:
+                await self.forest.attempts(tree, context, grow)
+            except DataFault as fault:
+                log.error("held-out task %s is quarantined: %s", tree.task, fault)
+                journal.close_tree(tree, "quarantined", str(fault))
+                return None
+            journal.close_tree(tree)
+            return task, tree
+
+    def _shop(self, settings: SchedulerConfig) -> Shop:
+        """A copy of the run's shop for held-out tasks, which trains nothing and does not count its
+        work as the run's."""
+        return msgspec.structs.replace(
+            self.shop,
+            emit=lambda tree, turns: None,
+            counts=Counter(),
+            judged=Judged(),
+            environment=self.environment,
+            settings=settings,
+        )

@@ -1,0 +1,71 @@
+"""Whose fault an exception is that ends the growth of a tree: the tree's, which is quarantined, or
+the run's, which ends or is resumed."""
+
+import asyncio
+import errno
+import sqlite3
+import traceback
+
+from coppice.scheduler.ledger.journal import JournalError
+
+ALIKE = 16
+"""Trees in a row that fail alike end the run. One odd task is never so many, nor are the odd ones
+of most updates; a mistake in an environment or a plug-in, which no tree survives, soon is."""
+MACHINE = (
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EROFS,
+    errno.EIO,
+    errno.EMFILE,
+    errno.ENFILE,
+    errno.ENOMEM,
+)
+"""Errors of the system that the next tree would meet as well: a full disk, no more open files."""
+
+
+def is_of_the_run(error: BaseException) -> bool:
+    """Return whether ``error``, which is no ``Fault``, is the run's and not that of the tree whose
+    growth it ended. A cancellation is the run's if the tree's own task was cancelled."""
+    if isinstance(error, asyncio.CancelledError):
+        task = asyncio.current_task()
+        return task is None or task.cancelling() > 0
+    if isinstance(error, OSError) and error.errno in MACHINE:
+        return True
+    return isinstance(error, JournalError | sqlite3.Error | MemoryError)
+
+
+def told(error: BaseException) -> str:
+    """Return an exception in one line, and below it the traceback, without its lone surrogates."""
+    text = f"{brief(error)}\n{''.join(traceback.format_exception(error))}"
+    return text.encode(errors="backslashreplace").decode().strip()
+
+
+def brief(error: BaseException) -> str:
+    """Return an exception's type and message in one line."""
+    return " ".join(
+        f"{type(error).__name__}: {error}".encode(errors="backslashreplace").decode().split()
+    )
+
+
+class InARow:
+    """Counts trees that failed alike: with the same type of exception, raised at the same line, and
+    no tree that grew to its end between them. ``failed`` returns True for the ``ALIKE``-th."""
+
+    def __init__(self) -> None:
+        self._kind: tuple[type[BaseException], str, int | None] | None = None
+        self._count = 0
+
+    def grew(self) -> None:
+        """Note a tree that grew to its end."""
+        self._kind, self._count = None, 0
+
+    def failed(self, error: BaseException) -> bool:
+        """Note a tree that ``error`` ended. Return whether so many have failed alike."""
+        frames = traceback.extract_tb(error.__traceback__)
+        kind = (
+            type(error),
+            frames[-1].filename if frames else "",
+            frames[-1].lineno if frames else None,
+        )
+        self._kind, self._count = kind, self._count + 1 if kind == self._kind else 1
+        return self._count >= ALIKE

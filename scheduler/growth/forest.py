@@ -1,0 +1,278 @@
+"""Draw tasks, grow their trees under pacing, and end every tree: closed, replaced or quarantined."""
+
+import asyncio
+import logging
+import random
+from collections import deque
+from collections.abc import Awaitable, Callable
+
+from coppice.actors.environments.base import Task
+from coppice.scheduler.config import SchedulerProcess
+from coppice.scheduler.growth import strategies
+from coppice.scheduler.growth.context import Context
+from coppice.scheduler.growth.dynamic_sampling import differs
+from coppice.scheduler.growth.failures import ALIKE, InARow, brief, is_of_the_run, told
+from coppice.scheduler.growth.services import ATTEMPTS, Shop
+from coppice.scheduler.growth.tasks import GeneratedTasks, Tasks
+from coppice.scheduler.growth.tree import DROPPED, Tree
+from coppice.scheduler.ledger.journal import TreeRow
+from coppice.scheduler.ledger.pacing import Pacing
+from coppice.scheduler.ledger.stream import Stream
+from coppice.scheduler.telemetry.phases import Phases
+from coppice.wire.faults import DataFault, Fault, InfrastructureFault
+
+log = logging.getLogger("scheduler.forest")
+
+Grow = Callable[[Tree, Context], Awaitable[None]]
+
+ADMITTED_AT_ONCE = 32
+"""The number of trees that are started before messages and other trees get their turn."""
+
+
+class Forest:
+    """The trees of a run. Invariant: every drawn task ends closed, replaced or quarantined.
+
+    Call ``begin`` once, then ``admit`` whenever ``moved`` is set, and ``stop`` at the end. Until
+    ``begun`` is set, only the trees of the first update grow. paused: whether no tree may start
+    now. growing: the tasks by tree; done: the trees that have ended. outcomes: of the trajectories
+    that ended since the list was last cleared. failure: the error that ended a tree's task; it ends
+    the run.
+    """
+
+    pacing: Pacing
+    failure: BaseException | None = None
+
+    def __init__(
+        self,
+        process: SchedulerProcess,
+        shop: Shop,
+        stream: Stream,
+        tasks: Tasks | GeneratedTasks,
+        paused: Callable[[], bool],
+    ):
+        self.process, self.settings, self.shard = process, process.scheduler, process.shard
+        self.shop, self.journal, self.counts = shop, shop.journal, shop.counts
+        self.stream, self.tasks, self.paused = stream, tasks, paused
+        self.strategy = strategies.load(self.settings.strategy, self.settings.strategy_options)
+        self.phases = Phases("no trees")
+        self.moved, self.begun = asyncio.Event(), asyncio.Event()
+        self.unfinished: deque[TreeRow] = deque()
+        self.in_a_row = InARow()
+        self.growing: dict[int, asyncio.Task[None]] = {}
+        self.outcomes: list[float] = []
+        self.done = sum(
+            count for status, count in self.journal.tally().items() if status != "growing"
+        )
+        self.next_tree = self.shard.after(self.journal.next_tree() - 1)
+        self.next_draw = self.shard.draws(self.journal.next_position())
+
+    def begin(self, pacing: Pacing, newest: dict[int, int]) -> None:
+        """Take up what earlier starts of the run left, and start to grow. newest: groups that the
+        version in force has trained already, although the journal does not say so."""
+        self.pacing = pacing
+        for row in self.journal.untrained_trees():
+            if row.status == "replaced" or any(
+                group in newest for group, _ in self.journal.groups(row.id)
+            ):
+                # it counts in no update, or in one that ``version`` counts already
+                self._take_up(row)
+            else:
+                self.unfinished.append(row)
+        self.admit()
+
+    async def stop(self) -> None:
+        """Abandon the trees that grow. The journal keeps what was written to it."""
+        for task in list(self.growing.values()):
+            task.cancel()
+        await asyncio.gather(*self.growing.values(), return_exceptions=True)
+
+    def number(self) -> int:
+        """Take the next tree's number."""
+        number, self.next_tree = self.next_tree, self.shard.after(self.next_tree)
+        return number
+
+    def admit(self) -> None:
+        """Start trees while pacing admits them and the run is not paused: first those that an
+        earlier start left, the oldest first, then new ones.
+
+        After a crash an update therefore takes the trees that it would have taken, although later
+        ones may be finished already.
+        """
+        first = self.settings.questions_per_update
+        for _ in range(ADMITTED_AT_ONCE):
+            begun = self.begun.is_set() or self.pacing.admitted < first
+            if self.paused() or not (begun and self.pacing.may_start()):
+                return
+            if self.unfinished:
+                self.pacing.start()
+                self._take_up(self.unfinished.popleft())
+            else:
+                self._plant()
+        self.moved.set()
+
+    async def attempts(self, tree: Tree, context: Context, grow: Grow) -> None:
+        """Plant and grow a tree, again after an infrastructure fault. Raises the
+        InfrastructureFault of the last attempt, and DataFault for whatever else is the tree's: an
+        exception of an environment, a strategy or a plug-in too, unless so many trees in a row
+        failed alike (``scheduler.failures``)."""
+        try:
+            with self.phases.over("trees"):
+                await self._attempt(tree, context, grow)
+            self.in_a_row.grew()
+        except Fault:
+            raise
+        except (Exception, asyncio.CancelledError) as error:
+            if is_of_the_run(error):
+                raise
+            # What is not written yet may be what cannot be written. The step is lost, as in a
+            # crash.
+            tree.changed.clear()
+            raise self._own_fault(tree, error) from error
+        finally:
+            self.shop.fleet.ended(tree.id)
+            self.shop.dispatcher.look_again("generate")
+            self.moved.set()
+
+    def _own_fault(self, tree: Tree, error: BaseException) -> DataFault:
+        """Return the fault of a tree that ``error`` ended, which is not the run's. Raises Fault if
+        so many trees in a row failed alike that the cause is not theirs."""
+        if self.in_a_row.failed(error):
+            raise Fault(
+                f"{ALIKE} trees in a row failed alike, the last one with {brief(error)} ({self._whose(tree)}):"
+                " mend what the traceback in the log names, then resume the run"
+            ) from error
+        self.shop.faults.failed(
+            "a tree", DataFault(brief(error)), f"{self._whose(tree)}: quarantined"
+        )
+        return DataFault(told(error))
+
+    def _plant(self) -> None:
+        """Draw the next task and start to grow its tree."""
+        draw, self.next_draw = self.next_draw, self.next_draw + 1
+        position = self.shard.position(draw)
+        drawn = self._drawn(position)
+        tree = Tree(self.number(), drawn.id if isinstance(drawn, Task) else f"draw {position}")
+        self.pacing.start()
+        self.journal.start_tree(tree, position, self.pacing.version)
+        self._spawn(tree, drawn, position)
+
+    def _drawn(self, position: int) -> Task | Exception:
+        """Return the task of a draw, or the error of the environment that could not make it."""
+        try:
+            return self.tasks.at(position)
+        except Exception as error:
+            if is_of_the_run(error):
+                raise
+            return error
+
+    def _take_up(self, row: TreeRow) -> None:
+        """Continue a tree that was journaled before this start: resend its untrained groups, and
+        grow what is missing.
+
+        A deterministic run grows an unfinished tree anew, because its random numbers depend on all
+        that was drawn before.
+        """
+        if row.status == "growing" and self.process.deterministic:
+            self.journal.uproot(row.id)
+        tree = self.journal.tree(row)
+        for group, trained in self.journal.groups(row.id):
+            if trained is None:
+                self.stream.resend(tree, group)
+        if row.status != "growing":
+            self.stream.close(tree, row.status == "replaced")
+            return
+        self._spawn(tree, self._drawn(row.position), row.position)
+
+    def _spawn(self, tree: Tree, drawn: Task | Exception, position: int) -> None:
+        """Start to grow a tree, or quarantine it if its task could not be made."""
+        if isinstance(drawn, Exception):
+            self._quarantine(tree, str(self._own_fault(tree, drawn)))
+            return
+        rng = random.Random(f"{self.process.seed}/{tree.split}/{position}/{len(tree.nodes)}")
+        task = asyncio.create_task(self._grow(tree, Context(self.shop, drawn, tree, rng)))
+        self.growing[tree.id] = task
+
+        def ended(task: asyncio.Task[None]) -> None:
+            self.growing.pop(tree.id, None)
+            self.done += not task.cancelled() and task.exception() is None
+            if not task.cancelled() and task.exception() is not None:
+                self.failure = task.exception()
+            self.moved.set()
+
+        task.add_done_callback(ended)
+
+    async def _grow(self, tree: Tree, context: Context) -> None:
+        """Grow one tree to its end. A task that cannot work is quarantined."""
+        try:
+            await self.attempts(tree, context, self.strategy)
+        except DataFault as fault:
+            self._quarantine(tree, str(fault))
+            return
+        if not tree.groups:
+            # An update of such trees alone would be answered to nobody, and the run would wait for
+            # ever.
+            dropped = next(
+                (node.notes[DROPPED] for node in tree.nodes.values() if DROPPED in node.notes), ""
+            )
+            why = (
+                f"an episode was dropped: {dropped}" if dropped else "no judge gave a valid outcome"
+            )
+            self._quarantine(tree, f"no trajectory could be trained, because {why}")
+            return
+        replaced = self._replaces(tree)
+        self.journal.close_tree(tree, "replaced" if replaced else "closed")
+        self.stream.close(tree, replaced)
+        if replaced:
+            self.counts["replaced"] += 1
+            self.pacing.withdraw()
+        tips = {node.trajectory for node in tree.nodes.values()}
+        self.outcomes += [
+            tree.tip(t).scores["outcome"] for t in tips if "outcome" in tree.tip(t).scores
+        ]
+
+    def _replaces(self, tree: Tree) -> bool:
+        """Whether another question takes the tree's place: no group has a spread, and the update
+        that comes next may replace one more."""
+        if not tree.groups or len(self.stream.replaced) >= self.settings.dynamic_sampling_budget:
+            return False
+        return not differs(
+            map(self.journal.turns, tree.groups), self.process.reward, self.process.equal
+        )
+
+    async def _attempt(self, tree: Tree, context: Context, grow: Grow) -> None:
+        for attempt in range(1, ATTEMPTS + 1):
+            context.attempt = attempt
+            try:
+                await context.plant()
+                await grow(tree, context)
+                context.save([])  # so that what cannot be written fails here, with the tree
+                return
+            except InfrastructureFault as fault:
+                log.warning("tree %d, attempt %d: %s", tree.id, attempt, fault)
+                if attempt == ATTEMPTS:
+                    raise InfrastructureFault(
+                        f"tree {tree.id} failed {ATTEMPTS} times; the last time: {fault}. Mend or replace the worker (its log says"
+                        f" more), then resume the run ({self._whose(tree)})"
+                    ) from fault
+                self.counts["tree_retries"] += 1
+
+    def _quarantine(self, tree: Tree, reason: str) -> None:
+        log.error("task %s is quarantined: %s", tree.task, reason)
+        self.counts["quarantined"] += 1
+        self.journal.close_tree(tree, "quarantined", reason)
+        if tree.groups:
+            self.stream.close(tree)  # the groups it has emitted are trained
+        else:
+            self.pacing.withdraw()
+        if self.counts["quarantined"] > 20 + self.pacing.admitted // 2:
+            cause = reason.partition("\n")[0]
+            raise DataFault(
+                f"{self.counts['quarantined']} tasks were quarantined; the last reason: {cause} ({self._whose(tree)})"
+            )
+
+    def _whose(self, tree: Tree) -> str:
+        """What an error names besides its cause."""
+        agent = self.process.options.get("run")
+        return f"task {tree.task}" + (
+            f" of the agent {agent}" if agent else f" of {self.process.environment}"
+        )

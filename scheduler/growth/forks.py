@@ -1,0 +1,69 @@
+"""Trees of whole trajectories that fork from each other, as the tree methods for outcome rewards
+grow them (docs/methods-table.md).
+
+A path is sampled to its end first and forked afterwards. A continuation does not depend on forks
+beside it, so the tree has the same distribution as one that is grown level by level. Trajectory
+numbers are fixed by the strategy; after a crash, forks are drawn as before.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+
+from coppice.scheduler.growth.context import Context
+from coppice.scheduler.growth.strategies.chain import episode
+from coppice.scheduler.growth.tree import Fork, Node, Tree
+from coppice.scheduler.telemetry.together import together
+
+Leaves = dict[int, list[Node]]
+"""The trained actions of each trajectory by its number, from the first turn to its leaf; none if
+the outcome could not be judged."""
+
+
+async def grown(tree: Tree, ctx: Context, forks: Mapping[int, Fork | None]) -> Leaves:
+    """Continue trajectories to their ends, all at once. None: the trajectory begins at the first
+    prompt."""
+    work = (
+        episode(tree, ctx.aside(f"trajectory {number}"), trajectory=number, fork=fork)
+        for number, fork in forks.items()
+    )
+    return dict(zip(forks, await together(work), strict=True))
+
+
+def distinct(trajectories: Iterable[Sequence[Node]]) -> list[Node]:
+    """The actions of some trajectories, each once."""
+    return list({action.id: action for actions in trajectories for action in actions}.values())
+
+
+def surprisal(action: Node) -> np.ndarray:
+    """-log p of each token of an action under the policy that sampled it, float32 [tokens]."""
+    assert action.logprobs is not None, "a trained action was sampled"
+    return -action.logprobs
+
+
+def cut(actions: Sequence[Node], tokens: int) -> Fork | None:
+    """The fork after the first ``tokens`` sampled tokens of a trajectory, None if it has no token
+    after them."""
+    for action in actions:
+        if tokens < len(action.tokens):
+            return Fork(action, tokens)
+        tokens -= len(action.tokens)
+    return None
+
+
+def onward(leaves: Leaves, tokens: int) -> dict[int, Fork]:
+    """The fork after ``tokens`` sampled tokens of each trajectory that goes on after them, by the
+    trajectory's number."""
+    return {
+        number: fork
+        for number, actions in leaves.items()
+        if (fork := cut(actions, tokens)) is not None
+    }
+
+
+def emit(tree: Tree, ctx: Context, groups: Iterable[Iterable[Sequence[Node]]]) -> None:
+    """Emit groups of trajectories, except those that were emitted before a crash. Trajectories
+    without trained actions are left out."""
+    whole = [kept for group in groups if (kept := [actions for actions in group if actions])]
+    for group in whole[len(tree.groups) :]:
+        ctx.emit(group)

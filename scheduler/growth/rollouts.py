@@ -1,0 +1,125 @@
+"""Continuations of a position by the policy, outside the tree, for Monte Carlo values.
+
+All continuations of one position are requested together, so that their prefix is prefilled once.
+Continuations that reach the same position again continue as one request.
+"""
+
+import logging
+from collections import Counter
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from coppice.actors.environments.base import Dropped, Spent
+from coppice.scheduler.growth.context import Context
+from coppice.scheduler.growth.services import Taken
+from coppice.scheduler.growth.tree import Node
+from coppice.scheduler.telemetry.together import together
+from coppice.wire.messages import Sample
+
+log = logging.getLogger(__name__)
+
+
+class Position(msgspec.Struct, frozen=True):
+    """A point at which the policy acts. prefix: int32 token ids as bytes; step: the number of
+    actions before it. ends: the prefixes that end with each of these actions, where what follows
+    may continue any of them; replies: their texts."""
+
+    prefix: bytes
+    state: Any
+    step: int
+    ends: tuple[bytes, ...] = ()
+    replies: tuple[str, ...] = ()
+
+
+def position_before(ctx: Context, action: Node) -> Position:
+    """The position in which ``action`` was taken, with the prompt in non-thinking mode if each turn
+    has its own prompt."""
+    state = ctx.state(action)
+    if ctx.environment.fresh:
+        return _shown(ctx, state, action.step - 1)
+    parent = ctx.tree.parent(action)
+    assert parent is not None, "an action has a prompt above it"
+    before = (
+        ()
+        if ctx.environment.begins_with_prompt
+        else ctx.tree.actions(action.trajectory)[: action.step - 1]
+    )
+    ends = tuple(ctx.tree.prefix(node).tobytes() for node in before)
+    return Position(
+        ctx.tree.prefix(parent).tobytes(),
+        state,
+        action.step - 1,
+        ends,
+        tuple(n.text for n in before),
+    )
+
+
+async def outcomes(ctx: Context, position: Position, n: int) -> list[float]:
+    """The outcomes of ``n`` continuations of ``position``, without those that have none."""
+    prefix = np.frombuffer(position.prefix, np.int32)
+    async with ctx.shop.aside:
+        samples, *_ = await ctx.acted(prefix, n, position.state, beside=True)
+    reached = await together(advance(ctx, position, sample) for sample in samples)
+    ended = [place for place in reached if isinstance(place, float)]
+    going = Counter(place for place in reached if isinstance(place, Position))
+    siblings = sorted(going.items(), key=lambda item: item[0].prefix)
+    later = await together(outcomes(ctx, place, count) for place, count in siblings)
+    return ended + [outcome for several in later for outcome in several]
+
+
+async def advance(ctx: Context, position: Position, sample: Sample) -> Position | float | None:
+    """The position after a sampled action, or the outcome if the episode is over: 0 if the budget
+    is used up without an answer, None if it is unknown."""
+    environment, step = ctx.environment, position.step + 1
+    action = environment.read(position.state, ctx.shop.text.decode(sample.tokens))
+    spent, replies = (
+        Spent(len(position.prefix) // 4, 0, len(sample.tokens), sample.finish),
+        (*position.replies, action.text),
+    )
+    try:
+        async with ctx.shop.aside:
+            transition = await environment.step(position.state, action, Taken(ctx, spent, replies))
+    except Dropped as fault:
+        log.warning("a continuation of tree %d is dropped: %s", ctx.tree.id, fault)
+        ctx.shop.counts[fault.count] += 1
+        return None
+    ctx.shop.counts["continuation_steps"] += 1
+    if transition.done and transition.outcome is not None:
+        return transition.outcome
+    if transition.done and not environment.outcome_judge:
+        return None
+    if transition.done:
+        turn = environment.concluded(
+            ctx.task, position.state, action, transition.state, step, ctx.settings.budget
+        )
+        (judgement,) = await ctx.judgements(environment.outcome_judge, [turn])
+        return judgement.scores.get("outcome", 0.0)
+    if environment.forced_prefix and step >= ctx.settings.budget:
+        return 0.0
+    if environment.fresh:
+        return _shown(ctx, transition.state, step)
+    end = position.prefix + sample.tokens.astype(np.int32).tobytes()
+    if environment.begins_with_prompt:
+        return Position(
+            end + ctx.shop.text.encode(transition.observation).tobytes(), transition.state, step
+        )
+    ends = (*position.ends, end)
+    if transition.after is None or transition.messages is None:
+        return Position(
+            _shown(ctx, transition.state, step).prefix, transition.state, step, ends, replies
+        )
+    end = ends[transition.after]
+    seen = ctx.shop.text.encode(
+        ctx.shop.text.after(np.frombuffer(end, np.int32), transition.messages)
+    )
+    return Position(end + seen.tobytes(), transition.state, step, ends, replies)
+
+
+def _shown(ctx: Context, state: Any, step: int) -> Position:
+    head, tail = ctx.rendered(state, thinking=False)
+    root = ctx.tree.nodes[0]
+    shared = root.tokens if head.text == root.text and not head.pictures else ctx.encode(head)
+    prefix = np.concatenate([shared, ctx.encode(tail)])
+    return Position(prefix.tobytes(), state, step)

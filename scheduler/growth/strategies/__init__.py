@@ -1,0 +1,56 @@
+"""Rollout strategies. Each one is a file that reads like the paper's pseudo-code.
+
+A strategy's file has ``async def grow(tree, ctx, **options)``, and ``gives(**options)``, which gets
+the value of every option and declares as a ``StrategyGives`` what the strategy emits. A strategy
+starts from ``tree.tip()``, so after a crash a half-grown tree continues where it stood. A module
+may name in EVALUATION the strategy that does the held-out tasks, one trajectory each; otherwise
+"chain" does them. ``scheduler.strategy`` names a file of this folder, or a user's own
+"module:grow".
+"""
+
+import inspect
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+
+from coppice.wire.declared import StrategyGives
+from coppice.wire.options import checked, declared, modules, plugin
+
+
+class Strategy(msgspec.Struct, frozen=True):
+    """A strategy with its options. examined_by: the strategy that does the held-out tasks."""
+
+    name: str
+    function: Callable[..., Awaitable[None]]
+    options: dict[str, Any]
+    gives: StrategyGives
+    examined_by: str
+
+    def __call__(self, tree: Any, ctx: Any) -> Awaitable[None]:
+        return self.function(tree, ctx, **self.options)
+
+
+def names() -> list[str]:
+    """The built-in strategies."""
+    return modules(__name__)
+
+
+def load(name: str, options: dict[str, Any] | None = None) -> Strategy:
+    """The strategy ``name``. Raises ValueError that names the known strategies, or the options of
+    this one and their values."""
+    setting = f"scheduler.strategy = {name!r}"
+    module, function = plugin(setting, name, __name__, "grow")
+    options = checked(
+        "scheduler.strategy_options", f"strategy {name!r}", function, options or {}, ("tree", "ctx")
+    )
+    gives = declared(setting, module, "gives", StrategyGives, function, options)
+    return Strategy(name, function, options, gives, getattr(module, "EVALUATION", "chain"))
+
+
+def evaluation(name: str, options: dict[str, Any]) -> Strategy:
+    """The strategy that does the held-out tasks of a run with strategy ``name``. It gets those of
+    ``options`` that it takes."""
+    examined = load(load(name, options).examined_by)
+    takes = inspect.signature(examined.function).parameters
+    return load(examined.name, {key: value for key, value in options.items() if key in takes})

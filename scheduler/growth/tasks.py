@@ -1,0 +1,104 @@
+"""Tasks in epoch order. Each epoch is a new shuffle by the seed, and a position names one draw, so
+a resumed run skips no task."""
+
+import contextlib
+import random
+from collections.abc import Callable
+
+from coppice.actors.environments import registry
+from coppice.actors.environments.base import HELD_OUT_SEEDS, Environment, Rejected, Task
+from coppice.actors.environments.task_files import load_tasks, too_few, unusable
+from coppice.scheduler.config import SchedulerProcess
+from coppice.scheduler.growth.failures import ALIKE
+from coppice.wire.faults import DataFault
+
+
+class Tasks:
+    """The training tasks of one source or several (``load_tasks``). rejected: the rows that cannot
+    work, with the reasons; they are quarantined."""
+
+    def __init__(self, source: str | list[str], seed: int, verbatim: bool = False):
+        self.tasks: list[Task]
+        self.rejected: list[Rejected]
+        self.tasks, self.rejected = load_tasks(source, verbatim)
+        self.seed = seed
+        self._epoch = -1
+        self._order: list[int] = []
+
+    @property
+    def evidence(self) -> bool:
+        """Whether any task has supporting passages."""
+        return any(task.evidence for task in self.tasks)
+
+    def at(self, position: int) -> Task:
+        """The task of draw ``position`` (0, 1, ...)."""
+        epoch, place = divmod(position, len(self.tasks))
+        if epoch != self._epoch:
+            self._epoch = epoch
+            self._order = list(range(len(self.tasks)))
+            random.Random(f"{self.seed}/{epoch}").shuffle(self._order)
+        return self.tasks[self._order[place]]
+
+
+def held_out(
+    source: str | list[str], count: int, verbatim: bool = False
+) -> tuple[list[Task], list[str]]:
+    """The fixed held-out subset, the same ``count`` tasks for every seed (all when there are
+    fewer), and what the user should know of it."""
+    tasks, rejected = load_tasks(source, verbatim)
+    notes = unusable("held-out set", rejected, len(tasks)) + too_few(
+        "held-out set", len(tasks), count
+    )
+    random.Random(0).shuffle(tasks)
+    return tasks[:count], notes
+
+
+class GeneratedTasks:
+    """Tasks that an environment makes from seeds. Training draws seeds below 2^30, so it never
+    draws a held-out seed.
+
+    Different seeds may make the same task if a game has few tasks (an empty board is the only one).
+    """
+
+    def __init__(self, make: Callable[[int], Task], seed: int):
+        self.make, self.seed = make, seed
+        self.rejected: list[Rejected] = []
+
+    @property
+    def evidence(self) -> bool:
+        """Whether the first task that can be made has supporting passages."""
+        for position in range(ALIKE):
+            with contextlib.suppress(Exception):  # such a draw's tree is quarantined
+                return bool(self.at(position).evidence)
+        return False
+
+    def at(self, position: int) -> Task:
+        """The task of draw ``position``; its seed is below 2^30."""
+        return self.make(random.Random(f"{self.seed}/{position}").getrandbits(30))
+
+    def held_out(self, count: int) -> list[Task]:
+        """The same ``count`` tasks for every seed of the run. Raises DataFault if one cannot be
+        made."""
+        return [self._held_out(seed) for seed in HELD_OUT_SEEDS[:count]]
+
+    def _held_out(self, seed: int) -> Task:
+        try:
+            return self.make(seed)
+        except Exception as error:
+            raise DataFault(
+                f"the environment cannot make its held-out task of seed {seed}: {type(error).__name__}: {error}."
+                " Its task(seed) must return a task for every seed"
+            ) from error
+
+
+def load(
+    process: SchedulerProcess, environment: Environment
+) -> tuple[Tasks | GeneratedTasks, list[Task], list[str]]:
+    """A run's training tasks, its held-out tasks, and what the user should know of those."""
+    count = process.scheduler.evaluation.questions
+    if registry.makes_tasks(environment):
+        made = GeneratedTasks(environment.task, process.seed)  # pyright: ignore[reportAttributeAccessIssue]
+        return made, made.held_out(count), []
+    return Tasks(process.train, process.seed, environment.verbatim), *held_out(
+        process.heldout, count, environment.verbatim
+    )

@@ -1,0 +1,56 @@
+"""What earlier starts of a run have left: newest weights, checkpoint and journal, which must belong
+together and agree on what is trained."""
+
+from pathlib import Path
+
+import msgspec
+
+from coppice.scheduler.ledger.journal import Journal
+from coppice.scheduler.telemetry.spread import Weights
+from coppice.wire.faults import DataFault
+from coppice.wire.frontier import Frontier, read
+from coppice.wire.shards import Shard
+
+
+def check(run: Path, resumed: bool) -> None:
+    """Raise DataFault if the folder has checkpoints although nothing was journaled before."""
+    checkpoints = sorted((run / "checkpoints").glob("v??????"))
+    if checkpoints and not resumed:
+        raise DataFault(
+            f"{run} holds weights of version {int(checkpoints[-1].name[1:])} and an empty journal: they belong to another run;"
+            " choose another folder, or remove this one while nothing runs in it"
+        )
+
+
+def announced(run: Path) -> tuple[Weights, dict[int, int]]:
+    """The newest weights, which the learner wrote before it registered, and the version of each
+    group that it has trained since its checkpoint."""
+    path = run / "learner.json"
+    said = path.read_bytes() if path.exists() else b"{}"
+    return msgspec.json.decode(said, type=Weights), msgspec.json.decode(
+        said, type=Frontier
+    ).groups()
+
+
+def adopt(run: Path, version: int, journal: Journal, shard: Shard) -> Frontier:
+    """Mark in the journal what the checkpoint of the learner's ``version`` has trained, and nothing
+    else: the rest is sent again, and a learner that has outlived this scheduler answers it at once.
+    Returns the checkpoint's frontier, which is that of the version before if the learner has not
+    written one since. Raises DataFault if the checkpoint cannot be read, or if the journal is older
+    than it is."""
+    try:
+        checkpoint = read(run, version)
+    except (OSError, ValueError) as error:
+        raise DataFault(
+            f"the frontier of version {version} in {run}/checkpoints cannot be read ({error}): resume again, and the learner sets the"
+            " checkpoint aside if it is damaged"
+        ) from None
+    durable = shard.own(checkpoint.groups())
+    if lost := journal.lacks(durable):
+        raise DataFault(
+            f"the journal lacks {len(lost)} groups (first group {lost[0]}) that the checkpoint of version {checkpoint.version} has trained, so it is"
+            f" an older one: restore its newest copy; or move the newest folders of {run}/checkpoints away, and lose what they trained"
+        )
+    journal.forget_training_after(checkpoint.version)
+    journal.adopt_frontier(durable)
+    return checkpoint

@@ -1,0 +1,167 @@
+"""Send finished groups to the learner and receive its new versions. A group is journaled, then
+sent, and sent again until it is trained.
+
+The learner is told that a tree is closed when the tree is on the disk, and trains no tree before.
+So no checkpoint can hold a group that the journal lost in a power cut.
+
+Each node travels once to a learner. After the learner reconnects, or after a send has failed, the
+whole path is sent.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+from coppice.scheduler.dispatch.dispatcher import Dispatcher, Worker
+from coppice.scheduler.growth.tree import Node, Tree
+from coppice.scheduler.ledger.journal import Journal
+from coppice.wire.faults import InfrastructureFault
+from coppice.wire.messages import Trained, TrainGroup, TreeClosed, Turn
+from coppice.wire.shards import Shard
+
+log = logging.getLogger("scheduler.stream")
+
+FOREVER_S = 7 * 24 * 3600.0
+"""The deadline of a train call: it is answered when its update is done, however long the batch
+takes to fill."""
+_RESEND_WAIT_S = 1.0
+
+
+class Stream:
+    """Owns the open ``train`` and ``close`` calls until ``stop``. ``on_trained`` is awaited once
+    for each version that is not in ``told``, one after the other; ``version`` is the newest.
+
+    replaced: trees that dynamic sampling replaced and whose groups no update has taken yet. shard:
+    whose ids the groups get.
+    """
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        journal: Journal,
+        on_trained: Callable[[Trained], Awaitable[None]],
+        shard: Shard = Shard(),
+    ):
+        self.dispatcher, self.journal, self.on_trained = dispatcher, journal, on_trained
+        self.version = 0
+        self.told: set[int] = set()
+        self.replaced: set[int] = set()
+        self._shard, self._next_group = shard, shard.after(journal.next_group() - 1)
+        self._sent: dict[int, set[int]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._order, self._syncing = asyncio.Lock(), asyncio.Lock()
+        self._closings = self._synced = 0
+
+    def learner_joined(self, worker: Worker) -> None:
+        """Forget which nodes were sent if ``worker`` is a learner, because a learner that has just
+        connected has none. A second process cannot take a learner's place: the first was told of
+        closed trees that the second does not know. It ends the run, which a resume continues."""
+        if "train" not in worker.hello.services:
+            return
+        process = worker.hello.host, worker.hello.pid
+        if self._learner not in (None, process):
+            self._failure = InfrastructureFault(
+                f"the learner was started anew (process {process[1]} on {process[0]}) while the scheduler went on: resume the run, and it waits for"
+                " the learner's ranks again"
+            )
+        self._learner = process
+        self._sent.clear()
+
+    def emit(self, tree: Tree, turns: list[Turn]) -> None:
+        """Journal a new group of ``tree``, then start to send it."""
+        group, self._next_group = self._next_group, self._shard.after(self._next_group)
+        self.journal.save_group(tree, group, turns)
+        tree.groups.append(group)
+        self._spawn(self._send(tree, group, turns))
+
+    def resend(self, tree: Tree, group: int) -> None:
+        """Send a journaled group again on which no version was trained."""
+        self._spawn(self._send(tree, group, self.journal.turns(group)))
+
+    def close(self, tree: Tree, replaced: bool = False) -> None:
+        """Tell the learner that the tree will emit no more groups, and whether another question
+        takes its place."""
+        if replaced:
+            self.replaced.add(tree.id)
+        self._spawn(self._close(TreeClosed(tree.id, list(tree.groups), replaced)))
+
+    def failure(self) -> BaseException | None:
+        """The error that ended a send, or None."""
+        return self._failure
+
+    async def settle(self, timeout: float) -> None:
+        """Wait at most ``timeout`` seconds until every group is marked and the learner knows of
+        every closed tree."""
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=timeout)
+
+    async def stop(self) -> None:
+        """Abandon the open calls. Their groups stay in the journal."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    _failure: BaseException | None = None
+    _learner: tuple[str, int] | None = None
+
+    def _spawn(self, work: Awaitable[None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+
+        def ended(task: asyncio.Future[None]) -> None:
+            self._tasks.discard(task)  # pyright: ignore[reportArgumentType]
+            if not task.cancelled() and task.exception() is not None:
+                self._failure = task.exception()
+
+        task.add_done_callback(ended)
+
+    async def _send(self, tree: Tree, group: int, turns: list[Turn]) -> None:
+        whole = False
+        await self.journal.written()
+        while True:
+            body = TrainGroup(group, tree.id, self._fresh(tree, turns, whole), turns)
+            try:
+                trained: Trained = await self.dispatcher.call("train", body, deadline=FOREVER_S)
+                break
+            except InfrastructureFault as fault:
+                log.warning("group %d is sent again: %s", group, fault)
+                whole = True
+                await asyncio.sleep(_RESEND_WAIT_S)
+        self.replaced.discard(tree.id)
+        # again, if the group was sent again after the tree's end was told
+        self._sent.pop(tree.id, None)
+        async with self._order:
+            self.journal.mark_trained(group, trained.version)
+            if trained.version not in self.told:
+                self.told.add(trained.version)
+                self.version = max(self.version, trained.version)
+                await self.on_trained(trained)
+
+    def _fresh(self, tree: Tree, turns: list[Turn], whole: bool) -> list:
+        sent = self._sent.setdefault(tree.id, set())
+        needed: dict[int, Node] = {}
+        for turn in turns:
+            for node in tree.path(tree.nodes[turn.node]):
+                if whole or node.id not in sent:
+                    needed[node.id] = node
+        sent.update(needed)
+        nodes = [needed[id] for id in sorted(needed)]
+        return [node.travels(self.journal.pictures(node.tokens)) for node in nodes]
+
+    async def _close(self, closed: TreeClosed) -> None:
+        number = self._closings = self._closings + 1
+        # in order: a replaced tree reaches the learner before the tree that takes its place
+        async with self._syncing:
+            if self._synced < number:  # one sync serves all trees that have closed before it begins
+                number = self._closings
+                await self.journal.written()
+                await asyncio.to_thread(self.journal.sync)
+                self._synced = number
+        while True:
+            try:
+                await self.dispatcher.call("close", closed, deadline=FOREVER_S)
+                self._sent.pop(closed.tree, None)
+                return
+            except InfrastructureFault as fault:
+                log.warning("closing of tree %d is sent again: %s", closed.tree, fault)
+                await asyncio.sleep(_RESEND_WAIT_S)

@@ -1,0 +1,121 @@
+"""An endpoint for Prometheus: the newest value of every metric, and the state of queues and
+workers. docs/metrics.md declares the metrics.
+
+A thread answers scrapes from objects that are never changed after they are published, so a scrape
+waits for nothing and nothing waits for it.
+"""
+
+import fnmatch
+import functools
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from threading import Thread
+from typing import TYPE_CHECKING, Any
+
+from coppice.scheduler.telemetry import terminal
+from coppice.scheduler.telemetry.health import Health
+from coppice.wire.atomic import write_whole
+
+if TYPE_CHECKING:
+    from prometheus_client.core import GaugeMetricFamily
+
+PAGE = Path(__file__).parent.parent / "docs" / "metrics.md"
+
+
+@functools.cache
+def declared() -> dict[str, tuple[str, str]]:
+    """Return unit and meaning of each metric in the page's tables. A star in a name stands for what
+    a plug-in, a judge or a number fills in. An installation without the documents has none."""
+    names = PAGE.read_text(encoding="utf-8").partition("## All names")[2] if PAGE.is_file() else ""
+    rows = re.findall(r"^\| `(.+?)` \| (.+?) \| (.+) \|$", names, re.MULTILINE)
+    return {name: (unit, meaning) for name, unit, meaning in rows}
+
+
+def declaration(name: str) -> tuple[str, str] | None:
+    """Return unit and meaning of a metric, or None if no table has it (a plug-in's own)."""
+    rows = declared()
+    matching = (rows[row] for row in rows if fnmatch.fnmatchcase(name, row))
+    return rows.get(name) or next(matching, None)
+
+
+def exported(name: str) -> str:
+    """Return a metric's name in Prometheus."""
+    return "coppice_" + re.sub(r"\W", "_", name)
+
+
+class Exporter:
+    """Serves from ``start`` to ``close``. metrics: returns the newest values by name; health: the
+    newest report, or None before the first."""
+
+    def __init__(
+        self,
+        run: Path,
+        metrics: Callable[[], Mapping[str, float]],
+        health: Callable[[], Health | None],
+    ):
+        self.run, self._metrics, self._health = run, metrics, health
+        self._server: tuple[Any, Thread] | None = None
+
+    def start(self, address: str) -> None:
+        """Serve at host:port, and write the URL to RUN/prometheus. A place that is not free is
+        told, and the run goes on without the endpoint."""
+        from prometheus_client import CollectorRegistry, start_http_server
+
+        host, _, port = address.rpartition(":")
+        registry = CollectorRegistry()
+        registry.register(self)  # pyright: ignore[reportArgumentType]
+        try:
+            self._server = start_http_server(int(port), host, registry)
+        except OSError as error:
+            terminal.say(
+                f"no endpoint for Prometheus: scheduler.prometheus = {address!r} cannot be used ({error}): choose another port, or 0 for any"
+            )
+            return
+        url = f"http://{host}:{self._server[0].server_port}/metrics"
+        write_whole(self.run / "prometheus", url.encode())
+        print(f"metrics for Prometheus at {url}", flush=True)
+
+    def collect(self) -> "Iterator[GaugeMetricFamily]":
+        """Yield the gauges of one scrape."""
+        from prometheus_client.core import GaugeMetricFamily
+
+        report = self._health()
+        gauges: dict[str, Mapping[str, float]] = {k: {"": v} for k, v in self._metrics().items()}
+        for name, values in (gauges | (_live(report) if report is not None else {})).items():
+            unit, meaning = declaration(name) or ("", "a plug-in's own")
+            gauge = GaugeMetricFamily(
+                exported(name),
+                f"{meaning} [{unit}]",
+                labels=["run"] if "" in values else ["run", "service"],
+            )
+            for service, value in values.items():
+                gauge.add_metric([self.run.name, service] if service else [self.run.name], value)
+            yield gauge
+
+    def close(self) -> None:
+        """Stop serving."""
+        if self._server is not None:
+            server, thread = self._server
+            server.shutdown()
+            server.server_close()
+            thread.join()
+
+
+def _live(report: Health) -> dict[str, Mapping[str, float]]:
+    """The gauges of health: values by service, "" for those that have none."""
+    workers = Counter(
+        service
+        for worker in report.workers
+        if worker.state == "here"
+        for service in worker.services
+    )
+    same = ("done", "evaluations", "growing", "updates", "version")
+    numbers = {name: getattr(report, name) for name in same}
+    numbers |= {"loop_lag": report.lag_s, "idle": time.monotonic() - report.progress_at}
+    live: dict[str, Mapping[str, float]] = {name: {"": n} for name, n in numbers.items()}
+    for name in ("running", "waiting"):
+        live[name] = {service: getattr(queue, name) for service, queue in report.queues.items()}
+    return {f"health/{name}": values for name, values in (live | {"workers": workers}).items()}

@@ -1,0 +1,120 @@
+"""Give every actor the newest weights, after an update and when it joins, and prove that all actors
+hold the same weights."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Sequence
+
+import msgspec
+
+from coppice.scheduler.dispatch.dispatcher import Dispatcher, Worker
+from coppice.scheduler.dispatch.residency import Residency
+from coppice.scheduler.telemetry import terminal
+from coppice.wire.faults import Fault, InfrastructureFault
+from coppice.wire.messages import LoadRequest, LoadResult
+
+LOAD_S = 1200.0
+"""Longer than an engine's own timeouts for loading (actors.sglang.update_timeout_s per step), so
+that its own error arrives first."""
+
+
+class Weights(msgspec.Struct, frozen=True):
+    """One version as the learner published it. RUN/learner.json holds the newest. Version 0 is the
+    model with which actors start."""
+
+    version: int = 0
+    path: str = ""
+    digest: str = ""
+
+
+def most_common(proofs: Sequence[str]) -> str:
+    """The most frequent proof that is not "", the first one on a tie; "" if no actor gives a proof."""
+    return max(proofs, key=lambda proof: (bool(proof), proofs.count(proof)), default="")
+
+
+class Spread:
+    """Gives weights and compares proofs. An actor that cannot prove the newest weights is sent
+    away; its process restarts and joins again.
+
+    counts: receives the count "failed_loads".
+    """
+
+    def __init__(self, dispatcher: Dispatcher, residency: Residency, counts: Counter[str]):
+        self.dispatcher, self.residency, self.counts = dispatcher, residency, counts
+        self.weights = Weights()
+        self.proven = 0
+        """The version that every ready actor has, at least."""
+        self._common = ""
+        """The most common proof of the newest weights."""
+        self._settled = asyncio.Event()
+        """Set while that proof is known, cleared while new weights are being given to all actors.
+        """
+        self._settled.set()
+
+    async def everywhere(self, weights: Weights) -> None:
+        """Give ``weights`` to all ready actors, and drop those that do not prove them. An actor
+        that joins later gets them then."""
+        self.weights = weights
+        if not weights.version:
+            return
+        self._settled.clear()
+        try:
+            actors = self.dispatcher.workers("load")
+            proofs = await asyncio.gather(*(self._proven(actor) for actor in actors))
+            self._common = common = most_common(proofs)
+        finally:
+            self._settled.set()
+        for actor, proof in zip(actors, proofs, strict=True):
+            if proof and proof != common:
+                self._drop(actor, _differs(proof, common))
+        self.proven = weights.version
+        if not self.dispatcher.workers("generate"):
+            terminal.say(
+                f"no actor holds policy version {weights.version}: waiting for one to join"
+            )
+
+    async def to(self, actor: Worker) -> None:
+        """Give the newest weights to an actor that joins. Raises Fault if it does not take them, or
+        if its proof differs from most."""
+        held, proof = 0, ""
+        while held != self.weights.version:  # a newer version may come while one is being loaded
+            weights = self.weights
+            proof, held = await self._give(actor, weights), weights.version
+            await self._settled.wait()
+        if proof and self._common and proof != self._common:
+            raise InfrastructureFault(_differs(proof, self._common))
+        self._common = self._common or proof
+
+    async def _proven(self, actor: Worker) -> str:
+        """Give an actor the newest weights. Returns its engine's proof, or "" if the engine has
+        none or the actor was dropped."""
+        try:
+            return await self._give(actor, self.weights)
+        except Fault as fault:
+            self._drop(actor, str(fault))
+            return ""
+
+    async def _give(self, actor: Worker, weights: Weights) -> str:
+        request = LoadRequest(weights.version, weights.path, weights.digest)
+        loaded: LoadResult = await self.dispatcher.call(
+            "load", request, deadline=LOAD_S, worker=actor.name
+        )
+        if (loaded.version, loaded.digest) != (weights.version, weights.digest):
+            raise InfrastructureFault(
+                f"answered version {loaded.version}, digest {loaded.digest[:16]}, expected version {weights.version},"
+                f" digest {weights.digest[:16]}"
+            )
+        self.residency.emptied(actor.name, weights.version)
+        return loaded.proof
+
+    def _drop(self, actor: Worker, reason: str) -> None:
+        version = self.weights.version
+        terminal.say(
+            f"actor {actor.name} did not take policy version {version} and is dropped: {reason}"
+        )
+        self.counts["failed_loads"] += 1
+        self.dispatcher.remove(actor, f"weights of version {version} were not proven")
+
+
+def _differs(proof: str, common: str) -> str:
+    return f"its weights have checksum {proof[:16]}, most have {common[:16]}"
