@@ -1,4 +1,4 @@
-"""A client of the OpenAI-compatible chat protocol, for any server that speaks it. ``wire.http``
+"""A client of the OpenAI-compatible chat protocol, for any server that speaks it. ``common.http``
 does the retries and counts."""
 
 import asyncio
@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any, Literal
 
+from coppice.common.http import CHAT, NoAnswer, Reached
 from coppice.judges.base import Judge
 from coppice.wire.faults import DataFault, InfrastructureFault
-from coppice.wire.http import CHAT, NoAnswer, Reached
 from coppice.wire.messages import JudgedTurn, Judgement
 
 _MODELS = "/models"
@@ -21,7 +21,7 @@ judgement."""
 
 
 class ChatEndpoint(Reached, frozen=True, forbid_unknown_fields=True):
-    """An endpoint and its settings, see ``wire.http.Reached``.
+    """An endpoint and its settings, see ``common.http.Reached``.
 
     patience_s: limit of all attempts for one reply, including the wait for a free place. It must be
     less than scheduler.judge_deadline_s, so that a missing reply becomes an invalid judgement and

@@ -7,8 +7,8 @@ import importlib
 import sys
 from collections.abc import Callable, Iterator
 
+from coppice.common.options import command_parser
 from coppice.tools.bootstrap import ensure
-from coppice.wire.options import command_parser
 
 COMMANDS = {
     "launch": ("tools.launching.command", "train a policy, or go on with a run"),

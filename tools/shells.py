@@ -7,8 +7,8 @@ from pathlib import Path
 
 import shtab
 
+from coppice.common.options import command_parser
 from coppice.tools import main as commands
-from coppice.wire.options import command_parser
 
 EXAMPLES = """\
   coppice completion bash > FILE     then, in ~/.bashrc: source FILE

@@ -8,11 +8,11 @@ from typing import Any
 
 import msgspec
 
+from coppice.common import jsonl
+from coppice.common.http import JsonClient
 from coppice.judges.retriever.hot import AT_ONCE, Backend
 from coppice.judges.retriever.passage_text import title_and_text
-from coppice.wire import jsonl
 from coppice.wire.faults import DataFault, InfrastructureFault
-from coppice.wire.http import JsonClient
 from coppice.wire.messages import Passage
 
 _RESTS_S = 30.0
@@ -35,7 +35,7 @@ class _Reply(msgspec.Struct):
 
 class SearchR1Client:
     """Asks one server. It must be used as an async context manager. attempts, backoff_s: see
-    ``wire.http.JsonClient``."""
+    ``common.http.JsonClient``."""
 
     def __init__(
         self, url: str, timeout_s: float = 60.0, attempts: int = 5, backoff_s: float = 1.0

@@ -133,7 +133,7 @@ def declared(setting: str, module: Any, name: str, kind: type[T], function: Call
     function does not take exactly the options of ``function``, or when its declaration is not a
     ``kind``.
     """
-    expected = f"expected a function {name}(**options) that returns a wire.declared.{kind.__name__} (docs/extend.md)"
+    expected = f"expected a function {name}(**options) that returns a common.declared.{kind.__name__} (docs/extend.md)"
     if not hasattr(module, name):
         raise ValueError(f"{setting}: {module.__name__} does not declare itself: {expected}")
     defaults = {

@@ -14,11 +14,11 @@ from typing import Any
 
 import fsspec
 
-from coppice.wire.atomic import drafted
+from coppice.common.atomic import drafted
 from coppice.wire.faults import InfrastructureFault
 from coppice.wire.published import NAME
 
-log = logging.getLogger("wire.storage")
+log = logging.getLogger("common.storage")
 
 KEPT = 2
 """Versions that an actor keeps on its node: the one in force and the one before."""
