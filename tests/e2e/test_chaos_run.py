@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent.parent.parent
 def test_a_hundred_faults_lose_nothing(tmp_path: Path) -> None:
     command = [
         sys.executable,
-        "coppice dev chaos",
+        *("-m", "coppice", "dev", "chaos"),
         "--faults",
         "100",
         "--seed",
