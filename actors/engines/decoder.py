@@ -9,10 +9,10 @@ step of a tiny model several times faster. Other models run their own code.
 from typing import Any
 
 import torch
+from coppice.common import vision
 from torch.nn import functional
 
 from coppice.actors.engines.attend import Plan
-from coppice.wire import vision
 
 PLAIN = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 _HEAD_ROWS = 2048

@@ -23,6 +23,8 @@ from typing import Any
 import numpy as np
 import tokenizers
 import torch
+from coppice.common import vision
+from coppice.common.hardware import compute_dtype, free_memory
 from transformers import AutoConfig
 
 from coppice.actors.config import ActorsConfig
@@ -36,9 +38,7 @@ from coppice.actors.engines.samples import Running, StopStrings, Stream, Waiting
 from coppice.actors.engines.sampling import pick, uniforms
 from coppice.actors.engines.sight import Sight
 from coppice.actors.engines.thread import EngineThread
-from coppice.wire import vision
 from coppice.wire.faults import DataFault, InfrastructureFault
-from coppice.wire.hardware import compute_dtype, free_memory
 from coppice.wire.messages import (
     Constraint,
     GenerateRequest,

@@ -4,9 +4,10 @@ engine is imported only where it runs."""
 import inspect
 from typing import Any
 
+from coppice.common.options import checked, imported, known
+
 from coppice.actors.config import ActorProcess
 from coppice.actors.engines.base import Engine
-from coppice.wire.options import checked, imported, known
 
 KNOWN = {
     "local": "coppice.actors.engines.local:LocalEngine",

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from coppice.common import vision
 from safetensors import safe_open
 
-from coppice.wire import digest, published, vision
+from coppice.wire import digest, published
 from coppice.wire.faults import InfrastructureFault
 
 

@@ -11,6 +11,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from coppice.common.numbers import Natural
+
 from coppice.actors.environments.base import (
     SPLIT,
     Action,
@@ -20,7 +22,6 @@ from coppice.actors.environments.base import (
     Transition,
     prompt_file,
 )
-from coppice.wire.numbers import Natural
 
 _BLOCK = re.compile(r"<action>(.*?)</action>", re.DOTALL)
 _BLOCK_OR_BOX = re.compile(r"<action>(.*?)</action>|\\boxed\{([^{}]*)\}", re.DOTALL)

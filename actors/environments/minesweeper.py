@@ -14,12 +14,12 @@ from functools import cache
 from typing import Literal
 
 import msgspec
+from coppice.common.numbers import Count, Natural
 
 from coppice.actors.environments.base import Action, Task, Tools, Transition
 from coppice.actors.environments.game import Game
 from coppice.wire.faults import DataFault
 from coppice.wire.messages import JudgedTurn
-from coppice.wire.numbers import Count, Natural
 
 HIDDEN, FLAG, ZERO, HIT = "#", "F", ".", "*"
 """The marks on a board beside the digits 1..8: unknown, flagged by the player, no mine around, and

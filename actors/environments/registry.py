@@ -2,8 +2,9 @@
 
 from typing import Any
 
+from coppice.common.options import checked, imported, known
+
 from coppice.actors.environments.base import Environment
-from coppice.wire.options import checked, imported, known
 
 KNOWN = {
     "search_qa": "coppice.actors.environments.search_qa:SearchQA",

@@ -12,6 +12,7 @@ from math import fsum
 from typing import Any, Literal
 
 import msgspec
+from coppice.common.numbers import Count, Natural
 
 from coppice.actors.environments.base import (
     Action,
@@ -22,7 +23,6 @@ from coppice.actors.environments.base import (
     prompt_file,
 )
 from coppice.wire.messages import JudgedTurn, Passage
-from coppice.wire.numbers import Count, Natural
 
 INVALID_NOTICE = (
     "\nThat action could not be used. Write <search> query </search> to look something up, or <answer> answer </answer>"

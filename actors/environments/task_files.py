@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from coppice.common import jsonl
 
 from coppice.actors.environments import hub
 from coppice.actors.environments.base import Rejected, Task
-from coppice.wire import jsonl
 
 EXPECTED = (
     "a .jsonl or .parquet path, or a hub dataset owner/name[:split] or owner/name/folder[:split]"

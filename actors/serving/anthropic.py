@@ -10,9 +10,10 @@ import json
 import re
 from typing import Any
 
+from coppice.common.dialogue import text_of
+
 from coppice.actors.serving.protocol import Refused
 from coppice.actors.serving.replies import Form, Reply, sse
-from coppice.wire.dialogue import text_of
 
 _TRANSLATED = (
     "messages", "system", "tools", "tool_choice", "stop_sequences", "output_config", "output_format", "stop",

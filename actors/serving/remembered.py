@@ -3,8 +3,9 @@ again."""
 
 from typing import Any
 
+from coppice.common.dialogue import Message
+
 from coppice.actors.serving.protocol import Refused
-from coppice.wire.dialogue import Message
 
 
 class Remembered:

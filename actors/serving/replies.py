@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
+from coppice.common.tool_calls import ToolCall
 
 from coppice.actors.environments.base import Spent
 from coppice.actors.serving.protocol import Refused
-from coppice.wire.tool_calls import ToolCall
 
 
 class Reply(msgspec.Struct, frozen=True):

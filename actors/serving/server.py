@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 import tokenizers
 from aiohttp import web
+from coppice.common.chat_template import ChatTemplate
 
 from coppice.actors.engines.base import OnTop
 from coppice.actors.engines.local import LocalEngine
@@ -26,7 +27,6 @@ from coppice.actors.serving.asked import body_of
 from coppice.actors.serving.protocol import Asked, Completion, Refused, http_refused, read
 from coppice.actors.serving.remembered import Remembered
 from coppice.actors.serving.tools import Conversation, Tools
-from coppice.wire.chat_template import ChatTemplate
 from coppice.wire.faults import DataFault, Fault, InfrastructureFault
 from coppice.wire.messages import GenerateRequest, GenerateResult
 

@@ -5,6 +5,7 @@ import asyncio
 from typing import Any, Literal
 
 import msgspec
+from coppice.common.numbers import Count
 
 from coppice.actors.environments.minesweeper import (
     FLAG,
@@ -22,7 +23,6 @@ from coppice.judges.base import Judge
 from coppice.judges.oracles.posterior import BUDGET, Posterior, posterior
 from coppice.wire.faults import DataFault
 from coppice.wire.messages import JudgedTurn, Judgement
-from coppice.wire.numbers import Count
 
 TOLERANCE = 1e-9
 """Risks that differ by less than this are equal."""

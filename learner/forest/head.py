@@ -23,9 +23,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from coppice.common.support import Support
 from torch.autograd.function import once_differentiable
-
-from coppice.wire.support import Support
 
 ROWS = 4096
 """The largest number of rows in one pass over the vocabulary."""

@@ -17,13 +17,14 @@ from pathlib import Path
 
 import msgspec
 import torch
+from coppice.common import atomic, frontier
 from safetensors import SafetensorError
 
 from coppice.learner.model import rng, shards
 from coppice.learner.model.ranks import Ranks
 from coppice.learner.update.trainer import Trainer
 from coppice.learner.update.watch import WatchState
-from coppice.wire import atomic, digest, frontier
+from coppice.wire import digest
 
 log = logging.getLogger("learner.checkpoint")
 

@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 from accelerate import init_empty_weights
+from coppice.common import vision
 from peft import LoraConfig, get_peft_model
 from safetensors import safe_open
 from torch.distributed.tensor import DTensor
 
 from coppice.learner.forest.attention import NAME
 from coppice.learner.model.ranks import own_rows
-from coppice.wire import vision
 
 log = logging.getLogger("learner.loading")
 

@@ -9,6 +9,9 @@ from typing import Any, ClassVar
 import msgspec
 import numpy as np
 import torch
+from coppice.common import vision
+from coppice.common.hardware import compute_dtype, free_memory
+from coppice.common.support import Support
 from peft import LoraConfig as PeftLora
 from peft import PeftModel
 from torch.distributed.fsdp import FSDPModule
@@ -21,9 +24,6 @@ from coppice.learner.forest.trees import Forest, Path
 from coppice.learner.model import loading
 from coppice.learner.model.frozen import hold
 from coppice.learner.model.ranks import Ranks, whole
-from coppice.wire import vision
-from coppice.wire.hardware import compute_dtype, free_memory
-from coppice.wire.support import Support
 
 
 class Row(msgspec.Struct, frozen=True):

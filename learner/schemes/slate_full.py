@@ -3,13 +3,13 @@ judged, and R(tau) = sum_t r_t is normalised over the k trajectories and broadca
 tokens (methods.md 1.6; estimator A of SLATE's Theorem 1)."""
 
 import numpy as np
+from coppice.common.declared import SchemeNeeds
+from coppice.common.numbers import Positive
 
 from coppice.learner.schemes import grpo
 from coppice.learner.update.statistics import Ddof
 from coppice.learner.update.table import TurnTable
 from coppice.learner.update.trained import scored, trains_on
-from coppice.wire.declared import SchemeNeeds
-from coppice.wire.numbers import Positive
 
 
 def needs(**_: object) -> SchemeNeeds:

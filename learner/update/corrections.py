@@ -20,11 +20,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
+from coppice.common.numbers import NotNegative, Positive
+from coppice.common.options import checked, imported, known
 from msgspec import Meta
 
 from coppice.learner.update.objective import Aggregation
-from coppice.wire.numbers import NotNegative, Positive
-from coppice.wire.options import checked, imported, known
 
 if TYPE_CHECKING:
     from torch import Tensor

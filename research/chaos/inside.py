@@ -25,13 +25,13 @@ from typing import Any
 
 import msgspec
 import psutil
+from coppice.common import shards
 
 from coppice import scheduler
 from coppice.research.chaos import messages
 from coppice.research.chaos.forked import Fork
 from coppice.tools.launching import children, command
 from coppice.tools.launching.assets import Assets
-from coppice.wire import shards
 
 _EVER_S, HANG_S = 10**6, 5
 PROCESSES = (

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 import numpy as np
+from coppice.common import support
 
-from coppice.wire import support
 from coppice.wire.faults import InfrastructureFault
 from coppice.wire.messages import GenerateRequest, GenerateResult, JudgeResult, Sample
 

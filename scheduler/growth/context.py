@@ -18,6 +18,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from coppice.common import support, vision
 
 from coppice.actors.environments.base import SPLIT, Dropped, Spent, Task, Transition
 from coppice.scheduler.growth.ahead import Ahead, Drawn, How
@@ -25,7 +26,6 @@ from coppice.scheduler.growth.scoring import Scoring
 from coppice.scheduler.growth.services import Shop, Taken
 from coppice.scheduler.growth.text import Shown
 from coppice.scheduler.growth.tree import DROPPED, Fork, Node, Tree, encode_node
-from coppice.wire import support, vision
 from coppice.wire.messages import Sample
 
 log = logging.getLogger("scheduler.context")

@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
-
-from coppice.wire import shards
+from coppice.common import shards
 
 Record = dict[str, float]
 UPDATE = "learner/groups"

@@ -10,6 +10,7 @@ from typing import Any
 import aiohttp
 import pytest
 import pytest_asyncio
+from coppice.common.tool_calls import ToolCall
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,7 +20,6 @@ from coppice.actors.environments.agents.gateway import Gateway, Session
 from coppice.actors.environments.agents.nursery import Nursery
 from coppice.actors.environments.base import Spent
 from coppice.actors.serving.replies import Reply
-from coppice.wire.tool_calls import ToolCall
 
 HELLO = {"model": "gpt-any", "messages": [{"role": "user", "content": "hello"}]}
 ADD = {"type": "function", "function": {"name": "add", "parameters": {}}}

@@ -17,6 +17,7 @@ import pytest
 import pytest_asyncio
 import tokenizers
 import torch
+from coppice.common.support import decode
 from safetensors.torch import save_file
 
 from coppice.actors.config import ActorsConfig
@@ -26,7 +27,6 @@ from coppice.actors.engines.sglang import SGLangEngine
 from coppice.wire import digest
 from coppice.wire.faults import DataFault, InfrastructureFault
 from coppice.wire.messages import Constraint, GenerateRequest, LoadRequest, Sampling
-from coppice.wire.support import decode
 from tests.actors.test_local_engine import (
     GREATEST_DIFFERENCE,
     full_logprobs,

@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from coppice.common import vision
 
 from coppice.actors.config import ActorsConfig, SGLangConfig
 from coppice.actors.engines.local import LocalEngine
@@ -20,7 +21,6 @@ from coppice.learner.forest.trees import Path as Tokens
 from coppice.learner.model.model import Policy
 from coppice.learner.model.publish import publish
 from coppice.learner.model.ranks import Ranks
-from coppice.wire import vision
 from coppice.wire.faults import DataFault, InfrastructureFault
 from coppice.wire.messages import GenerateRequest, GenerateResult, LoadRequest, Sampling
 from tests import tiny

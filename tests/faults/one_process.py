@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 import torch
+from coppice.common import loop
 
 from coppice.actors import worker
 from coppice.actors.config import ActorProcess, ActorsConfig
@@ -30,7 +31,6 @@ from coppice.scheduler.config import EvaluationConfig, SchedulerConfig, Schedule
 from coppice.scheduler.ledger.journal import Journal
 from coppice.scheduler.main import Run
 from coppice.scheduler.telemetry.metrics import Metrics
-from coppice.wire import loop
 
 UPDATES, QUESTIONS = 8, 2
 

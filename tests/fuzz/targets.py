@@ -14,6 +14,8 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from coppice.common import options, support, vision
+from coppice.common.http import JsonClient, retry_after
 
 from coppice.actors.environments import registry
 from coppice.actors.environments.base import Task
@@ -32,9 +34,8 @@ from coppice.learner.main import pack_batch, unpack_batch
 from coppice.learner.update.trainer import Batch
 from coppice.scheduler.growth.tree import Node, decode_node, encode_node
 from coppice.tools.launching import config
-from coppice.wire import arrays, options, support, vision
+from coppice.wire import arrays
 from coppice.wire.faults import InfrastructureFault, WireError
-from coppice.wire.http import JsonClient, retry_after
 from coppice.wire.messages import (  # fmt: skip
     SERVICES,
     GenerateRequest,

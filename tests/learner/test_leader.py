@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import msgspec
 import pytest
+from coppice.common.frontier import Frontier
 
 from coppice.actors.engines import weights
 from coppice.learner.main import Leader
@@ -18,7 +19,6 @@ from coppice.learner.update.batches import Inbox
 from coppice.learner.update.trainer import Batch
 from coppice.scheduler.dispatch.dispatcher import Dispatcher
 from coppice.wire.faults import InfrastructureFault
-from coppice.wire.frontier import Frontier
 from coppice.wire.messages import Trained, TrainGroup, TreeClosed
 from tests.services import bench
 from tests.updates import groups, trainer

@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from coppice.common.support import Support, encode
 
 from coppice.actors.config import ActorsConfig
 from coppice.actors.engines.local import LocalEngine
@@ -18,7 +19,6 @@ from coppice.learner.update.passes import plan, rows_of
 from coppice.learner.update.table import build
 from coppice.learner.update.trainer import Batch, Trainer
 from coppice.wire.messages import GenerateRequest, Sampling, TrainGroup, TreeNode, Turn
-from coppice.wire.support import Support, encode
 from tests.updates import trainer
 
 Dtype = Literal["float32", "bfloat16"]

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+from coppice.common import loop
 
 from coppice.actors.environments.agents import environment
 from coppice.actors.environments.base import Task
@@ -19,7 +20,6 @@ from coppice.scheduler.growth.context import Context
 from coppice.scheduler.growth.strategies import chain, full, mc_value
 from coppice.scheduler.growth.text import Text
 from coppice.scheduler.growth.tree import Tree
-from coppice.wire import loop
 from coppice.wire.faults import DataFault, InfrastructureFault
 from coppice.wire.messages import JudgedTurn, JudgeRequest, Passage, RetrieveRequest, RetrieveResult
 from tests.agent_stage import Stage, adds

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from coppice.common.support import decode
 
 from coppice.actors.config import ActorsConfig
 from coppice.actors.engines.base import OnTokens
@@ -22,7 +23,6 @@ from coppice.scheduler.ledger.journal import Journal
 from coppice.tools.evaluating.in_process import InProcess
 from coppice.wire.faults import DataFault
 from coppice.wire.messages import GenerateRequest, GenerateResult
-from coppice.wire.support import decode
 
 
 class Silent(LocalEngine):

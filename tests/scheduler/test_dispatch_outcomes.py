@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from coppice.common import loop
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from coppice.scheduler.dispatch.dispatcher import DispatchConfig, Dispatcher, Event
-from coppice.wire import loop
 from coppice.wire.faults import DataFault, Fault, InfrastructureFault, WireError
 from coppice.wire.messages import Message, Result
 from coppice.wire.service import Call, Service

@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+from coppice.common import frontier
 
 from coppice.actors.environments.base import SPLIT, Action, Environment, Task, Tools, Transition
 from coppice.learner.update.batches import Inbox
@@ -22,7 +23,6 @@ from coppice.scheduler.dispatch.dispatcher import DispatchConfig
 from coppice.scheduler.growth.dynamic_sampling import differs
 from coppice.scheduler.ledger.journal import Journal
 from coppice.scheduler.main import Run
-from coppice.wire import frontier
 from coppice.wire.keys import RunKeys
 from coppice.wire.messages import (
     Closed,

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from coppice.common.process import free_port
 
 from coppice.actors.config import ActorsConfig, SGLangConfig
 from coppice.actors.engines.sglang import SGLangEngine
@@ -54,7 +55,6 @@ from coppice.wire.messages import (
     LoadRequest,
     Sampling,
 )
-from coppice.wire.process import free_port
 from coppice.wire.service import Call, Service
 from tests.actors.test_local_engine import GREATEST_DIFFERENCE, full_logprobs, version_folder
 from tests.sglang_cpu import server

@@ -10,8 +10,8 @@ import random
 from pathlib import Path
 
 import msgspec
+from coppice.common import frontier
 
-from coppice.wire import frontier
 from coppice.wire.messages import Closed, Error, Request, Result, Trained, TrainGroup, TreeClosed
 from tests.simulation.network import Network
 from tests.simulation.peers import Peer

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from coppice.common.atomic import drafted
 from safetensors import SafetensorError, safe_open
 
 from coppice.tools.defaults.facts import ensure_facts
@@ -18,7 +19,6 @@ from coppice.tools.defaults.tiny_board import NAME as TINY
 from coppice.tools.defaults.tiny_board import make_tiny_policy
 from coppice.tools.defaults.tiny_search import NAME as TINY_SEARCH
 from coppice.tools.defaults.tiny_search import make_tiny_search
-from coppice.wire.atomic import drafted
 
 DEFAULT = "smollm2-135m"
 OURS = (DEFAULT, TINY, TINY_SEARCH, TINY_AGENT)

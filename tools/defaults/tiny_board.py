@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
+from coppice.common.atomic import drafted
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import logging
-
-from coppice.wire.atomic import drafted
 
 NAME = "tiny-board"
 """The value of ``model.name`` that selects this policy."""

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 import torch
+from coppice.common.apart import Killed, apart
 
 from coppice.actors.environments.search_qa import SearchQA
 from coppice.judges.retriever.encoder import Encoder
@@ -21,7 +22,6 @@ from coppice.learner.fine_tune import Example, Recipe, fine_tune
 from coppice.scheduler.growth.text import Text
 from coppice.tools.defaults.facts import Fact
 from coppice.tools.defaults.settings import WarmStart
-from coppice.wire.apart import Killed, apart
 from coppice.wire.messages import Passage
 
 _NEED = (

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from coppice.common.atomic import write_whole
+from coppice.common.options import command_parser
 
 from coppice.actors.environments import registry
 from coppice.actors.environments.base import HELD_OUT_SEEDS, Task
@@ -29,10 +31,8 @@ from coppice.tools.evaluating import players
 from coppice.tools.evaluating.folder import Kept, Ledger, Measured, claim, conduct, own_folder
 from coppice.tools.evaluating.in_process import InProcess, Seat, config_of, without_model
 from coppice.tools.evaluating.match import NO_MODEL, SIMULATIONS, Match, Settings, prepare
-from coppice.wire.atomic import write_whole
 from coppice.wire.faults import InfrastructureFault
 from coppice.wire.messages import Sample
-from coppice.wire.options import command_parser
 
 
 class SeedResult(msgspec.Struct, frozen=True):

@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 import polars as pl
+from coppice.common import vision
 from tokenizers import Tokenizer
 
 from coppice.scheduler.growth.tree import Node
 from coppice.scheduler.ledger.journal import Journal, TreeRow
 from coppice.tools.inspecting import frames, tokens
-from coppice.wire import vision
 
 _AS_IT_IS = (
     "id",

@@ -14,6 +14,7 @@ from typing import ClassVar
 
 import msgspec
 import psutil
+from coppice.common.options import command_parser
 from rich.text import Text
 from textual import work
 from textual.app import App, ComposeResult
@@ -25,7 +26,6 @@ from textual.widgets import Footer, OptionList, Static
 from coppice.tools.inspecting import drawing, frames, watched
 from coppice.tools.inspecting.watched import Look, Reader
 from coppice.tools.launching import control, screen
-from coppice.wire.options import command_parser
 
 EXAMPLES = """\
   coppice watch RUN                  the run folder, live, stopped or broken

@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from coppice.common.process import die_with
 
 from coppice.tools.bootstrap import ROOT
 from coppice.tools.launching import watchdog
 from coppice.wire.keys import write_private
-from coppice.wire.process import die_with
 
 PLACE = "COPPICE_RUNS"
 """Variable of a node: where the folders of processes lie there, although the node may see the run

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from coppice.common import hardware
 
 from coppice.tools.launching.settings import Config
-from coppice.wire import hardware
 
 
 def typed(config: Config) -> Config:

@@ -4,6 +4,8 @@ episode asks is served by somebody."""
 from collections.abc import Generator, Iterator
 from typing import Any
 
+from coppice.common.options import known
+
 from coppice.actors.environments import registry
 from coppice.actors.environments.base import POLICY, Environment
 from coppice.actors.environments.task_files import check_form, listed
@@ -14,7 +16,6 @@ from coppice.scheduler.config import UNJUDGED
 from coppice.tools.launching import method
 from coppice.tools.launching.method import Served
 from coppice.tools.launching.settings import Config
-from coppice.wire.options import known
 
 
 def of_judges(config: Config) -> Generator[str, None, Served]:

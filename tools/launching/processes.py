@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from coppice.common import hardware, shards
+from coppice.common.process import free_port
 
 from coppice.actors.config import ActorProcess
 from coppice.judges.config import with_served_model
@@ -22,8 +24,6 @@ from coppice.tools.launching.config import Config
 from coppice.tools.launching.judge_model import JudgeModelProcess
 from coppice.tools.launching.method import strategy_options
 from coppice.tools.launching.number_types import typed
-from coppice.wire import hardware, shards
-from coppice.wire.process import free_port
 
 
 class Process(msgspec.Struct, frozen=True):

@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from coppice.common import loop
 
 from coppice.actors.environments import registry
 from coppice.actors.environments.base import SPLIT, Action, Environment, Task, Tools, Transition
@@ -30,7 +31,6 @@ from coppice.scheduler.growth.tree import Tree
 from coppice.scheduler.ledger.journal import Journal
 from coppice.tools.launching.settings import Config
 from coppice.tools.planning.samples import Sampled, Source, seeded
-from coppice.wire import loop
 from coppice.wire.messages import (
     GenerateRequest,
     GenerateResult,

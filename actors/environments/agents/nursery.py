@@ -16,9 +16,10 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from coppice.common.process import die_with, without_secrets
+
 from coppice.actors.environments.agents import runner
 from coppice.wire.faults import InfrastructureFault
-from coppice.wire.process import die_with, without_secrets
 
 
 class Nursery:

@@ -7,8 +7,9 @@ environments with discrete actions and a text rendering.
 import re
 from typing import Any
 
+from coppice.common.numbers import Count
+
 from coppice.actors.environments.others.mutable import Mutable, Turned
-from coppice.wire.numbers import Count
 
 ACTIONS = {
     "FrozenLake": ("left", "down", "right", "up"),

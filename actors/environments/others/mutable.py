@@ -20,9 +20,9 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from coppice.common.numbers import Count
 
 from coppice.actors.environments.base import SPLIT, Action, Environment, Task, Tools, Transition
-from coppice.wire.numbers import Count
 
 _ONE = threading.RLock()
 """Held while an object is played, and while a cache changes: first states are made in threads, and

@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from coppice.common.numbers import Count, Positive
+from coppice.common.process import die_with, without_secrets
 
 from coppice.actors.environments.base import Task, Tools
 from coppice.actors.environments.others.mutable import KEPT, Live, Mutable, Played, Turned
 from coppice.wire.faults import DataFault, InfrastructureFault
-from coppice.wire.numbers import Count, Positive
-from coppice.wire.process import die_with, without_secrets
 
 GAMES = {
     "gem": "gem_games:Gem",

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import msgspec
+from coppice.common.numbers import Count
 
 from coppice.actors.environments.base import (
     HELD_OUT_SEEDS,
@@ -26,7 +27,6 @@ from coppice.actors.environments.sotopia import conversation
 from coppice.actors.environments.sotopia.conversation import DIMENSIONS, Conversation, Turn
 from coppice.actors.environments.sotopia.scenarios import Agent, Combo, Scenario, load, shown
 from coppice.wire.messages import JudgedTurn
-from coppice.wire.numbers import Count
 
 HELD_OUT_EVERY = 4
 """Every fourth scenario is held out, so that held-out conversations are about goals that training

@@ -4,6 +4,7 @@ that shows the page and the last turns."""
 from typing import Literal
 
 import msgspec
+from coppice.common.numbers import Count, Natural
 
 from coppice.actors.environments.base import Task
 from coppice.actors.environments.webshop.episode import Outcome, Pages, Shopping
@@ -17,7 +18,6 @@ from coppice.actors.environments.webshop.replies import Think
 from coppice.actors.environments.webshop.reward import reward
 from coppice.actors.environments.webshop.shop import BUY, SEARCH, Place, Shop
 from coppice.wire.faults import DataFault
-from coppice.wire.numbers import Count, Natural
 
 
 class State(msgspec.Struct, frozen=True):

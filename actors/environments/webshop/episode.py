@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
+from coppice.common.numbers import Count, Natural
 
 from coppice.actors.environments.base import (
     HELD_OUT_SEEDS,
@@ -19,7 +20,6 @@ from coppice.actors.environments.base import (
 from coppice.actors.environments.webshop.replies import Think, command_of, read_reply
 from coppice.actors.environments.webshop.shop import SEARCH
 from coppice.wire.messages import JudgedTurn
-from coppice.wire.numbers import Count, Natural
 
 PROMPT = (Path(__file__).parent.parent / "prompts" / "webshop.txt").read_text().strip()
 PERFECT = 10.0

@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 import pytest
 from aiohttp import web
+from coppice.common.http import Reached
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -33,7 +34,6 @@ from coppice.tools.evaluating.games import main
 from coppice.tools.inspecting.dump import main as dump
 from coppice.wire import digest
 from coppice.wire.faults import DataFault, InfrastructureFault
-from coppice.wire.http import Reached
 from coppice.wire.messages import GenerateRequest, Sampling
 from tests import tiny
 from tests.pictures import Colours, squares

@@ -5,6 +5,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from coppice.common.shards import Shard, folder
 
 from coppice.actors.config import ActorProcess
 from coppice.judges.serve import JudgeProcess
@@ -14,7 +15,6 @@ from coppice.tools.launching import processes
 from coppice.tools.launching.assets import Assets
 from coppice.tools.launching.command import main
 from coppice.tools.launching.config import DEFAULT_CONFIG, ConfigError, load, saved
-from coppice.wire.shards import Shard, folder
 
 TWO = [
     "scheduler.shards=2",

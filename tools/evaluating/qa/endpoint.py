@@ -9,11 +9,11 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from coppice.common.http import Reached
 
 from coppice.actors.engines.base import OnTokens
 from coppice.actors.engines.endpoint import EndpointEngine, EndpointText
 from coppice.wire.faults import DataFault
-from coppice.wire.http import Reached
 from coppice.wire.messages import GenerateRequest, GenerateResult, Sample
 
 _ITS_OWN = 256

@@ -1,14 +1,14 @@
-"""wire/storage.py: versions of the weights through a store that learner and actor both reach."""
+"""common/storage.py: versions of the weights through a store that learner and actor both reach."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
 import fsspec.config
 import pytest
+from coppice.common import storage
 from fsspec.registry import known_implementations
 from fsspec.spec import AbstractFileSystem
 
-from coppice.wire import storage
 from coppice.wire.faults import InfrastructureFault
 from tests import ftp
 

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from coppice.common import vision
+from coppice.common.vision import Run, Vision, ids, numbers, runs
 from PIL import Image
 
-from coppice.wire import vision
-from coppice.wire.vision import Run, Vision, ids, numbers, runs
 from tests import tiny
 from tests.pictures import png, squares
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
+from coppice.common.atomic import drafted
 
-from coppice.wire.atomic import drafted
 from coppice.wire.faults import InfrastructureFault
 from coppice.wire.published import NAME
 

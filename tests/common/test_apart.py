@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-from coppice.wire.apart import Killed, apart
+from coppice.common.apart import Killed, apart
 
 
 def _number() -> int:

@@ -3,10 +3,9 @@ belongs to exactly one of them."""
 
 from pathlib import Path
 
+from coppice.common.shards import Shard, called, folder
 from hypothesis import given
 from hypothesis import strategies as st
-
-from coppice.wire.shards import Shard, called, folder
 
 COUNTS = st.integers(1, 7)
 

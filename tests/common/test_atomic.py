@@ -7,9 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from coppice.common.atomic import draft_of, drafted, fresh, write_whole
 from safetensors.numpy import save_file
-
-from coppice.wire.atomic import draft_of, drafted, fresh, write_whole
 
 
 def names(folder: Path) -> list[str]:
