@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from coppice.wire.numbers import Count, Natural, Positive
+from coppice.common.numbers import Count, Natural, Positive
 
 
 class SGLangConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -68,7 +68,7 @@ class ActorProcess(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The file of an actor process. model: a Hugging Face folder (policy version 0). place: the
     number of the actor in the run, from 0. deterministic: answers depend on weights and requests
     alone (docs/reliability.md). weights_url: where versions are copied for an actor that does not
-    see the run folder (wire/storage.py)."""
+    see the run folder (common/storage.py)."""
 
     name: str
     run: str

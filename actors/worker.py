@@ -13,11 +13,11 @@ import msgspec
 from coppice.actors.config import ActorProcess
 from coppice.actors.engines import registry
 from coppice.actors.engines.base import Engine
-from coppice.wire import loop, storage
+from coppice.common import loop, storage
+from coppice.common.process import begin
 from coppice.wire.faults import InfrastructureFault
 from coppice.wire.keys import PeerKeys
 from coppice.wire.messages import GenerateRequest, GenerateResult, LoadRequest, LoadResult
-from coppice.wire.process import begin
 from coppice.wire.service import Call, Service
 
 log = logging.getLogger("actors.worker")

@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 
-from coppice.wire.numbers import Count, Natural, Positive
+from coppice.common.numbers import Count, Natural, Positive
 
 SERVED = "served"
 """An endpoint with this url asks the model of [judges.model]."""

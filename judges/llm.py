@@ -1,4 +1,4 @@
-"""A client of the OpenAI-compatible chat protocol, for any server that speaks it. ``wire.http``
+"""A client of the OpenAI-compatible chat protocol, for any server that speaks it. ``common.http``
 does the retries and counts."""
 
 import asyncio
@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any, Literal
 
+from coppice.common.http import CHAT, NoAnswer, Reached
 from coppice.judges.base import Judge
 from coppice.wire.faults import DataFault, InfrastructureFault
-from coppice.wire.http import CHAT, NoAnswer, Reached
 from coppice.wire.messages import JudgedTurn, Judgement
 
 _MODELS = "/models"

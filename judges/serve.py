@@ -17,11 +17,13 @@ from typing import Any
 
 import msgspec
 
+from coppice.common import loop, options
+from coppice.common.options import command_parser
+from coppice.common.process import begin
 from coppice.judges import invitations
 from coppice.judges.base import Judge, checked
 from coppice.judges.players import Player
 from coppice.judges.speakers import Speaker
-from coppice.wire import loop, options
 from coppice.wire.faults import DataFault, Fault, InfrastructureFault
 from coppice.wire.keys import Invitation, PeerKeys
 from coppice.wire.messages import (
@@ -32,8 +34,6 @@ from coppice.wire.messages import (
     PlayResult,
     SpeakResult,
 )
-from coppice.wire.options import command_parser
-from coppice.wire.process import begin
 from coppice.wire.service import Call, Handler, Service
 
 BUILT_IN = {

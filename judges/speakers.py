@@ -3,10 +3,10 @@
 
 import asyncio
 
+from coppice.common.numbers import NotNegative
 from coppice.judges.llm import ChatClient, ChatEndpoint
 from coppice.wire.faults import InfrastructureFault
 from coppice.wire.messages import SpeakRequest
-from coppice.wire.numbers import NotNegative
 
 
 class Speaker:

@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from coppice.wire.numbers import Count, Discount, Natural, NotNegative, Positive, Share
+from coppice.common.numbers import Count, Discount, Natural, NotNegative, Positive, Share
 
 
 class LoraConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -22,13 +22,13 @@ from peft import LoraConfig, get_peft_model
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from coppice.common.atomic import drafted
+from coppice.common.hardware import compute_dtype
 from coppice.learner.forest.attention import FOREST, NAME, Layout
 from coppice.learner.forest.head import token_logprobs
 from coppice.learner.forest.trees import Path as TokenPath
 from coppice.learner.forest.trees import cuts, micro_batches, pack
 from coppice.learner.model.model import check_head
-from coppice.wire.atomic import drafted
-from coppice.wire.hardware import compute_dtype
 
 _LINES = 10
 """The approximate number of progress lines per training."""

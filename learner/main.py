@@ -18,6 +18,8 @@ from pathlib import Path
 import msgspec
 import torch
 
+from coppice.common import loop, shards, storage
+from coppice.common.process import begin
 from coppice.learner.config import LearnerProcess
 from coppice.learner.model import checkpoint
 from coppice.learner.model.giver import Giver
@@ -26,10 +28,9 @@ from coppice.learner.model.publish import Published, announce, publish
 from coppice.learner.model.ranks import Ranks
 from coppice.learner.update.batches import Inbox
 from coppice.learner.update.trainer import Batch, Trainer
-from coppice.wire import arrays, loop, shards, storage
+from coppice.wire import arrays
 from coppice.wire.keys import PeerKeys
 from coppice.wire.messages import Closed, Result, Trained, TrainGroup, TreeClosed
-from coppice.wire.process import begin
 from coppice.wire.service import UNBOUNDED, Call, Handler, Service
 
 log = logging.getLogger("learner.main")

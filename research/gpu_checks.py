@@ -22,8 +22,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from coppice.common.options import command_parser
 from coppice.tools.bootstrap import ROOT
-from coppice.wire.options import command_parser
 
 WHOLE_S = 570.0
 """Seconds for all checks. Ten minutes are then enough, including the time that a hanging check

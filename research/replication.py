@@ -21,11 +21,11 @@ import msgspec
 import numpy as np
 from matplotlib.figure import Figure
 
+from coppice.common.options import command_parser
 from coppice.tools.bootstrap import ROOT
 from coppice.tools.inspecting.figures import save
 from coppice.tools.inspecting.intervals import interval, shown
 from coppice.tools.launching.config import ConfigError, load, saved
-from coppice.wire.options import command_parser
 
 STEPS = ("count/environment_steps", "count/continuation_steps")
 """Environment steps of trained episodes and of Monte Carlo continuations. A step of either costs

@@ -4,10 +4,10 @@ from typing import Annotated, Any
 
 import msgspec
 
+from coppice.common.declared import Equal
+from coppice.common.numbers import Count, Natural, NotNegative, Positive
+from coppice.common.shards import Shard
 from coppice.scheduler.dispatch.dispatcher import DispatchConfig
-from coppice.wire.declared import Equal
-from coppice.wire.numbers import Count, Natural, NotNegative, Positive
-from coppice.wire.shards import Shard
 
 UNJUDGED = "none"
 """The value of scheduler.judge for a run that learns from outcomes alone: no turn is judged."""

@@ -19,6 +19,8 @@ import msgspec
 
 from coppice import scheduler
 from coppice.actors.environments import registry
+from coppice.common import loop, shards
+from coppice.common.process import begin
 from coppice.scheduler.config import UNJUDGED, SchedulerProcess
 from coppice.scheduler.dispatch.dispatcher import Dispatcher, Transport, Worker
 from coppice.scheduler.evaluation.examination import WORK, Examination
@@ -43,11 +45,10 @@ from coppice.scheduler.telemetry.phases import LEARNER, LOADING, Phases, Trainin
 from coppice.scheduler.telemetry.spread import Spread, Weights
 from coppice.scheduler.telemetry.together import together
 from coppice.scheduler.telemetry.tracking import FINISH_S, STOP_S, Trackers
-from coppice.wire import loop, published, shards
+from coppice.wire import published
 from coppice.wire.faults import Fault, InfrastructureFault
 from coppice.wire.keys import RunKeys
 from coppice.wire.messages import Trained, Turn
-from coppice.wire.process import begin
 
 log = logging.getLogger("scheduler.main")
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from coppice.common.shards import Shard
 from coppice.scheduler.dispatch.calls import Event
 from coppice.scheduler.evaluation.evaluation import Estimate, HeldOut
 from coppice.scheduler.growth.tree import Tree
@@ -17,7 +18,6 @@ from coppice.scheduler.telemetry.phases import Training
 from coppice.tools.launching import environment
 from coppice.tools.launching.config import DEFAULT_CONFIG, load, saved
 from coppice.wire.messages import Turn
-from coppice.wire.shards import Shard
 
 GENERATED_S, WAITED_S = 1.0, 0.25
 

@@ -10,12 +10,12 @@ import msgspec
 import psutil
 import pytest
 
+from coppice.common.http import JsonClient
 from coppice.tools.launching import config, processes
 from coppice.tools.launching.assets import Assets
 from coppice.tools.launching.children import Child
 from coppice.tools.launching.processes import Process, key_variables
 from coppice.wire.faults import InfrastructureFault
-from coppice.wire.http import JsonClient
 from coppice.wire.published import inside
 
 ROOT = Path(__file__).parent.parent

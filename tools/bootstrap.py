@@ -118,7 +118,7 @@ def _hardware(installed: set[str]) -> str:
     """Return "gpu" where nvidia-smi lists a GPU or the environment is made for one, else "cpu":
     nvidia-smi alone also comes without a GPU."""
     sys.path.insert(0, str(ROOT))
-    from coppice.wire.hardware import visible_gpus
+    from coppice.common.hardware import visible_gpus
 
     return "gpu" if "gpu" in installed or (shutil.which("nvidia-smi") and visible_gpus()) else "cpu"
 

@@ -19,8 +19,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from coppice.common.options import command_parser
 from coppice.tools.bootstrap import ROOT
-from coppice.wire.options import command_parser
 
 EXAMPLES = """\
   tools/test --quick                            without slow tests

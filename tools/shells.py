@@ -10,8 +10,8 @@ from pathlib import Path
 
 import shtab
 
+from coppice.common.options import command_parser
 from coppice.tools.bootstrap import ROOT
-from coppice.wire.options import command_parser
 
 EXAMPLES = """\
   coppice completion bash > FILE     then, in ~/.bashrc: source FILE

@@ -150,7 +150,7 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     """Service ``generate``: sample ``n`` independent continuations of one prefix. tokens: int32
     [prefix].
 
-    images: the PNG bytes of every picture in the prefix, by its number (``wire.vision``).
+    images: the PNG bytes of every picture in the prefix, by its number (``common.vision``).
     """
 
     tokens: np.ndarray
@@ -169,7 +169,7 @@ class Sample(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     asks for it: the most probable ids with their log-probabilities under the distribution that the
     token was sampled from, descending. An entry is shorter when fewer tokens have any probability.
     support: if ``Sampling.support`` asks for it, the tokens that top-p and top-k left at each place
-    (``wire.support``), b"" if they cut nothing anywhere. None says that the engine does not report
+    (``common.support``), b"" if they cut nothing anywhere. None says that the engine does not report
     it.
     """
 
@@ -340,7 +340,7 @@ class TreeNode(msgspec.Struct, frozen=True, gc=False):
 
     tokens: int32 [new]. An action also has logprobs float32 [new], versions int32 [new] and sampled
     bool [new] (False for a forced token, which has no sampling probability). The root has parent
-    -1. images: the PNG bytes of the pictures among the tokens, by number (``wire.vision``).
+    -1. images: the PNG bytes of the pictures among the tokens, by number (``common.vision``).
     support: as in ``Sample``, b"" if nothing was cut.
     """
 

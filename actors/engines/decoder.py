@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional
 
 from coppice.actors.engines.attend import Plan
-from coppice.wire import vision
+from coppice.common import vision
 
 PLAIN = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 _HEAD_ROWS = 2048

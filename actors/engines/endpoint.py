@@ -18,9 +18,9 @@ import numpy as np
 
 from coppice.actors.engines.base import OnTokens
 from coppice.actors.environments.base import SPLIT
-from coppice.wire import vision
+from coppice.common import vision
+from coppice.common.http import CHAT, Reached
 from coppice.wire.faults import DataFault, InfrastructureFault
-from coppice.wire.http import CHAT, Reached
 from coppice.wire.messages import GenerateRequest, GenerateResult, LoadRequest, LoadResult, Sample
 
 _SEEDS = 2**31

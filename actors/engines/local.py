@@ -36,9 +36,9 @@ from coppice.actors.engines.samples import Running, StopStrings, Stream, Waiting
 from coppice.actors.engines.sampling import pick, uniforms
 from coppice.actors.engines.sight import Sight
 from coppice.actors.engines.thread import EngineThread
-from coppice.wire import vision
+from coppice.common import vision
+from coppice.common.hardware import compute_dtype, free_memory
 from coppice.wire.faults import DataFault, InfrastructureFault
-from coppice.wire.hardware import compute_dtype, free_memory
 from coppice.wire.messages import (
     Constraint,
     GenerateRequest,

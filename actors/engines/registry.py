@@ -6,7 +6,7 @@ from typing import Any
 
 from coppice.actors.config import ActorProcess
 from coppice.actors.engines.base import Engine
-from coppice.wire.options import checked, imported, known
+from coppice.common.options import checked, imported, known
 
 KNOWN = {
     "local": "coppice.actors.engines.local:LocalEngine",

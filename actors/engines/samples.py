@@ -16,10 +16,10 @@ from coppice.actors.engines.base import OnTop
 from coppice.actors.engines.grammar import Matcher
 from coppice.actors.engines.memory import Shelf, Stretch
 from coppice.actors.engines.sampling import key
+from coppice.common.support import encode
+from coppice.common.vision import runs
 from coppice.wire.faults import Fault
 from coppice.wire.messages import GenerateRequest, GenerateResult, Sample
-from coppice.wire.support import encode
-from coppice.wire.vision import runs
 
 
 class Waiting:

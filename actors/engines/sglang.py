@@ -30,9 +30,9 @@ from coppice.actors.engines.sglang_fleet import LOOK_S, PATIENCE_S, Fleet, singl
 from coppice.actors.engines.sglang_inside import Inside
 from coppice.actors.engines.sglang_remote import Remote
 from coppice.actors.engines.sglang_server import Launched
-from coppice.wire import support, vision
+from coppice.common import support, vision
+from coppice.common.http import pause_s
 from coppice.wire.faults import DataFault, InfrastructureFault
-from coppice.wire.http import pause_s
 from coppice.wire.messages import (
     GenerateRequest,
     GenerateResult,

@@ -10,9 +10,9 @@ import msgspec
 
 from coppice.actors.config import ActorsConfig
 from coppice.actors.engines.weights import BaseWeights
-from coppice.wire import jsonl
+from coppice.common import jsonl
+from coppice.common.http import JsonClient
 from coppice.wire.faults import DataFault, InfrastructureFault
-from coppice.wire.http import JsonClient
 
 NO_DUMPS = {"SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0"}
 """Environment variables, unless the user sets them. Without them, after a child has died SGLang

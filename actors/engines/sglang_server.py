@@ -16,8 +16,8 @@ from typing import Any
 
 from coppice.actors.config import ActorsConfig
 from coppice.actors.engines.sglang_api import FIXED, NO_DUMPS, Facts, Http, arguments
+from coppice.common.process import free_port
 from coppice.wire.faults import InfrastructureFault
-from coppice.wire.process import free_port
 
 log = logging.getLogger("actors.sglang.server")
 

@@ -15,7 +15,7 @@ from urllib.parse import urlparse
 from coppice.actors.config import SGLangConfig
 from coppice.actors.engines.sglang_api import Facts
 from coppice.actors.engines.sglang_pull import Pull
-from coppice.wire import hardware
+from coppice.common import hardware
 from coppice.wire.faults import InfrastructureFault
 from coppice.wire.published import Manifest
 

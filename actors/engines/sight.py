@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from coppice.actors.engines.attend import Chunk
-from coppice.wire import vision
+from coppice.common import vision
 from coppice.wire.faults import DataFault
 from coppice.wire.messages import GenerateRequest
 

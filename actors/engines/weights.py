@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from coppice.wire import digest, published, vision
+from coppice.common import vision
+from coppice.wire import digest, published
 from coppice.wire.faults import InfrastructureFault
 
 

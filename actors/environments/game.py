@@ -20,7 +20,7 @@ from coppice.actors.environments.base import (
     Transition,
     prompt_file,
 )
-from coppice.wire.numbers import Natural
+from coppice.common.numbers import Natural
 
 _BLOCK = re.compile(r"<action>(.*?)</action>", re.DOTALL)
 _BLOCK_OR_BOX = re.compile(r"<action>(.*?)</action>|\\boxed\{([^{}]*)\}", re.DOTALL)

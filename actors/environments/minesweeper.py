@@ -17,9 +17,9 @@ import msgspec
 
 from coppice.actors.environments.base import Action, Task, Tools, Transition
 from coppice.actors.environments.game import Game
+from coppice.common.numbers import Count, Natural
 from coppice.wire.faults import DataFault
 from coppice.wire.messages import JudgedTurn
-from coppice.wire.numbers import Count, Natural
 
 HIDDEN, FLAG, ZERO, HIT = "#", "F", ".", "*"
 """The marks on a board beside the digits 1..8: unknown, flagged by the player, no mine around, and

@@ -3,7 +3,7 @@
 from typing import Any
 
 from coppice.actors.environments.base import Environment
-from coppice.wire.options import checked, imported, known
+from coppice.common.options import checked, imported, known
 
 KNOWN = {
     "search_qa": "coppice.actors.environments.search_qa:SearchQA",

@@ -21,8 +21,8 @@ from coppice.actors.environments.base import (
     Transition,
     prompt_file,
 )
+from coppice.common.numbers import Count, Natural
 from coppice.wire.messages import JudgedTurn, Passage
-from coppice.wire.numbers import Count, Natural
 
 INVALID_NOTICE = (
     "\nThat action could not be used. Write <search> query </search> to look something up, or <answer> answer </answer>"

@@ -18,9 +18,9 @@ import msgspec
 
 from coppice.actors.environments.base import Action, Task, Tools, Transition
 from coppice.actors.environments.game import Game
+from coppice.common.numbers import Count, Natural
 from coppice.wire.faults import DataFault
 from coppice.wire.messages import JudgedTurn
-from coppice.wire.numbers import Count, Natural
 
 BLANK = "."
 MOST_BLANKS = {4: 12, 9: 64}

@@ -13,7 +13,7 @@ import msgspec
 
 from coppice.actors.environments import hub
 from coppice.actors.environments.base import Rejected, Task
-from coppice.wire import jsonl
+from coppice.common import jsonl
 
 EXPECTED = (
     "a .jsonl or .parquet path, or a hub dataset owner/name[:split] or owner/name/folder[:split]"

@@ -16,8 +16,8 @@ import msgspec
 
 from coppice.actors.environments.base import Task, Tools, Transition
 from coppice.actors.environments.game import Game
+from coppice.common.numbers import Natural, Share
 from coppice.wire.faults import InfrastructureFault
-from coppice.wire.numbers import Natural, Share
 
 EMPTY = "." * 9
 LINES = ((0, 1, 2), (3, 4, 5), (6, 7, 8), (0, 3, 6), (1, 4, 7), (2, 5, 8), (0, 4, 8), (2, 4, 6))

@@ -12,7 +12,7 @@ from typing import Any
 
 from coppice.actors.serving.protocol import Refused
 from coppice.actors.serving.replies import Form, Reply, sse
-from coppice.wire.dialogue import text_of
+from coppice.common.dialogue import text_of
 
 _TRANSLATED = (
     "messages", "system", "tools", "tool_choice", "stop_sequences", "output_config", "output_format", "stop",

@@ -14,7 +14,7 @@ import msgspec
 
 from coppice.actors.serving.protocol import Refused, shown
 from coppice.actors.serving.remembered import Remembered
-from coppice.wire.dialogue import TOO_DEEP, Message, is_too_deep, text_of
+from coppice.common.dialogue import TOO_DEEP, Message, is_too_deep, text_of
 
 SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 

@@ -4,7 +4,7 @@ again."""
 from typing import Any
 
 from coppice.actors.serving.protocol import Refused
-from coppice.wire.dialogue import Message
+from coppice.common.dialogue import Message
 
 
 class Remembered:

@@ -9,7 +9,7 @@ import msgspec
 
 from coppice.actors.environments.base import Spent
 from coppice.actors.serving.protocol import Refused
-from coppice.wire.tool_calls import ToolCall
+from coppice.common.tool_calls import ToolCall
 
 
 class Reply(msgspec.Struct, frozen=True):

@@ -26,7 +26,7 @@ from coppice.actors.serving.asked import body_of
 from coppice.actors.serving.protocol import Asked, Completion, Refused, http_refused, read
 from coppice.actors.serving.remembered import Remembered
 from coppice.actors.serving.tools import Conversation, Tools
-from coppice.wire.chat_template import ChatTemplate
+from coppice.common.chat_template import ChatTemplate
 from coppice.wire.faults import DataFault, Fault, InfrastructureFault
 from coppice.wire.messages import GenerateRequest, GenerateResult
 

@@ -15,10 +15,10 @@ from coppice.actors.serving.pieces import Pieces
 from coppice.actors.serving.protocol import Chat, Refused, read
 from coppice.actors.serving.remembered import Remembered
 from coppice.actors.serving.replies import ChatForm, Form, Reply, ResponsesForm
-from coppice.wire.chat_template import ChatTemplate
-from coppice.wire.dialogue import Renderer
+from coppice.common.chat_template import ChatTemplate
+from coppice.common.dialogue import Renderer
+from coppice.common.tool_calls import MARKS, ToolCall, family_of, parse
 from coppice.wire.messages import Constraint, GenerateResult, Sample
-from coppice.wire.tool_calls import MARKS, ToolCall, family_of, parse
 
 _CALLS = ("tools", "tool_choice", "parallel_tool_calls")
 _SHOWN = ("name", "reasoning_content")

@@ -18,11 +18,11 @@ from coppice.actors.environments.minesweeper import (
     played,
     solved,
 )
+from coppice.common.numbers import Count
 from coppice.judges.base import Judge
 from coppice.judges.oracles.posterior import BUDGET, Posterior, posterior
 from coppice.wire.faults import DataFault
 from coppice.wire.messages import JudgedTurn, Judgement
-from coppice.wire.numbers import Count
 
 TOLERANCE = 1e-9
 """Risks that differ by less than this are equal."""

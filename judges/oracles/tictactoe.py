@@ -15,11 +15,11 @@ import msgspec
 import pyspiel
 
 from coppice.actors.environments.tictactoe import State, legal_cells, optimal, to_move
+from coppice.common.numbers import Count, NotNegative
 from coppice.judges.base import Judge
 from coppice.judges.players import Player
 from coppice.wire.faults import DataFault
 from coppice.wire.messages import JudgedTurn, Judgement
-from coppice.wire.numbers import Count, NotNegative
 
 _GAME = pyspiel.load_game("tic_tac_toe")
 _MEMORY_MB = 64

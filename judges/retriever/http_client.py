@@ -8,11 +8,11 @@ from typing import Any
 
 import msgspec
 
+from coppice.common import jsonl
+from coppice.common.http import JsonClient
 from coppice.judges.retriever.hot import AT_ONCE, Backend
 from coppice.judges.retriever.passage_text import title_and_text
-from coppice.wire import jsonl
 from coppice.wire.faults import DataFault, InfrastructureFault
-from coppice.wire.http import JsonClient
 from coppice.wire.messages import Passage
 
 _RESTS_S = 30.0

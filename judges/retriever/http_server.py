@@ -12,10 +12,10 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from coppice.common import jsonl
 from coppice.judges.retriever.hot import Backend
 from coppice.judges.retriever.passage_text import contents_of
 from coppice.judges.retriever.worker import RetrieverProcess, opened
-from coppice.wire import jsonl
 from coppice.wire.messages import Passage
 
 

@@ -18,11 +18,11 @@ import faiss
 import msgspec
 import numpy as np
 
+from coppice.common import jsonl
+from coppice.common.atomic import drafted
 from coppice.judges.retriever import kinds
 from coppice.judges.retriever.encoder import Encoder
 from coppice.judges.retriever.passage_text import title_and_text
-from coppice.wire import jsonl
-from coppice.wire.atomic import drafted
 from coppice.wire.messages import Passage
 
 

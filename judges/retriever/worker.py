@@ -13,11 +13,11 @@ from pathlib import Path
 
 import msgspec
 
+from coppice.common import loop
+from coppice.common.process import begin
 from coppice.judges.retriever.hot import AT_ONCE, HotQueries
 from coppice.judges.serve import connection
-from coppice.wire import loop
 from coppice.wire.messages import Passage
-from coppice.wire.process import begin
 from coppice.wire.service import Service
 
 

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch.autograd.function import once_differentiable
 
-from coppice.wire.support import Support
+from coppice.common.support import Support
 
 ROWS = 4096
 """The largest number of rows in one pass over the vocabulary."""

@@ -19,14 +19,14 @@ from collections.abc import Mapping, Sequence
 import msgspec
 import numpy as np
 
-from coppice.wire.support import Support, joined
+from coppice.common.support import Support, joined
 
 
 class Path(msgspec.Struct, frozen=True):
     """One trained turn: all tokens up to its end, and the index at which its action starts.
 
     pictures: the PNG bytes of (at least) the pictures among its tokens, by number
-    (``wire.vision``). support: what top-p and top-k left to sample each action token from, None for
+    (``common.vision``). support: what top-p and top-k left to sample each action token from, None for
     the whole vocabulary.
     """
 

@@ -19,11 +19,12 @@ import msgspec
 import torch
 from safetensors import SafetensorError
 
+from coppice.common import atomic, frontier
 from coppice.learner.model import rng, shards
 from coppice.learner.model.ranks import Ranks
 from coppice.learner.update.trainer import Trainer
 from coppice.learner.update.watch import WatchState
-from coppice.wire import atomic, digest, frontier
+from coppice.wire import digest
 
 log = logging.getLogger("learner.checkpoint")
 

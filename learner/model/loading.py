@@ -16,9 +16,9 @@ from peft import LoraConfig, get_peft_model
 from safetensors import safe_open
 from torch.distributed.tensor import DTensor
 
+from coppice.common import vision
 from coppice.learner.forest.attention import NAME
 from coppice.learner.model.ranks import own_rows
-from coppice.wire import vision
 
 log = logging.getLogger("learner.loading")
 

@@ -14,6 +14,9 @@ from peft import PeftModel
 from torch.distributed.fsdp import FSDPModule
 from transformers import AutoConfig
 
+from coppice.common import vision
+from coppice.common.hardware import compute_dtype, free_memory
+from coppice.common.support import Support
 from coppice.learner.config import LearnerConfig, LoraConfig
 from coppice.learner.forest.attention import FOREST, Backend, Layout
 from coppice.learner.forest.head import token_logprobs
@@ -21,9 +24,6 @@ from coppice.learner.forest.trees import Forest, Path
 from coppice.learner.model import loading
 from coppice.learner.model.frozen import hold
 from coppice.learner.model.ranks import Ranks, whole
-from coppice.wire import vision
-from coppice.wire.hardware import compute_dtype, free_memory
-from coppice.wire.support import Support
 
 
 class Row(msgspec.Struct, frozen=True):

@@ -10,11 +10,12 @@ import msgspec
 import torch
 from safetensors.torch import save_file
 
+from coppice.common import vision
+from coppice.common.atomic import drafted, write_whole
+from coppice.common.frontier import runs
 from coppice.learner.model.giver import Giver, Snapshot
 from coppice.learner.model.model import Policy
-from coppice.wire import digest, vision
-from coppice.wire.atomic import drafted, write_whole
-from coppice.wire.frontier import runs
+from coppice.wire import digest
 from coppice.wire.published import FILES, Manifest
 
 _PIECE = 2**24

@@ -13,10 +13,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from coppice.common.declared import SchemeNeeds
+from coppice.common.options import checked, declared, modules, plugin
 from coppice.learner.update.table import TurnTable
 from coppice.learner.update.targets import Estimate
-from coppice.wire.declared import SchemeNeeds
-from coppice.wire.options import checked, declared, modules, plugin
 
 
 class Scheme(msgspec.Struct, frozen=True):

@@ -9,13 +9,13 @@ from typing import Literal
 
 import numpy as np
 
+from coppice.common.declared import SchemeNeeds
+from coppice.common.numbers import Positive
 from coppice.learner.forest.segments import segments
 from coppice.learner.schemes import grpo
 from coppice.learner.update.statistics import standardise, within
 from coppice.learner.update.table import TurnTable
 from coppice.learner.update.trained import scored, trains_on
-from coppice.wire.declared import SchemeNeeds
-from coppice.wire.numbers import Positive
 
 
 def needs(column: str, **_: object) -> SchemeNeeds:

@@ -6,13 +6,13 @@ rho_max and c_max are V-trace's bounds, rho-bar and c-bar. kl_coef weighs the k1
 policy, which is subtracted from the reward.
 """
 
+from coppice.common.declared import SchemeNeeds
+from coppice.common.numbers import NotNegative, Positive, Share
 from coppice.learner.update.statistics import Ddof
 from coppice.learner.update.table import TurnTable
 from coppice.learner.update.targets import Estimate, Kind, estimate
 from coppice.learner.update.targets import needs as target_needs
 from coppice.learner.update.trained import scored, trains_on
-from coppice.wire.declared import SchemeNeeds
-from coppice.wire.numbers import NotNegative, Positive, Share
 
 
 def needs(

@@ -8,12 +8,12 @@ gets 0. A = A_E + alpha A_S, where A_E is GRPO over episode returns.
 
 import numpy as np
 
+from coppice.common.declared import SchemeNeeds
+from coppice.common.numbers import NotNegative, Positive, Share
 from coppice.learner.schemes import grpo
 from coppice.learner.update.statistics import Ddof, standardise, within
 from coppice.learner.update.table import TurnTable
 from coppice.learner.update.trained import scored, trains_on
-from coppice.wire.declared import SchemeNeeds
-from coppice.wire.numbers import NotNegative, Positive, Share
 
 
 def needs(column: str, **_: object) -> SchemeNeeds:

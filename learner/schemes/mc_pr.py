@@ -9,12 +9,12 @@ ones.
 
 import numpy as np
 
+from coppice.common.declared import SchemeNeeds
+from coppice.common.numbers import Count, Positive
 from coppice.learner.schemes.turn_grpo import by_turn
 from coppice.learner.update.statistics import Ddof
 from coppice.learner.update.table import TurnTable
 from coppice.learner.update.trained import scored, trains_on
-from coppice.wire.declared import SchemeNeeds
-from coppice.wire.numbers import Count, Positive
 
 
 def needs(value: str, outcome: str, **_: object) -> SchemeNeeds:

@@ -16,6 +16,8 @@ from typing import Literal
 
 import numpy as np
 
+from coppice.common.declared import SchemeNeeds
+from coppice.common.numbers import NotNegative, Positive
 from coppice.learner.schemes import gae
 from coppice.learner.update.statistics import (
     Ddof,
@@ -28,8 +30,6 @@ from coppice.learner.update.statistics import (
 from coppice.learner.update.table import TurnTable
 from coppice.learner.update.targets import Estimate
 from coppice.learner.update.trained import scored, trains_on
-from coppice.wire.declared import SchemeNeeds
-from coppice.wire.numbers import NotNegative, Positive
 
 Base = Literal["grpo", "rloo", "reinforce_pp", "ppo"]
 Variant = Literal["step", "process", "merged", "token", "environment"]

@@ -3,11 +3,11 @@ its turns (methods.md 3.6)."""
 
 import numpy as np
 
+from coppice.common.declared import SchemeNeeds
+from coppice.common.numbers import Positive
 from coppice.learner.update.statistics import Ddof, standardise
 from coppice.learner.update.table import TurnTable
 from coppice.learner.update.trained import scored, trains_on
-from coppice.wire.declared import SchemeNeeds
-from coppice.wire.numbers import Positive
 
 
 def needs(column: str, **_: object) -> SchemeNeeds:

@@ -14,13 +14,13 @@ from typing import Literal
 
 import numpy as np
 
+from coppice.common.declared import SchemeNeeds
+from coppice.common.numbers import NotNegative, Positive, Share
 from coppice.learner.update.statistics import Ddof
 from coppice.learner.update.table import Trajectories, TurnTable
 from coppice.learner.update.targets import Estimate, Kind, estimate
 from coppice.learner.update.targets import needs as target_needs
 from coppice.learner.update.trained import scored, trains_on
-from coppice.wire.declared import SchemeNeeds
-from coppice.wire.numbers import NotNegative, Positive, Share
 
 Normalisation = Literal["constant", "sample", "none", "rescale", "reduced"]
 

@@ -9,11 +9,11 @@ whitened. Questions whose accuracy is outside [accuracy_low, accuracy_high] are 
 
 import numpy as np
 
+from coppice.common.declared import SchemeNeeds
+from coppice.common.numbers import NotNegative, Share
 from coppice.learner.update.statistics import Ddof, leave_one_out, whiten, within
 from coppice.learner.update.table import TurnTable
 from coppice.learner.update.trained import trains_on
-from coppice.wire.declared import SchemeNeeds
-from coppice.wire.numbers import NotNegative, Share
 
 
 def needs(outcome: str, **_: object) -> SchemeNeeds:

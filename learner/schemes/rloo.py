@@ -3,10 +3,10 @@
 
 import numpy as np
 
+from coppice.common.declared import SchemeNeeds
 from coppice.learner.update.statistics import leave_one_out, within
 from coppice.learner.update.table import TurnTable
 from coppice.learner.update.trained import scored, trains_on
-from coppice.wire.declared import SchemeNeeds
 
 
 def needs(column: str, **_: object) -> SchemeNeeds:

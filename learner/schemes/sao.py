@@ -9,12 +9,12 @@ paper's mask of stale tokens is the correction ``icepop`` at level "token".
 
 import numpy as np
 
+from coppice.common.declared import SchemeNeeds
+from coppice.common.numbers import Positive, Share
 from coppice.learner.update.statistics import whiten as whiten_tokens
 from coppice.learner.update.table import TurnTable
 from coppice.learner.update.targets import Estimate, gae
 from coppice.learner.update.trained import scored, trains_on
-from coppice.wire.declared import SchemeNeeds
-from coppice.wire.numbers import Positive, Share
 
 
 def needs(column: str, **_: object) -> SchemeNeeds:

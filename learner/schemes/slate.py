@@ -6,11 +6,11 @@ k = 1, A = r.
 
 import numpy as np
 
+from coppice.common.declared import SchemeNeeds
+from coppice.common.numbers import Positive
+from coppice.common.statistics import among_siblings
 from coppice.learner.update.statistics import Ddof, within
 from coppice.learner.update.table import TurnTable
-from coppice.wire.declared import SchemeNeeds
-from coppice.wire.numbers import Positive
-from coppice.wire.statistics import among_siblings
 
 
 def needs(**_: object) -> SchemeNeeds:

@@ -4,12 +4,12 @@ tokens (methods.md 1.6; estimator A of SLATE's Theorem 1)."""
 
 import numpy as np
 
+from coppice.common.declared import SchemeNeeds
+from coppice.common.numbers import Positive
 from coppice.learner.schemes import grpo
 from coppice.learner.update.statistics import Ddof
 from coppice.learner.update.table import TurnTable
 from coppice.learner.update.trained import scored, trains_on
-from coppice.wire.declared import SchemeNeeds
-from coppice.wire.numbers import Positive
 
 
 def needs(**_: object) -> SchemeNeeds:

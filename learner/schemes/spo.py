@@ -15,13 +15,13 @@ from typing import Literal
 
 import numpy as np
 
+from coppice.common.declared import SchemeNeeds
+from coppice.common.numbers import Count, Positive
 from coppice.learner.forest.segments import Segments, segments
 from coppice.learner.update.statistics import whiten as whiten_tokens
 from coppice.learner.update.table import TurnTable
 from coppice.learner.update.targets import Estimate
 from coppice.learner.update.trained import scored, trains_on
-from coppice.wire.declared import SchemeNeeds
-from coppice.wire.numbers import Count, Positive
 
 
 def needs(column: str, form: str, whiten: bool, **_: object) -> SchemeNeeds:

@@ -11,11 +11,11 @@ from functools import partial
 
 import numpy as np
 
+from coppice.common.declared import SchemeNeeds
+from coppice.common.numbers import Positive
 from coppice.learner.update.statistics import standardise, within
 from coppice.learner.update.table import TurnTable
 from coppice.learner.update.trained import scored, trains_on
-from coppice.wire.declared import SchemeNeeds
-from coppice.wire.numbers import Positive
 
 
 def needs(column: str, **_: object) -> SchemeNeeds:

@@ -12,11 +12,11 @@ from typing import Literal
 
 import numpy as np
 
+from coppice.common.declared import SchemeNeeds
 from coppice.learner.forest.segments import segments
 from coppice.learner.update.statistics import whiten
 from coppice.learner.update.table import TurnTable
 from coppice.learner.update.trained import spread, trains_on
-from coppice.wire.declared import SchemeNeeds
 
 
 def needs(column: str, leave_out_equal: bool, **_: object) -> SchemeNeeds:

@@ -8,10 +8,10 @@ population's (ddof = 0). gamma = 0, so a turn's tokens share one advantage.
 
 import numpy as np
 
+from coppice.common.declared import SchemeNeeds
+from coppice.common.numbers import Count, Positive
 from coppice.learner.update.statistics import Ddof, standardise
 from coppice.learner.update.table import TurnTable
-from coppice.wire.declared import SchemeNeeds
-from coppice.wire.numbers import Count, Positive
 
 
 def needs(column: str, **_: object) -> SchemeNeeds:

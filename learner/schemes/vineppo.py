@@ -8,10 +8,10 @@ tokens of the batch.
 
 import numpy as np
 
+from coppice.common.declared import SchemeNeeds
 from coppice.learner.schemes.mc_pr import temporal_differences
 from coppice.learner.update.statistics import whiten as whiten_tokens
 from coppice.learner.update.table import TurnTable
-from coppice.wire.declared import SchemeNeeds
 
 
 def needs(value: str, outcome: str, **_: object) -> SchemeNeeds:

@@ -8,10 +8,10 @@ advantages are 0. A KL or entropy term of the config acts all the same.
 
 import numpy as np
 
+from coppice.common.declared import SchemeNeeds
+from coppice.common.numbers import Positive, Share
 from coppice.learner.update.statistics import Ddof, centre, within
 from coppice.learner.update.table import TurnTable
-from coppice.wire.declared import SchemeNeeds
-from coppice.wire.numbers import Positive, Share
 
 
 def needs(column: str, **_: object) -> SchemeNeeds:

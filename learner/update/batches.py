@@ -11,10 +11,10 @@ their turns. This file is pure: it uses neither sockets nor a model.
 import itertools
 from collections import OrderedDict
 
+from coppice.common.shards import Shard
 from coppice.learner.update.trainer import Batch
 from coppice.wire.faults import InfrastructureFault
 from coppice.wire.messages import TrainGroup, TreeClosed, TreeNode
-from coppice.wire.shards import Shard
 
 
 class Inbox:

@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from coppice.common.numbers import NotNegative, Positive
+from coppice.common.options import checked, imported, known
 from coppice.learner.update.objective import Aggregation
-from coppice.wire.numbers import NotNegative, Positive
-from coppice.wire.options import checked, imported, known
 
 if TYPE_CHECKING:
     from torch import Tensor

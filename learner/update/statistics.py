@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from coppice.wire.numbers import Ddof
-from coppice.wire.statistics import centre, standardise
+from coppice.common.numbers import Ddof
+from coppice.common.statistics import centre, standardise
 
 __all__ = ["Ddof", "centre", "leave_one_out", "standardise", "whiten", "within"]
 

@@ -7,8 +7,8 @@ from collections.abc import Collection, Sequence
 import msgspec
 import numpy as np
 
+from coppice.common.support import Support, decode
 from coppice.wire.messages import TrainGroup, TreeNode, Turn
-from coppice.wire.support import Support, decode
 
 
 class Trajectories(msgspec.Struct, frozen=True):

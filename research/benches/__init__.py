@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from coppice.wire.options import checked, command_parser, option
+from coppice.common.options import checked, command_parser, option
 
 EXAMPLES = """\
   coppice dev bench prefill tree_training               two of them

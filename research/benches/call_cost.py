@@ -17,11 +17,12 @@ from typing import Any
 
 import numpy as np
 
+from coppice.common import loop
+from coppice.common.numbers import Count
 from coppice.scheduler.dispatch.dispatcher import DispatchConfig, Dispatcher
 from coppice.scheduler.dispatch.placement import Place
 from coppice.scheduler.ledger.survivors import sparing
 from coppice.scheduler.telemetry.fleet import CAPACITY, Fleet
-from coppice.wire import loop
 from coppice.wire.arrays import Frame, decode_header, encode, encode_body
 from coppice.wire.keys import Grant, RunKeys
 from coppice.wire.messages import (
@@ -38,7 +39,6 @@ from coppice.wire.messages import (
     Sample,
     Sampling,
 )
-from coppice.wire.numbers import Count
 
 SIZES = {
     "1 worker, 64 open calls": (1, 64, 64),

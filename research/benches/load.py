@@ -30,6 +30,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from coppice.common import frontier, loop
+from coppice.common.numbers import Count, NotNegative, Positive
 from coppice.scheduler import main as scheduling
 from coppice.scheduler.config import EvaluationConfig, SchedulerConfig, SchedulerProcess
 from coppice.scheduler.dispatch.dispatcher import DispatchConfig
@@ -37,7 +39,7 @@ from coppice.scheduler.growth.tree import Tree
 from coppice.scheduler.telemetry.fleet import CAPACITY
 from coppice.tools.bootstrap import ROOT
 from coppice.tools.inspecting.audit import audit
-from coppice.wire import digest, frontier, loop
+from coppice.wire import digest
 from coppice.wire.keys import PeerKeys
 from coppice.wire.messages import (
     Closed,
@@ -56,7 +58,6 @@ from coppice.wire.messages import (
     TrainGroup,
     TreeClosed,
 )
-from coppice.wire.numbers import Count, NotNegative, Positive
 from coppice.wire.service import UNBOUNDED, Call, Handler, Service
 
 TICK_S = 0.01

@@ -19,8 +19,8 @@ from typing import Any
 import msgspec
 import psutil
 
+from coppice.common.numbers import Count
 from coppice.tools.bootstrap import ROOT
-from coppice.wire.numbers import Count
 
 LARGE = ("--config", str(ROOT / "configs" / "slate-cpu.toml"))
 """The largest model that a laptop is meant to train: SmolLM2-135M."""

@@ -41,6 +41,7 @@ import msgspec
 import psutil
 from transformers import AutoConfig, AutoTokenizer
 
+from coppice.common.numbers import Count
 from coppice.research import venvs as environments
 from coppice.research.benches.any_text import AnyText, Shape, State, reward
 from coppice.scheduler.growth.tasks import GeneratedTasks
@@ -48,7 +49,6 @@ from coppice.scheduler.growth.text import Text
 from coppice.tools.bootstrap import ROOT
 from coppice.tools.defaults.models import DEFAULT, ensure_model
 from coppice.tools.defaults.settings import cache_folder
-from coppice.wire.numbers import Count
 
 ROUNDS, COUNTED = 3, 1
 """Of each side, and updates of a round of the peer that count; ours are shorter, so twice as many

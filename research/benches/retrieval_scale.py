@@ -18,6 +18,8 @@ import faiss
 import msgspec
 import numpy as np
 
+from coppice.common import loop
+from coppice.common.numbers import Count, Positive
 from coppice.judges.retriever import kinds
 from coppice.judges.retriever.encoder import Encoder
 from coppice.judges.retriever.hot import HotQueries
@@ -25,8 +27,6 @@ from coppice.judges.retriever.index import build
 from coppice.judges.retriever.worker import opened
 from coppice.tools.defaults.facts import ensure_facts
 from coppice.tools.defaults.settings import cache_folder
-from coppice.wire import loop
-from coppice.wire.numbers import Count, Positive
 
 K, CALLERS = 10, 64
 NOISE = (

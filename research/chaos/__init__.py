@@ -13,8 +13,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from coppice.common.options import command_parser
 from coppice.research.chaos.plan import KINDS
-from coppice.wire.options import command_parser
 
 OWN = "COPPICE_CHAOS_MOUNTS"
 """The variable that says, once this command was started anew, whether it may mount a disk that

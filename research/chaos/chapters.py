@@ -9,10 +9,10 @@ from pathlib import Path
 
 import psutil
 
+from coppice.common.apart import apart
 from coppice.research.chaos import invariants, strikes, world
 from coppice.research.chaos.plan import KINDS, Fault, plan
 from coppice.research.chaos.run import Lost, Run
-from coppice.wire.apart import apart
 
 CHAPTER = 100
 """Faults of one run."""

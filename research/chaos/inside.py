@@ -27,11 +27,11 @@ import msgspec
 import psutil
 
 from coppice import scheduler
+from coppice.common import shards
 from coppice.research.chaos import messages
 from coppice.research.chaos.forked import Fork
 from coppice.tools.launching import children, command
 from coppice.tools.launching.assets import Assets
-from coppice.wire import shards
 
 _EVER_S, HANG_S = 10**6, 5
 PROCESSES = (

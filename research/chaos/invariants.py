@@ -8,10 +8,10 @@ from pathlib import Path
 import msgspec
 import psutil
 
+from coppice.common import shards
 from coppice.research.chaos.run import Run
 from coppice.tools.inspecting import frames
 from coppice.tools.inspecting.audit import audit
-from coppice.wire import shards
 
 GROWTH, ROOM_MIB, MORE_DESCRIPTORS = 1.25, 64.0, 16
 """A process may hold so many times the memory that it began with, and so many MiB and descriptors

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Iterator
 
 import msgspec
 
-from coppice.wire.shards import called
+from coppice.common.shards import called
 
 ACTORS = ("actor-0", "actor-1")
 WORKERS = ("judges", "retriever", *ACTORS, "learner-0")

@@ -14,13 +14,13 @@ from pathlib import Path
 
 import psutil
 
+from coppice.common import shards
+from coppice.common.process import die_with
 from coppice.research.chaos import inside, plan
 from coppice.research.chaos.forked import Fork
 from coppice.scheduler.ledger.records import UPDATE
 from coppice.scheduler.telemetry import health
 from coppice.tools.launching import record
-from coppice.wire import shards
-from coppice.wire.process import die_with
 
 PATIENCE_S = 300.0
 """Seconds within which a run that was struck must have moved again: several starts of everything on

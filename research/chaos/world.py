@@ -8,10 +8,10 @@ from typing import Any
 
 from coppice.actors.environments.base import Action, Tools, Transition
 from coppice.actors.environments.search_qa import SearchQA, State
+from coppice.common.atomic import write_whole
 from coppice.tools.defaults.index_corpus import ensure_index
 from coppice.tools.defaults.tiny_board import make_tiny_policy
 from coppice.tools.launching.assets import Assets
-from coppice.wire.atomic import write_whole
 
 FACTS = {
     "Bulgaria": "Sofia",

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from coppice.wire.options import command_parser
+from coppice.common.options import command_parser
 
 PAPERS = ("slate", "ppr", "vpr", "oprl", "staleness")
 BATCHES = 40  # enough to know the spread of the batch means to one ninth of its value

@@ -7,11 +7,11 @@ from typing import Any
 
 import msgspec
 
+from coppice.common.numbers import Count, Positive
 from coppice.scheduler.dispatch.placement import Breaker, Place
 from coppice.wire.arrays import Frame
 from coppice.wire.faults import Fault
 from coppice.wire.messages import Register
-from coppice.wire.numbers import Count, Positive
 
 Check = Callable[[Any], None]
 """Raises InfrastructureFault for an answer that cannot be right."""

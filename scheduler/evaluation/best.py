@@ -13,9 +13,9 @@ from pathlib import Path
 
 import msgspec
 
+from coppice.common.atomic import drafted
 from coppice.scheduler.telemetry.spread import Weights
 from coppice.wire import published
-from coppice.wire.atomic import drafted
 
 log = logging.getLogger("scheduler.best")
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import msgspec
 import numpy as np
 
-from coppice.wire import support
+from coppice.common import support
 from coppice.wire.faults import InfrastructureFault
 from coppice.wire.messages import GenerateRequest, GenerateResult, JudgeResult, Sample
 

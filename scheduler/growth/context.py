@@ -20,12 +20,12 @@ import msgspec
 import numpy as np
 
 from coppice.actors.environments.base import SPLIT, Dropped, Spent, Task, Transition
+from coppice.common import support, vision
 from coppice.scheduler.growth.ahead import Ahead, Drawn, How
 from coppice.scheduler.growth.scoring import Scoring
 from coppice.scheduler.growth.services import Shop, Taken
 from coppice.scheduler.growth.text import Shown
 from coppice.scheduler.growth.tree import DROPPED, Fork, Node, Tree, encode_node
-from coppice.wire import support, vision
 from coppice.wire.messages import Sample
 
 log = logging.getLogger("scheduler.context")

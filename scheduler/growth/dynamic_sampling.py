@@ -9,7 +9,7 @@ frontier with the next update, without loss, so they too are trained exactly onc
 import math
 from collections.abc import Iterable, Sequence
 
-from coppice.wire.declared import Equal
+from coppice.common.declared import Equal
 from coppice.wire.messages import Turn
 
 

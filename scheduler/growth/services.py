@@ -13,6 +13,8 @@ import msgspec
 import numpy as np
 
 from coppice.actors.environments.base import POLICY, SPLIT, Environment, Spent, Task, Tools
+from coppice.common import support
+from coppice.common.dialogue import until
 from coppice.scheduler.config import UNJUDGED, SchedulerConfig
 from coppice.scheduler.dispatch.calls import Check
 from coppice.scheduler.dispatch.dispatcher import Dispatcher
@@ -26,8 +28,6 @@ from coppice.scheduler.telemetry.fleet import Fleet
 from coppice.scheduler.telemetry.judged import Judged
 from coppice.scheduler.telemetry.terminal import Faults
 from coppice.scheduler.telemetry.together import together
-from coppice.wire import support
-from coppice.wire.dialogue import until
 from coppice.wire.faults import DataFault
 from coppice.wire.messages import (
     GenerateRequest,

@@ -10,9 +10,9 @@ import msgspec
 import numpy as np
 import tokenizers
 
-from coppice.wire import vision
-from coppice.wire.chat_template import ChatTemplate
-from coppice.wire.dialogue import Renderer
+from coppice.common import vision
+from coppice.common.chat_template import ChatTemplate
+from coppice.common.dialogue import Renderer
 
 
 class Shown(msgspec.Struct, frozen=True):
@@ -58,7 +58,7 @@ class Text:
 
     def encode(self, text: str, pictures: Sequence[tuple[int, bytes]] = ()) -> np.ndarray:
         """int32 [tokens], without added special tokens. pictures: number and PNG bytes for each
-        placeholder, in order (``wire.vision``)."""
+        placeholder, in order (``common.vision``)."""
         tokens = np.array(
             self.tokenizer.encode(text, add_special_tokens=False).ids if text else [], np.int32
         )
@@ -110,7 +110,7 @@ class Text:
         if the model has no template.
 
         tools: the functions that may be called. A content may be a text or a list of parts
-        (``wire.vision.shown``). thinking: False asks a template that knows ``enable_thinking``
+        (``common.vision.shown``). thinking: False asks a template that knows ``enable_thinking``
         (Qwen3's) for an answer without a thinking block. Raises ValueError for pictures that the
         model cannot read.
         """

@@ -37,7 +37,7 @@ class Node(msgspec.Struct, gc=False):
 
     scores: named columns; invalid: columns that a judge could not give; notes: explanations, by
     judge, and of ``FATES``. state: the environment state after the node, as plain values. The
-    pictures of a prompt are among its tokens by their numbers in the journal (``wire.vision``).
+    pictures of a prompt are among its tokens by their numbers in the journal (``common.vision``).
     step: the number of actions up to and including this node. trajectory: which of several whole
     trajectories the node belongs to. cached: prompt tokens that the engine had in its cache. kept:
     the first tokens of an action that it shares with the action from which it was forked.

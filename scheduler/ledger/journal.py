@@ -23,10 +23,10 @@ import msgspec
 import numpy as np
 
 from coppice.actors.environments.base import Rejected
+from coppice.common import atomic, vision
+from coppice.common.shards import Shard
 from coppice.scheduler.growth.tree import Tree, decode_node, encode_node
-from coppice.wire import atomic, vision
 from coppice.wire.messages import Turn
-from coppice.wire.shards import Shard
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS trees (
@@ -216,7 +216,7 @@ class Journal:
         self._write(("UPDATE groups SET trained=? WHERE id=?", [(version, group)]))
 
     def picture(self, png: bytes) -> int:
-        """Return the number of a picture (``wire.vision``), which its first use writes. Equal bytes
+        """Return the number of a picture (``common.vision``), which its first use writes. Equal bytes
         have one number in a run."""
         digest = hashlib.sha256(png).hexdigest()
         while (

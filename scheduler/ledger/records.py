@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from coppice.wire import shards
+from coppice.common import shards
 
 Record = dict[str, float]
 UPDATE = "learner/groups"

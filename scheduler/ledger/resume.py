@@ -5,11 +5,11 @@ from pathlib import Path
 
 import msgspec
 
+from coppice.common.frontier import Frontier, read
+from coppice.common.shards import Shard
 from coppice.scheduler.ledger.journal import Journal
 from coppice.scheduler.telemetry.spread import Weights
 from coppice.wire.faults import DataFault
-from coppice.wire.frontier import Frontier, read
-from coppice.wire.shards import Shard
 
 
 def check(run: Path, resumed: bool) -> None:

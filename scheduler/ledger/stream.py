@@ -12,12 +12,12 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
+from coppice.common.shards import Shard
 from coppice.scheduler.dispatch.dispatcher import Dispatcher, Worker
 from coppice.scheduler.growth.tree import Node, Tree
 from coppice.scheduler.ledger.journal import Journal
 from coppice.wire.faults import InfrastructureFault
 from coppice.wire.messages import Trained, TrainGroup, TreeClosed, Turn
-from coppice.wire.shards import Shard
 
 log = logging.getLogger("scheduler.stream")
 

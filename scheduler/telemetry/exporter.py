@@ -15,9 +15,9 @@ from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, Any
 
+from coppice.common.atomic import write_whole
 from coppice.scheduler.telemetry import terminal
 from coppice.scheduler.telemetry.health import Health
-from coppice.wire.atomic import write_whole
 
 if TYPE_CHECKING:
     from prometheus_client.core import GaugeMetricFamily

@@ -17,11 +17,11 @@ from pathlib import Path
 
 import msgspec
 
+from coppice.common import shards
+from coppice.common.atomic import write_whole
 from coppice.scheduler.dispatch.calls import Pending, Worker
 from coppice.scheduler.dispatch.dispatcher import Dispatcher
 from coppice.scheduler.telemetry import terminal
-from coppice.wire import shards
-from coppice.wire.atomic import write_whole
 
 NAME = "health.json"
 PAUSED = "paused"

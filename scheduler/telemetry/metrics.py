@@ -12,11 +12,11 @@ from pathlib import Path
 
 import msgspec
 
+from coppice.common.atomic import write_whole
+from coppice.common.frontier import Frontier
 from coppice.scheduler.dispatch.calls import STARTED, Event, Worker
 from coppice.scheduler.ledger.records import UPDATE, Reader, parsed
 from coppice.scheduler.telemetry.board import Board
-from coppice.wire.atomic import write_whole
-from coppice.wire.frontier import Frontier
 
 
 class Seen(msgspec.Struct, frozen=True):

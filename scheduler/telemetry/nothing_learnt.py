@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
+from coppice.common.declared import Equal
 from coppice.scheduler.growth.dynamic_sampling import differs
-from coppice.wire.declared import Equal
 from coppice.wire.messages import Turn
 
 UPDATES = 3

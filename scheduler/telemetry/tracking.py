@@ -22,10 +22,10 @@ from typing import Any
 
 import msgspec
 
+from coppice.common.atomic import write_whole
+from coppice.common.process import die_with
 from coppice.scheduler.ledger.records import UPDATE, Reader, Record
 from coppice.scheduler.telemetry import terminal
-from coppice.wire.atomic import write_whole
-from coppice.wire.process import die_with
 
 PROJECT = "coppice"
 LOOK_S = 1.0

@@ -19,7 +19,7 @@ from coppice.actors.environments.agents.gateway import Gateway, Session
 from coppice.actors.environments.agents.nursery import Nursery
 from coppice.actors.environments.base import Spent
 from coppice.actors.serving.replies import Reply
-from coppice.wire.tool_calls import ToolCall
+from coppice.common.tool_calls import ToolCall
 
 HELLO = {"model": "gpt-any", "messages": [{"role": "user", "content": "hello"}]}
 ADD = {"type": "function", "function": {"name": "add", "parameters": {}}}

@@ -23,10 +23,10 @@ from coppice.actors.config import ActorsConfig
 from coppice.actors.engines.base import Engine
 from coppice.actors.engines.local import LocalEngine
 from coppice.actors.engines.sglang import SGLangEngine
+from coppice.common.support import decode
 from coppice.wire import digest
 from coppice.wire.faults import DataFault, InfrastructureFault
 from coppice.wire.messages import Constraint, GenerateRequest, LoadRequest, Sampling
-from coppice.wire.support import decode
 from tests.actors.test_local_engine import (
     GREATEST_DIFFERENCE,
     full_logprobs,

@@ -11,8 +11,8 @@ from coppice.actors.environments.base import Spent
 from coppice.actors.serving import anthropic
 from coppice.actors.serving.asked import Asked, chat_of
 from coppice.actors.serving.replies import Reply
-from coppice.wire.dialogue import histories
-from coppice.wire.tool_calls import ToolCall
+from coppice.common.dialogue import histories
+from coppice.common.tool_calls import ToolCall
 from tests.actors.test_agent_gateway import Door, door  # pyright: ignore[reportUnusedImport]  # noqa: F401
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}

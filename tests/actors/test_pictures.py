@@ -16,11 +16,11 @@ from coppice.actors.config import ActorsConfig, SGLangConfig
 from coppice.actors.engines.local import LocalEngine
 from coppice.actors.engines.sglang import SGLangEngine
 from coppice.actors.engines.sglang_api import linear_layers
+from coppice.common import vision
 from coppice.learner.forest.trees import Path as Tokens
 from coppice.learner.model.model import Policy
 from coppice.learner.model.publish import publish
 from coppice.learner.model.ranks import Ranks
-from coppice.wire import vision
 from coppice.wire.faults import DataFault, InfrastructureFault
 from coppice.wire.messages import GenerateRequest, GenerateResult, LoadRequest, Sampling
 from tests import tiny

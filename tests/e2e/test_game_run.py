@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from coppice.common import frontier
 from coppice.scheduler.ledger.journal import Journal
-from coppice.wire import frontier
 from coppice.wire.messages import Turn
 from tests import tiny
 from tests.e2e.test_run import (

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from coppice.common import vision
 from coppice.scheduler.ledger.journal import Journal
 from coppice.tools.inspecting.export import main as export
-from coppice.wire import vision
 from tests import tiny
 from tests.e2e.test_run import (
     check_groups,

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from coppice.common import frontier
 from coppice.scheduler.ledger.journal import Journal
 from coppice.scheduler.telemetry.exporter import declaration
 from coppice.tools.evaluating.versions import chosen
 from coppice.tools.inspecting.audit import audit
-from coppice.wire import frontier
 from tests import tiny
 
 ROOT = Path(__file__).parent.parent.parent

@@ -17,9 +17,9 @@ from pathlib import Path
 
 import msgspec
 
+from coppice.common import shards
+from coppice.common.atomic import write_whole
 from coppice.scheduler.telemetry.health import NAME, Health
-from coppice.wire import shards
-from coppice.wire.atomic import write_whole
 
 
 class PackingError(RuntimeError):

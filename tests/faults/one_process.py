@@ -20,6 +20,7 @@ import torch
 from coppice.actors import worker
 from coppice.actors.config import ActorProcess, ActorsConfig
 from coppice.actors.engines import local
+from coppice.common import loop
 from coppice.learner import main as learner
 from coppice.learner.config import LearnerConfig, LearnerProcess, LoraConfig
 from coppice.learner.model import checkpoint
@@ -30,7 +31,6 @@ from coppice.scheduler.config import EvaluationConfig, SchedulerConfig, Schedule
 from coppice.scheduler.ledger.journal import Journal
 from coppice.scheduler.main import Run
 from coppice.scheduler.telemetry.metrics import Metrics
-from coppice.wire import loop
 
 UPDATES, QUESTIONS = 8, 2
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from coppice.common.atomic import write_whole
 from coppice.scheduler.ledger.journal import Journal
 from coppice.tools.inspecting.audit import audit
 from coppice.wire import digest
-from coppice.wire.atomic import write_whole
 from tests.faults.one_process import POINTS, QUESTIONS, UPDATES, Plan
 
 RUNS = ["undisturbed", "early", "late", "damaged"]

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from coppice.common import frontier, shards
 from coppice.scheduler.ledger.journal import Journal
 from coppice.scheduler.ledger.records import Reader
 from coppice.tools.inspecting import frames
 from coppice.tools.inspecting.audit import audit
-from coppice.wire import frontier, shards
 from tests.faults.two_schedulers import OTHERS
 
 ROOT = Path(__file__).parent.parent.parent

@@ -11,11 +11,11 @@ import sys
 import urllib.request
 from pathlib import Path
 
+from coppice.common import shards
 from coppice.research.chaos import world
 from coppice.research.chaos.run import Run
 from coppice.scheduler.telemetry import health
 from coppice.tools.launching import control
-from coppice.wire import shards
 
 SETTINGS = (
     "scheduler.shards=2", "scheduler.questions_per_update=4", "learner.count=1", "actors.count=2", "scheduler.prometheus=127.0.0.1:0",

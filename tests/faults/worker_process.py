@@ -11,7 +11,7 @@ import sys
 import threading
 from pathlib import Path
 
-from coppice.wire import loop
+from coppice.common import loop
 from coppice.wire.keys import PeerKeys
 from coppice.wire.service import Call, Service
 from tests.services import EchoRequest, EchoResult

@@ -24,6 +24,8 @@ from coppice.actors.serving.asked import body_of
 from coppice.actors.serving.protocol import Completion, Refused
 from coppice.actors.serving.protocol import read as read_body
 from coppice.actors.serving.remembered import Remembered
+from coppice.common import options, support, vision
+from coppice.common.http import JsonClient, retry_after
 from coppice.judges import sotopia
 from coppice.judges.exact_match import exact_match, extract_answer, f1
 from coppice.judges.pprm import parse_final_score
@@ -32,9 +34,8 @@ from coppice.learner.main import pack_batch, unpack_batch
 from coppice.learner.update.trainer import Batch
 from coppice.scheduler.growth.tree import Node, decode_node, encode_node
 from coppice.tools.launching import config
-from coppice.wire import arrays, options, support, vision
+from coppice.wire import arrays
 from coppice.wire.faults import InfrastructureFault, WireError
-from coppice.wire.http import JsonClient, retry_after
 from coppice.wire.messages import (  # fmt: skip
     SERVICES,
     GenerateRequest,

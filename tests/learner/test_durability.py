@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import torch
 
+from coppice.common import atomic, frontier
 from coppice.learner.model import checkpoint, rng
-from coppice.wire import atomic, digest, frontier
+from coppice.wire import digest
 from tests.updates import batch, state, trainer
 
 

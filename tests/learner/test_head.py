@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
+from coppice.common.support import Support, decode, encode
 from coppice.learner.forest import head
 from coppice.learner.forest.head import token_logprobs
-from coppice.wire.support import Support, decode, encode
 
 BOUND = 1e-5
 

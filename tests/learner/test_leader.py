@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from coppice.actors.engines import weights
+from coppice.common.frontier import Frontier
 from coppice.learner.main import Leader
 from coppice.learner.model import checkpoint
 from coppice.learner.model.publish import Published
@@ -18,7 +19,6 @@ from coppice.learner.update.batches import Inbox
 from coppice.learner.update.trainer import Batch
 from coppice.scheduler.dispatch.dispatcher import Dispatcher
 from coppice.wire.faults import InfrastructureFault
-from coppice.wire.frontier import Frontier
 from coppice.wire.messages import Trained, TrainGroup, TreeClosed
 from tests.services import bench
 from tests.updates import groups, trainer

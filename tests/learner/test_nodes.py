@@ -11,12 +11,12 @@ import msgspec
 import pytest
 import torch
 
+from coppice.common.process import free_port
 from coppice.learner.model import checkpoint
 from coppice.learner.model.shards import StoredPart
 from coppice.learner.update.trainer import Batch
 from coppice.scheduler.dispatch.dispatcher import Dispatcher
 from coppice.wire.messages import TrainGroup, TreeClosed
-from coppice.wire.process import free_port
 from tests.services import bench
 from tests.updates import groups, process, trainer
 

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from coppice.common import vision
+from coppice.common.vision import Vision
 from coppice.learner.forest.selfcheck import PackingError, check
 from coppice.learner.forest.trees import Path as Tokens
 from coppice.learner.forest.trees import pack
@@ -17,8 +19,6 @@ from coppice.learner.model.model import Policy
 from coppice.learner.model.ranks import Ranks
 from coppice.learner.update.table import build
 from coppice.learner.update.trainer import Batch
-from coppice.wire import vision
-from coppice.wire.vision import Vision
 from tests import tiny
 from tests.pictures import squares
 from tests.updates import episodes, everything, gradient, process, steady, trainer

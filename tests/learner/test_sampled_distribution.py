@@ -11,6 +11,7 @@ import torch
 
 from coppice.actors.config import ActorsConfig
 from coppice.actors.engines.local import LocalEngine
+from coppice.common.support import Support, encode
 from coppice.learner.forest.trees import Path as Tokens
 from coppice.learner.forest.trees import pack
 from coppice.learner.main import pack_batch, unpack_batch
@@ -18,7 +19,6 @@ from coppice.learner.update.passes import plan, rows_of
 from coppice.learner.update.table import build
 from coppice.learner.update.trainer import Batch, Trainer
 from coppice.wire.messages import GenerateRequest, Sampling, TrainGroup, TreeNode, Turn
-from coppice.wire.support import Support, encode
 from tests.updates import trainer
 
 Dtype = Literal["float32", "bfloat16"]

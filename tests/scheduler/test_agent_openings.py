@@ -15,6 +15,7 @@ import transformers
 
 from coppice.actors.config import ActorsConfig
 from coppice.actors.engines.local import LocalEngine
+from coppice.common.support import decode
 from coppice.learner.update.table import build
 from coppice.scheduler.growth import rollouts
 from coppice.scheduler.growth.context import Context
@@ -22,7 +23,6 @@ from coppice.scheduler.growth.strategies import chain, full
 from coppice.scheduler.growth.tree import Fork, Node
 from coppice.tools.evaluating.in_process import InProcess
 from coppice.wire.messages import Constraint, GenerateRequest, Sampling, TrainGroup
-from coppice.wire.support import decode
 from tests.agent_stage import Stage
 
 AGENT = '''

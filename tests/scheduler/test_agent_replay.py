@@ -15,11 +15,11 @@ import pytest_asyncio
 
 from coppice.actors.environments.agents import environment
 from coppice.actors.environments.base import Task
+from coppice.common import loop
 from coppice.scheduler.growth.context import Context
 from coppice.scheduler.growth.strategies import chain, full, mc_value
 from coppice.scheduler.growth.text import Text
 from coppice.scheduler.growth.tree import Tree
-from coppice.wire import loop
 from coppice.wire.faults import DataFault, InfrastructureFault
 from coppice.wire.messages import JudgedTurn, JudgeRequest, Passage, RetrieveRequest, RetrieveResult
 from tests.agent_stage import Stage, adds

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import msgspec
 
+from coppice.common import frontier
 from coppice.scheduler.ledger.journal import Journal
 from coppice.scheduler.ledger.records import UPDATE
-from coppice.wire import frontier
 from coppice.wire.messages import Trained, TrainGroup
 from coppice.wire.service import Call
 from tests.scheduler.test_begin import QUESTIONS, UPDATES, House, check

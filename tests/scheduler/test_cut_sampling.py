@@ -13,6 +13,7 @@ from coppice.actors.engines.base import OnTokens
 from coppice.actors.engines.local import LocalEngine
 from coppice.actors.environments.base import Task
 from coppice.actors.environments.search_qa import SearchQA
+from coppice.common.support import decode
 from coppice.scheduler.config import SchedulerConfig
 from coppice.scheduler.growth.context import Context
 from coppice.scheduler.growth.services import Shop
@@ -22,7 +23,6 @@ from coppice.scheduler.ledger.journal import Journal
 from coppice.tools.evaluating.in_process import InProcess
 from coppice.wire.faults import DataFault
 from coppice.wire.messages import GenerateRequest, GenerateResult
-from coppice.wire.support import decode
 
 
 class Silent(LocalEngine):

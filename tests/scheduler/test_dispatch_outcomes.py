@@ -15,8 +15,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from coppice.common import loop
 from coppice.scheduler.dispatch.dispatcher import DispatchConfig, Dispatcher, Event
-from coppice.wire import loop
 from coppice.wire.faults import DataFault, Fault, InfrastructureFault, WireError
 from coppice.wire.messages import Message, Result
 from coppice.wire.service import Call, Service

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from coppice.actors.environments.base import SPLIT, Action, Environment, Task, Tools, Transition
+from coppice.common import frontier
 from coppice.learner.update.batches import Inbox
 from coppice.learner.update.trainer import Batch
 from coppice.scheduler.config import EvaluationConfig, SchedulerConfig, SchedulerProcess
@@ -22,7 +23,6 @@ from coppice.scheduler.dispatch.dispatcher import DispatchConfig
 from coppice.scheduler.growth.dynamic_sampling import differs
 from coppice.scheduler.ledger.journal import Journal
 from coppice.scheduler.main import Run
-from coppice.wire import frontier
 from coppice.wire.keys import RunKeys
 from coppice.wire.messages import (
     Closed,

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from coppice.actors.environments.base import Rejected
+from coppice.common.support import encode
 from coppice.scheduler.growth.tree import Tree, decode_node, encode_node
 from coppice.scheduler.ledger.journal import Journal, JournalError
 from coppice.wire.arrays import decode_body, encode_body
 from coppice.wire.messages import GenerateResult, Sample, TrainGroup, Turn
-from coppice.wire.support import encode
 
 ROOT = Path(__file__).parent.parent.parent
 

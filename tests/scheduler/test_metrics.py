@@ -8,10 +8,10 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.summary.writer import event_file_writer
 
+from coppice.common import shards
+from coppice.common.frontier import Frontier
 from coppice.scheduler.dispatch.dispatcher import Worker
 from coppice.scheduler.telemetry.metrics import Metrics
-from coppice.wire import shards
-from coppice.wire.frontier import Frontier
 from coppice.wire.messages import Register
 
 

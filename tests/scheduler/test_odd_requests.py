@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from coppice.common.dialogue import DEEPEST
 from coppice.scheduler.config import EvaluationConfig, SchedulerConfig
 from coppice.scheduler.growth.context import Context
 from coppice.scheduler.growth.strategies import chain, full, slate
 from coppice.scheduler.growth.text import Text
 from coppice.scheduler.ledger.journal import Journal
-from coppice.wire.dialogue import DEEPEST
 from coppice.wire.faults import DataFault
 from tests.agent_stage import THINKING, Stage
 from tests.scheduler.test_begin import QUESTIONS, UPDATES, House

@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from coppice.common import vision
 from coppice.scheduler.config import SchedulerConfig
 from coppice.scheduler.growth.context import Context
 from coppice.scheduler.growth.rollouts import outcomes, position_before
@@ -18,7 +19,7 @@ from coppice.scheduler.growth.text import Text
 from coppice.scheduler.growth.tree import Tree
 from coppice.scheduler.ledger.journal import Journal
 from coppice.scheduler.ledger.stream import Stream
-from coppice.wire import arrays, vision
+from coppice.wire import arrays
 from coppice.wire.messages import GenerateRequest, GenerateResult, Request, Sample, TrainGroup, Turn
 from tests.pictures import Colours, squares
 

@@ -4,9 +4,9 @@ whatever a crash took."""
 import json
 from pathlib import Path
 
+from coppice.common import shards
 from coppice.scheduler.ledger.records import JOINED, LARGEST, SUM, Joined, Reader, joined
 from coppice.scheduler.telemetry.exporter import declaration, declared
-from coppice.wire import shards
 
 FIRST = {
     "version": 1.0,

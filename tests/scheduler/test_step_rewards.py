@@ -5,8 +5,8 @@ import random
 import numpy as np
 import pytest
 
+from coppice.common.statistics import among_siblings
 from coppice.scheduler.growth.rewards import choose, composite, selection
-from coppice.wire.statistics import among_siblings
 
 
 def advantages(rewards: list[float]) -> list[float]:

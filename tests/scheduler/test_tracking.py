@@ -15,9 +15,9 @@ import psutil
 import pytest
 from wandb.proto.wandb_internal_pb2 import Record  # pyright: ignore[reportAttributeAccessIssue]
 
+from coppice.common import shards
 from coppice.scheduler.telemetry import tracking
 from coppice.scheduler.telemetry.tracking import Place, Trackers, follow
-from coppice.wire import shards
 
 Point = tuple[int, float | None]
 """Step and loss of a record; None for an evaluation."""

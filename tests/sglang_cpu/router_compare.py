@@ -33,6 +33,7 @@ from coppice.actors.config import ActorsConfig, SGLangConfig
 from coppice.actors.engines.sglang import SGLangEngine
 from coppice.actors.environments.base import Task
 from coppice.actors.worker import service
+from coppice.common.process import free_port
 from coppice.research.benches.any_text import AnyText, Shape
 from coppice.scheduler.config import SchedulerConfig
 from coppice.scheduler.dispatch.dispatcher import Dispatcher
@@ -54,7 +55,6 @@ from coppice.wire.messages import (
     LoadRequest,
     Sampling,
 )
-from coppice.wire.process import free_port
 from coppice.wire.service import Call, Service
 from tests.actors.test_local_engine import GREATEST_DIFFERENCE, full_logprobs, version_folder
 from tests.sglang_cpu import server

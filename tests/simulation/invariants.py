@@ -5,10 +5,10 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
+from coppice.common.shards import Shard
 from coppice.scheduler.growth.tree import Node, Tree
 from coppice.scheduler.ledger.journal import Journal, TreeRow
 from coppice.scheduler.main import Run
-from coppice.wire.shards import Shard
 from tests.simulation.peers import first_logprob, score
 from tests.simulation.plan import Plan
 from tests.simulation.scripted_learner import Update

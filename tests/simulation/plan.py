@@ -10,9 +10,9 @@ from typing import Any
 
 import msgspec
 
+from coppice.common.shards import Shard
 from coppice.scheduler.config import EvaluationConfig, SchedulerConfig
 from coppice.scheduler.dispatch.dispatcher import DispatchConfig
-from coppice.wire.shards import Shard
 from tests.simulation.peers import Manners
 
 STRATEGIES: list[tuple[str, dict[str, Any]]] = [

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from coppice.wire import frontier
+from coppice.common import frontier
 from coppice.wire.messages import Closed, Error, Request, Result, Trained, TrainGroup, TreeClosed
 from tests.simulation.network import Network
 from tests.simulation.peers import Peer

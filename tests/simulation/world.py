@@ -24,13 +24,13 @@ from typing import Any
 
 import tokenizers
 
+from coppice.common.shards import folder
 from coppice.scheduler import main as scheduling
 from coppice.scheduler.config import SchedulerProcess
 from coppice.scheduler.growth.text import Text
 from coppice.scheduler.ledger.journal import Journal, JournalError
 from coppice.scheduler.telemetry import health
 from coppice.wire.faults import Fault
-from coppice.wire.shards import folder
 from tests.simulation import invariants
 from tests.simulation.network import Network, plain
 from tests.simulation.peers import Actor, Judge, Peer, Retriever

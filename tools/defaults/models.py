@@ -11,6 +11,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from coppice.common.atomic import drafted
 from coppice.tools.defaults.facts import ensure_facts
 from coppice.tools.defaults.tiny_agent import NAME as TINY_AGENT
 from coppice.tools.defaults.tiny_agent import make_tiny_agent
@@ -18,7 +19,6 @@ from coppice.tools.defaults.tiny_board import NAME as TINY
 from coppice.tools.defaults.tiny_board import make_tiny_policy
 from coppice.tools.defaults.tiny_search import NAME as TINY_SEARCH
 from coppice.tools.defaults.tiny_search import make_tiny_search
-from coppice.wire.atomic import drafted
 
 DEFAULT = "smollm2-135m"
 OURS = (DEFAULT, TINY, TINY_SEARCH, TINY_AGENT)

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import msgspec
 
+from coppice.common.numbers import Count, Natural, Positive, Share
 from coppice.tools.bootstrap import ROOT
-from coppice.wire.numbers import Count, Natural, Positive, Share
 
 
 def cache_folder() -> Path:

@@ -15,7 +15,7 @@ import tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import logging
 
-from coppice.wire.atomic import drafted
+from coppice.common.atomic import drafted
 
 NAME = "tiny-board"
 """The value of ``model.name`` that selects this policy."""

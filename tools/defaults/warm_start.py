@@ -15,13 +15,13 @@ import msgspec
 import torch
 
 from coppice.actors.environments.search_qa import SearchQA
+from coppice.common.apart import Killed, apart
 from coppice.judges.retriever.encoder import Encoder
 from coppice.judges.retriever.index import Index
 from coppice.learner.fine_tune import Example, Recipe, fine_tune
 from coppice.scheduler.growth.text import Text
 from coppice.tools.defaults.facts import Fact
 from coppice.tools.defaults.settings import WarmStart
-from coppice.wire.apart import Killed, apart
 from coppice.wire.messages import Passage
 
 _NEED = (

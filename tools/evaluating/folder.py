@@ -18,11 +18,11 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
+from coppice.common import loop
+from coppice.common.atomic import DRAFT, fresh, write_whole
 from coppice.scheduler.growth.failures import is_of_the_run, told
 from coppice.scheduler.growth.tree import Node, Tree
 from coppice.scheduler.ledger.journal import Journal, TreeRow
-from coppice.wire import loop
-from coppice.wire.atomic import DRAFT, fresh, write_whole
 from coppice.wire.faults import DataFault, Fault, InfrastructureFault
 from coppice.wire.messages import Sample
 

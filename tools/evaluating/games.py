@@ -18,6 +18,8 @@ import msgspec
 
 from coppice.actors.environments import registry
 from coppice.actors.environments.base import HELD_OUT_SEEDS, Task
+from coppice.common.atomic import write_whole
+from coppice.common.options import command_parser
 from coppice.judges.serve import PLAYERS
 from coppice.scheduler.evaluation.evaluation import summarise
 from coppice.scheduler.growth import strategies
@@ -29,10 +31,8 @@ from coppice.tools.evaluating import players
 from coppice.tools.evaluating.folder import Kept, Ledger, Measured, claim, conduct, own_folder
 from coppice.tools.evaluating.in_process import InProcess, Seat, config_of, without_model
 from coppice.tools.evaluating.match import NO_MODEL, SIMULATIONS, Match, Settings, prepare
-from coppice.wire.atomic import write_whole
 from coppice.wire.faults import InfrastructureFault
 from coppice.wire.messages import Sample
-from coppice.wire.options import command_parser
 
 
 class SeedResult(msgspec.Struct, frozen=True):

@@ -12,12 +12,12 @@ import msgspec
 
 from coppice.actors.config import ActorProcess, ActorsConfig
 from coppice.actors.engines.base import Engine
+from coppice.common.http import Reached
+from coppice.common.options import option
 from coppice.scheduler.config import SchedulerProcess
 from coppice.tools.evaluating import versions
 from coppice.wire import published
-from coppice.wire.http import Reached
 from coppice.wire.messages import LoadRequest
-from coppice.wire.options import option
 
 MAX_CONTEXT = 4096
 """Tokens of prompt and action, unless a run's settings say otherwise."""

@@ -9,15 +9,15 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from coppice.common.atomic import write_whole
+from coppice.common.options import command_parser, option
 from coppice.tools.evaluating.folder import INTERRUPTED, conduct, keep, locked
 from coppice.tools.evaluating.judge_bench import build, judging, record
 from coppice.tools.evaluating.judge_bench.evaluate import add_deadline, check_threshold
 from coppice.tools.evaluating.judge_bench.record import THRESHOLD, Labelled, Step, Trajectory
 from coppice.tools.finetuning import training
 from coppice.tools.finetuning.judge import files, label
-from coppice.wire.atomic import write_whole
 from coppice.wire.faults import Fault
-from coppice.wire.options import command_parser, option
 
 MODEL_MAKERS = ("train", "warm-start")
 """The commands whose --out is a new folder. The --out of the other commands is a file."""

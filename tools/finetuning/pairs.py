@@ -6,9 +6,9 @@ from typing import Literal
 
 import msgspec
 
+from coppice.common import jsonl
 from coppice.learner.fine_tune import Example
 from coppice.scheduler.growth.text import Text
-from coppice.wire import jsonl
 
 
 class _Message(msgspec.Struct, forbid_unknown_fields=True):

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from coppice.wire.atomic import drafted, write_whole
+from coppice.common.atomic import drafted, write_whole
 
 if TYPE_CHECKING:
     from coppice.learner.fine_tune import Example  # which imports torch

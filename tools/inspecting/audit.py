@@ -17,12 +17,13 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from coppice.common import frontier, shards
+from coppice.common.options import command_parser
 from coppice.scheduler.growth.tree import Tree
 from coppice.scheduler.ledger.journal import Journal, TreeRow
 from coppice.scheduler.ledger.records import UPDATE
 from coppice.tools.launching import changes
-from coppice.wire import digest, frontier, shards
-from coppice.wire.options import command_parser
+from coppice.wire import digest
 
 
 class Violation(msgspec.Struct, frozen=True):

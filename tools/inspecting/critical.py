@@ -32,10 +32,10 @@ from typing import Any
 
 import msgspec
 
+from coppice.common import shards
 from coppice.learner.update.stopwatch import PREFIX
 from coppice.scheduler.dispatch.calls import STARTED
 from coppice.tools.inspecting import frames
-from coppice.wire import shards
 
 PARTS = ("pack", "check", "score", "forward", "backward", "step", "critic")
 """The phases of an update (``learner.stopwatch``). Forwards and backwards take turns; each is drawn

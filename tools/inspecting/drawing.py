@@ -8,9 +8,9 @@ from typing import Any
 
 import msgspec
 
+from coppice.common.support import decode
 from coppice.scheduler.growth.tree import FATES, Node, Tree
 from coppice.scheduler.ledger.journal import Journal, TreeRow
-from coppice.wire.support import decode
 
 SHOWN = 4
 """The first and the last lines of a node's text that are shown; those between are folded."""

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import polars as pl
 
+from coppice.common.options import command_parser
 from coppice.scheduler.growth.tree import Node, Tree
 from coppice.scheduler.ledger.journal import Journal, TreeRow
 from coppice.tools.inspecting import drawing, frames, page, replay, tokens
-from coppice.wire.options import command_parser
 
 EXAMPLES = """\
   coppice trees RUN                               the last finished tree

@@ -10,12 +10,13 @@ from typing import Any
 import msgspec
 from safetensors import SafetensorError
 
+from coppice.common import vision
+from coppice.common.atomic import drafted
+from coppice.common.options import command_parser
 from coppice.tools.evaluating import versions
 from coppice.tools.inspecting import replay
-from coppice.wire import published, vision
-from coppice.wire.atomic import drafted
+from coppice.wire import published
 from coppice.wire.faults import InfrastructureFault
-from coppice.wire.options import command_parser
 
 BESIDE = (
     "*token*",

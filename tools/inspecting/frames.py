@@ -17,10 +17,10 @@ from typing import Any
 import msgspec
 import polars as pl
 
+from coppice.common import shards
 from coppice.scheduler.growth.tree import FATES, Node
 from coppice.scheduler.ledger.journal import Journal, TreeRow
 from coppice.tools.inspecting.replay import Replayed
-from coppice.wire import shards
 
 NODE: dict[str, pl.DataType | type[pl.DataType]] = {
     "tree": pl.Int64,

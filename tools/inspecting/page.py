@@ -11,10 +11,10 @@ import numpy as np
 import polars as pl
 from tokenizers import Tokenizer
 
+from coppice.common import vision
 from coppice.scheduler.growth.tree import Node
 from coppice.scheduler.ledger.journal import Journal, TreeRow
 from coppice.tools.inspecting import frames, tokens
-from coppice.wire import vision
 
 _AS_IT_IS = (
     "id",

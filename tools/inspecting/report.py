@@ -4,10 +4,10 @@ import argparse
 import sys
 from pathlib import Path
 
+from coppice.common.options import command_parser
 from coppice.tools.inspecting import sections
 from coppice.tools.inspecting.figures import save
 from coppice.tools.inspecting.runs import Run, check_metrics, grouped, read
-from coppice.wire.options import command_parser
 
 EXAMPLES = """\
   coppice report runs/slate-tiny-20261123-090049    report.html of one run

@@ -14,12 +14,12 @@ from typing import Any
 
 import msgspec
 
+from coppice.common import shards
 from coppice.scheduler.ledger.journal import Journal
 from coppice.scheduler.ledger.records import Reader
 from coppice.scheduler.telemetry.nothing_learnt import COMPARED, EQUAL
 from coppice.tools.inspecting.intervals import interval
 from coppice.tools.launching import changes, environment, status
-from coppice.wire import shards
 
 SHARE = "share/"
 """The prefix of metrics made here: share/staleness_1 is the share of the tokens that were sampled

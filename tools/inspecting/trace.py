@@ -12,10 +12,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from coppice.common.atomic import write_whole
+from coppice.common.options import command_parser
 from coppice.tools.inspecting import runs
 from coppice.tools.inspecting.critical import Call, Recorded, recorded
-from coppice.wire.atomic import write_whole
-from coppice.wire.options import command_parser
 
 EXAMPLES = """\
   coppice report --trace RUN --out trace.json                the newest start of a run

@@ -22,10 +22,10 @@ from textual.containers import Vertical, VerticalScroll
 from textual.screen import ModalScreen, Screen
 from textual.widgets import Footer, OptionList, Static
 
+from coppice.common.options import command_parser
 from coppice.tools.inspecting import drawing, frames, watched
 from coppice.tools.inspecting.watched import Look, Reader
 from coppice.tools.launching import control, screen
-from coppice.wire.options import command_parser
 
 EXAMPLES = """\
   coppice watch RUN                  the run folder, live, stopped or broken

@@ -9,8 +9,8 @@ from coppice.actors.environments import registry
 from coppice.actors.environments.agents.environment import Agent
 from coppice.actors.environments.base import Task, Tools
 from coppice.actors.environments.task_files import listed, load_tasks
+from coppice.common.apart import apart
 from coppice.tools.launching.config import Config
-from coppice.wire.apart import apart
 from coppice.wire.faults import Fault
 from coppice.wire.messages import Passage
 

@@ -14,11 +14,11 @@ from typing import Any
 
 import msgspec
 
+from coppice.common.atomic import as_json, write_whole
 from coppice.tools.launching.config import ConfigError
 from coppice.tools.launching.disk import resume_command
 from coppice.tools.launching.settings import Config
 from coppice.tools.launching.status import gather
-from coppice.wire.atomic import as_json, write_whole
 
 NAME = "config.json"
 FIXED = {

@@ -7,13 +7,13 @@ import sys
 from functools import partial
 from pathlib import Path
 
+from coppice.common.process import die_with
 from coppice.tools.bootstrap import ROOT
 from coppice.tools.launching import watchdog
 from coppice.tools.launching.failures import Cause, Rate, cause_of
 from coppice.tools.launching.nodes import Away, Nodes
 from coppice.tools.launching.processes import Process
 from coppice.tools.launching.watchdog import SCHEDULER
-from coppice.wire.process import die_with
 
 GRACE_S = 30.0
 LEFT_S = 2 * GRACE_S

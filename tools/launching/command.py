@@ -14,6 +14,8 @@ from typing import Any, TextIO
 
 import msgspec
 
+from coppice.common.atomic import fresh
+from coppice.common.options import command_parser
 from coppice.scheduler.telemetry import health, tracking
 from coppice.tools.defaults.settings import cache_folder
 from coppice.tools.launching import (
@@ -35,8 +37,6 @@ from coppice.tools.launching.number_types import number_type
 from coppice.tools.launching.prepare import prepare
 from coppice.tools.launching.resuming import supervise
 from coppice.tools.launching.screen import Screen
-from coppice.wire.atomic import fresh
-from coppice.wire.options import command_parser
 
 _EXAMPLES = """\
   tools/launch --actors 4 --learner 4           train the default task

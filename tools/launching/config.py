@@ -17,13 +17,13 @@ from typing import Any, Literal
 
 import msgspec
 
+from coppice.common.atomic import as_json
+from coppice.common.options import known, option
 from coppice.tools.bootstrap import ROOT
 from coppice.tools.launching import engine_rules, rules
 from coppice.tools.launching.disk import shown
 from coppice.tools.launching.method import option_table
 from coppice.tools.launching.settings import Config, with_agent
-from coppice.wire.atomic import as_json
-from coppice.wire.options import known, option
 
 DEFAULT_CONFIG = ROOT / "configs" / "slate-tiny.toml"
 
@@ -194,7 +194,7 @@ def _set(tree: dict[str, Any], override: str) -> None:
         tree = tree.setdefault(part, {})
         if not isinstance(tree, dict):
             raise ConfigError(f"{override!r}: {part!r} is a value, not a section")
-    # An option of a correction may know null as a value (wire.options.checked).
+    # An option of a correction may know null as a value (common.options.checked).
     if value == "null" and path[-1:] != ["correction_options"]:
         tree.pop(last, None)
     else:

@@ -10,9 +10,9 @@ from pathlib import Path
 import msgspec
 import psutil
 
+from coppice.common.atomic import write_whole
+from coppice.common.hardware import PROCESSOR, visible_gpus
 from coppice.tools.bootstrap import ROOT
-from coppice.wire.atomic import write_whole
-from coppice.wire.hardware import PROCESSOR, visible_gpus
 
 NAME = "environment.json"
 

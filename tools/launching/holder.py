@@ -20,10 +20,10 @@ from typing import Any
 
 import msgspec
 
+from coppice.common.process import die_with
 from coppice.tools.bootstrap import ROOT
 from coppice.tools.launching import watchdog
 from coppice.wire.keys import write_private
-from coppice.wire.process import die_with
 
 PLACE = "COPPICE_RUNS"
 """Variable of a node: where the folders of processes lie there, although the node may see the run

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import msgspec
 
+from coppice.common import loop
+from coppice.common.process import begin
 from coppice.judges.config import JudgeModelConfig
-from coppice.wire import loop
 from coppice.wire.faults import InfrastructureFault
-from coppice.wire.process import begin
 
 HOST = "127.0.0.1"
 

@@ -5,11 +5,11 @@ from typing import Any
 
 import msgspec
 
+from coppice.common import hardware
 from coppice.learner.config import LearnerConfig
 from coppice.learner.update.plan import plan_of
 from coppice.tools.launching.number_types import model_shape, typed
 from coppice.tools.launching.settings import Config
-from coppice.wire import hardware
 
 _PROCESS_GIB, _REST_GIB = 0.4, 0.6
 """GiB that a process with torch takes beside weights, caches and activations (libraries, buffers,

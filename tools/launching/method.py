@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from coppice.actors.environments.base import Environment
+from coppice.common.declared import SchemeNeeds, StrategyGives
 from coppice.judges.base import Judge
 from coppice.judges.serve import Worker
 from coppice.learner import schemes
@@ -21,7 +22,6 @@ from coppice.scheduler.growth import strategies
 from coppice.scheduler.growth.rewards import COMPONENTS
 from coppice.scheduler.growth.strategies import Strategy
 from coppice.tools.launching.settings import Config
-from coppice.wire.declared import SchemeNeeds, StrategyGives
 
 Served = dict[str, Worker]
 """The judges, opponents and speakers of [judges.use], by the service that each of them offers."""

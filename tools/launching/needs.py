@@ -8,8 +8,8 @@ from pathlib import Path
 
 from coppice.actors.environments import hub
 from coppice.actors.environments.task_files import EXPECTED, listed
+from coppice.common import hardware
 from coppice.tools.launching.settings import Config
-from coppice.wire import hardware
 
 _HAS_SGLANG = "import importlib.util, sys; sys.exit(importlib.util.find_spec('sglang') is None)"
 

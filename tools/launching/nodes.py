@@ -17,13 +17,13 @@ from typing import Any
 
 import msgspec
 
+from coppice.common import shards
 from coppice.tools.bootstrap import ROOT
 from coppice.tools.launching.config import ConfigError
 from coppice.tools.launching.failures import Cause
 from coppice.tools.launching.holder import Delivery, Holder, Report
 from coppice.tools.launching.processes import Process
 from coppice.tools.launching.settings import Config
-from coppice.wire import shards
 
 ROLE_OF = {
     "coppice.actors.worker": "actor",

@@ -6,8 +6,8 @@ from typing import Any
 
 import msgspec
 
+from coppice.common import hardware
 from coppice.tools.launching.settings import Config
-from coppice.wire import hardware
 
 
 def typed(config: Config) -> Config:

@@ -7,6 +7,7 @@ from typing import Any
 from coppice.actors.environments import registry
 from coppice.actors.environments.base import POLICY, Environment
 from coppice.actors.environments.task_files import check_form, listed
+from coppice.common.options import known
 from coppice.judges.config import SERVED, JudgesConfig, uses_served_model, with_served_model
 from coppice.judges.llm import PATIENCE_S
 from coppice.judges.serve import KINDS, make_worker, service_of
@@ -14,7 +15,6 @@ from coppice.scheduler.config import UNJUDGED
 from coppice.tools.launching import method
 from coppice.tools.launching.method import Served
 from coppice.tools.launching.settings import Config
-from coppice.wire.options import known
 
 
 def of_judges(config: Config) -> Generator[str, None, Served]:

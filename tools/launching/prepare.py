@@ -1,10 +1,10 @@
 """The set-up of a run in a process of its own, so that the launcher, which waits for it, never
 holds torch in memory."""
 
+from coppice.common.apart import Killed, apart
 from coppice.tools.launching import agent_trial
 from coppice.tools.launching.assets import Assets
 from coppice.tools.launching.config import Config
-from coppice.wire.apart import Killed, apart
 
 
 def prepare(config: Config) -> Assets:

@@ -9,6 +9,8 @@ from typing import Any
 import msgspec
 
 from coppice.actors.config import ActorProcess
+from coppice.common import hardware, shards
+from coppice.common.process import free_port
 from coppice.judges.config import with_served_model
 from coppice.judges.retriever.worker import RetrieverProcess
 from coppice.judges.serve import PLAYERS, JudgeProcess, built_in_service
@@ -22,8 +24,6 @@ from coppice.tools.launching.config import Config
 from coppice.tools.launching.judge_model import JudgeModelProcess
 from coppice.tools.launching.method import strategy_options
 from coppice.tools.launching.number_types import typed
-from coppice.wire import hardware, shards
-from coppice.wire.process import free_port
 
 
 class Process(msgspec.Struct, frozen=True):

@@ -14,7 +14,7 @@ from typing import Literal
 import msgspec
 import psutil
 
-from coppice.wire.atomic import write_whole
+from coppice.common.atomic import write_whole
 
 NAME = "launcher.json"
 KEPT = 50

@@ -4,14 +4,14 @@ config is read."""
 from collections.abc import Iterator
 from pathlib import Path
 
+from coppice.common import storage
+from coppice.common.options import known
 from coppice.judges.config import RetrieverConfig
 from coppice.learner import schemes
 from coppice.learner.update import corrections
 from coppice.scheduler.telemetry.tracking import TRACKERS
 from coppice.tools.launching import engine_rules, learner_rules, plug_in_rules
 from coppice.tools.launching.settings import Config
-from coppice.wire import storage
-from coppice.wire.options import known
 
 
 def check(config: Config) -> None:

@@ -17,10 +17,10 @@ from typing import IO, Literal, TextIO
 
 import msgspec
 
+from coppice.common import shards
 from coppice.scheduler.ledger.records import UPDATE, Joined
 from coppice.scheduler.telemetry.terminal import NOTICE, WARNING
 from coppice.tools.launching.table import BLOCK, Progress, Table
-from coppice.wire import shards
 
 WIDEST = 100
 """The columns of the table on a wider terminal or in a file; COLUMNS changes it."""

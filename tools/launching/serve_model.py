@@ -11,11 +11,11 @@ import sys
 from pathlib import Path
 
 from coppice.actors.config import ActorsConfig
+from coppice.common import loop
+from coppice.common.options import command_parser
 from coppice.tools.defaults.models import DEFAULT, ensure_model
 from coppice.tools.defaults.settings import cache_folder
-from coppice.wire import loop
 from coppice.wire.faults import InfrastructureFault
-from coppice.wire.options import command_parser
 
 _DEFAULTS = ActorsConfig()
 _CONTEXT = 4096

@@ -6,11 +6,11 @@ from typing import Any, Literal
 import msgspec
 
 from coppice.actors.config import ActorsConfig
+from coppice.common.numbers import Count, Natural
 from coppice.judges.config import JudgesConfig, RetrieverConfig
 from coppice.learner.config import LearnerConfig
 from coppice.scheduler.config import SchedulerConfig
 from coppice.tools.defaults.settings import WarmStart
-from coppice.wire.numbers import Count, Natural
 
 
 class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -18,6 +18,7 @@ from pathlib import Path
 import msgspec
 import psutil
 
+from coppice.common import shards
 from coppice.scheduler.evaluation.evaluation import HeldOut
 from coppice.scheduler.ledger.journal import Journal
 from coppice.scheduler.telemetry import health
@@ -26,7 +27,6 @@ from coppice.tools.launching import record
 from coppice.tools.launching.disk import shown
 from coppice.tools.launching.record import Failure, Record
 from coppice.tools.launching.settings import Config
-from coppice.wire import shards
 
 WIDTH = 80
 QUIET_S = 60.0

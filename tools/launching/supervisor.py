@@ -17,6 +17,7 @@ import threading
 import time
 from pathlib import Path
 
+from coppice.common import shards
 from coppice.scheduler.telemetry import health
 from coppice.tools.launching import leftovers, watchdog
 from coppice.tools.launching.children import GRACE_S, Child
@@ -28,7 +29,6 @@ from coppice.tools.launching.record import Recorder
 from coppice.tools.launching.screen import Screen
 from coppice.tools.launching.signals import Signals
 from coppice.tools.launching.watchdog import SCHEDULER, Watchdog
-from coppice.wire import shards
 
 SETTLE_S = 3.0
 """Seconds to wait after a rank's death for the ranks that it takes along, so that the first rank's

@@ -16,10 +16,10 @@ from pathlib import Path
 import msgspec
 import psutil
 
+from coppice.common.process import STACKS
 from coppice.scheduler.dispatch.calls import DispatchConfig
 from coppice.scheduler.telemetry import health
 from coppice.scheduler.telemetry.health import Health
-from coppice.wire.process import STACKS
 
 HELD_UP_S = 10.0
 """The launcher looks several times a second. If so much time passed between two looks, the whole
@@ -167,7 +167,7 @@ def state(pid: int) -> str:
 
 def answers(pid: int) -> bool:
     """True if the process would write its stacks on ``STACKS``, which ends a process that has not
-    begun (wire/process.py)."""
+    begun (common/process.py)."""
     try:
         caught = re.search(
             r"^SigCgt:\s*([0-9a-f]+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE

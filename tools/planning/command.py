@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from coppice.common.options import checked, command_parser, known, option
 from coppice.scheduler.growth import strategies
 from coppice.tools.inspecting import runs
 from coppice.tools.launching.config import DEFAULT_CONFIG, Config, load
@@ -18,7 +19,6 @@ from coppice.tools.planning import formulas, prediction
 from coppice.tools.planning.formulas import GPUS, Assumed
 from coppice.tools.planning.growth import Work, work_of
 from coppice.tools.planning.prediction import Split
-from coppice.wire.options import checked, command_parser, known, option
 
 EXAMPLES = """\
   coppice plan --config configs/slate-7b.toml --gpus 8 --gpu h100 --assume turns=3

@@ -12,10 +12,10 @@ from typing import Annotated, Any
 
 import msgspec
 
+from coppice.common.numbers import Count, Natural, NotNegative, Positive
 from coppice.learner.config import LearnerConfig
 from coppice.learner.update.plan import plan_of
 from coppice.tools.planning.growth import Work
-from coppice.wire.numbers import Count, Natural, NotNegative, Positive
 
 
 class Dense(msgspec.Struct):

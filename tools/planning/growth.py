@@ -19,6 +19,7 @@ import numpy as np
 
 from coppice.actors.environments import registry
 from coppice.actors.environments.base import SPLIT, Action, Environment, Task, Tools, Transition
+from coppice.common import loop
 from coppice.learner import schemes
 from coppice.learner.forest import trees
 from coppice.scheduler.dispatch.residency import Prefixes
@@ -30,7 +31,6 @@ from coppice.scheduler.growth.tree import Tree
 from coppice.scheduler.ledger.journal import Journal
 from coppice.tools.launching.settings import Config
 from coppice.tools.planning.samples import Sampled, Source, seeded
-from coppice.wire import loop
 from coppice.wire.messages import (
     GenerateRequest,
     GenerateResult,

@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 
 from coppice.actors.environments import registry
+from coppice.common import hardware
 from coppice.tools.defaults.models import OURS, ensure_model
 from coppice.tools.defaults.settings import cache_folder
 from coppice.tools.inspecting import runs
@@ -18,7 +19,6 @@ from coppice.tools.planning import formulas
 from coppice.tools.planning.formulas import Assumed, Dense, Speed
 from coppice.tools.planning.growth import Work, work_of
 from coppice.tools.planning.samples import MadeUp, Recorded
-from coppice.wire import hardware
 
 CUDA_GIB = 1.5
 """GiB of a GPU that a process takes beside what is counted (CUDA's context, libraries, buffers): an

@@ -40,11 +40,11 @@ from coppice.actors.environments.base import (
 from coppice.actors.serving.asked import Asked
 from coppice.actors.serving.protocol import Refused
 from coppice.actors.serving.replies import Reply
-from coppice.wire.dialogue import Message, histories, until
+from coppice.common.dialogue import Message, histories, until
+from coppice.common.numbers import Count, NotNegative, Positive
+from coppice.common.tool_calls import MARKS, ToolCall, opening, parse
 from coppice.wire.faults import DataFault, InfrastructureFault
 from coppice.wire.messages import JudgedTurn
-from coppice.wire.numbers import Count, NotNegative, Positive
-from coppice.wire.tool_calls import MARKS, ToolCall, opening, parse
 
 OVER = "The budget of this episode is used up."
 """What a call beyond the budget is answered. It is no reply of the policy and in no tree."""
@@ -59,7 +59,7 @@ come in any order."""
 
 class Exchange(msgspec.Struct, frozen=True, array_like=True):
     """A request and what its reply took. asked, after: digests of the conversation before and after
-    the reply (``wire.dialogue.histories``). The reply itself is in the tree, because every later
+    the reply (``common.dialogue.histories``). The reply itself is in the tree, because every later
     state has the exchange."""
 
     asked: str
@@ -99,11 +99,11 @@ class Agent(Environment):
     of every reply there, with its response_id and before it asks again; a reply without one is
     unscored. kept: waiting processes that are kept: of more, the one that waits longest is ended,
     and reached again by replay. seconds (without those in which it waits for replies), memory_gib,
-    output_mib: limits of a process. family: how the model writes tool calls (``wire.tool_calls``).
+    output_mib: limits of a process. family: how the model writes tool calls (``common.tool_calls``).
     open_calls: whether a reply that must call a tool begins with the opening of a call, which the
     policy does not sample. python: runs functions in the place of the run's own Python; it must be
     3.9 or newer, and needs none of the run's packages. pass_env: variables that agents get although
-    their names tell of a secret (``wire.process.without_secrets``)."""
+    their names tell of a secret (``common.process.without_secrets``)."""
 
     name = "agent"
     fresh = False

@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from coppice.actors.environments.agents import runner
+from coppice.common.process import die_with, without_secrets
 from coppice.wire.faults import InfrastructureFault
-from coppice.wire.process import die_with, without_secrets
 
 
 class Nursery:

@@ -8,7 +8,7 @@ import re
 from typing import Any
 
 from coppice.actors.environments.others.mutable import Mutable, Turned
-from coppice.wire.numbers import Count
+from coppice.common.numbers import Count
 
 ACTIONS = {
     "FrozenLake": ("left", "down", "right", "up"),

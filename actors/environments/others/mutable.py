@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 
 from coppice.actors.environments.base import SPLIT, Action, Environment, Task, Tools, Transition
-from coppice.wire.numbers import Count
+from coppice.common.numbers import Count
 
 _ONE = threading.RLock()
 """Held while an object is played, and while a cache changes: first states are made in threads, and

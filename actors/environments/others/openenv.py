@@ -18,9 +18,9 @@ import msgspec
 
 from coppice.actors.environments.base import Action, Task, Tools, Transition
 from coppice.actors.environments.others.mutable import Live, Mutable, Played, Turned
+from coppice.common.numbers import Count, Positive
+from coppice.common.options import imported
 from coppice.wire.faults import DataFault, InfrastructureFault
-from coppice.wire.numbers import Count, Positive
-from coppice.wire.options import imported
 
 LARGEST = 4 << 20
 """The most bytes of a server's answer."""

@@ -23,9 +23,9 @@ import msgspec
 
 from coppice.actors.environments.base import Task, Tools
 from coppice.actors.environments.others.mutable import KEPT, Live, Mutable, Played, Turned
+from coppice.common.numbers import Count, Positive
+from coppice.common.process import die_with, without_secrets
 from coppice.wire.faults import DataFault, InfrastructureFault
-from coppice.wire.numbers import Count, Positive
-from coppice.wire.process import die_with, without_secrets
 
 GAMES = {
     "gem": "gem_games:Gem",

@@ -9,7 +9,7 @@ from typing import Any
 
 from coppice.actors.environments.base import POLICY, Task, Tools
 from coppice.actors.environments.others.mutable import Live, Mutable, Played, Turned
-from coppice.wire.numbers import Count, Share
+from coppice.common.numbers import Count, Share
 
 REPLY_TOKENS = 256
 """Of another player's reply."""

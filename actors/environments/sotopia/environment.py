@@ -25,8 +25,8 @@ from coppice.actors.environments.base import (
 from coppice.actors.environments.sotopia import conversation
 from coppice.actors.environments.sotopia.conversation import DIMENSIONS, Conversation, Turn
 from coppice.actors.environments.sotopia.scenarios import Agent, Combo, Scenario, load, shown
+from coppice.common.numbers import Count
 from coppice.wire.messages import JudgedTurn
-from coppice.wire.numbers import Count
 
 HELD_OUT_EVERY = 4
 """Every fourth scenario is held out, so that held-out conversations are about goals that training

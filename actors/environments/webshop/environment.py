@@ -16,8 +16,8 @@ from coppice.actors.environments.webshop.products import read_products
 from coppice.actors.environments.webshop.replies import Think
 from coppice.actors.environments.webshop.reward import reward
 from coppice.actors.environments.webshop.shop import BUY, SEARCH, Place, Shop
+from coppice.common.numbers import Count, Natural
 from coppice.wire.faults import DataFault
-from coppice.wire.numbers import Count, Natural
 
 
 class State(msgspec.Struct, frozen=True):

@@ -18,8 +18,8 @@ from coppice.actors.environments.base import (
 )
 from coppice.actors.environments.webshop.replies import Think, command_of, read_reply
 from coppice.actors.environments.webshop.shop import SEARCH
+from coppice.common.numbers import Count, Natural
 from coppice.wire.messages import JudgedTurn
-from coppice.wire.numbers import Count, Natural
 
 PROMPT = (Path(__file__).parent.parent / "prompts" / "webshop.txt").read_text().strip()
 PERFECT = 10.0

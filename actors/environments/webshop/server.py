@@ -10,8 +10,8 @@ from coppice.actors.environments.webshop.browser import Browser, Page
 from coppice.actors.environments.webshop.episode import Outcome, Pages, Shopping
 from coppice.actors.environments.webshop.goals import RELEASED_HELD_OUT
 from coppice.actors.environments.webshop.replies import Think
+from coppice.common.numbers import Count, Natural, Positive
 from coppice.wire.faults import DataFault
-from coppice.wire.numbers import Count, Natural, Positive
 
 MOST_SESSIONS = 1000
 """How many sessions are kept open for the next action of their episodes."""

@@ -14,8 +14,8 @@ from typing import Any
 
 import msgspec
 
-from coppice.wire.declared import StrategyGives
-from coppice.wire.options import checked, declared, modules, plugin
+from coppice.common.declared import StrategyGives
+from coppice.common.options import checked, declared, modules, plugin
 
 
 class Strategy(msgspec.Struct, frozen=True):

@@ -14,11 +14,11 @@ from typing import Annotated
 
 from msgspec import Meta
 
+from coppice.common.declared import StrategyGives
+from coppice.common.numbers import Count, NotNegative, Share
 from coppice.scheduler.growth.context import Context
 from coppice.scheduler.growth.forks import emit, grown, surprisal
 from coppice.scheduler.growth.tree import Fork, Node, Tree
-from coppice.wire.declared import StrategyGives
-from coppice.wire.numbers import Count, NotNegative, Share
 
 
 def gives(budget: int, initial: int, top: int, **_: object) -> StrategyGives:

@@ -7,11 +7,11 @@ never waits for an oracle.
 
 from collections.abc import Callable
 
+from coppice.common.declared import StrategyGives
 from coppice.scheduler.growth.context import Context
 from coppice.scheduler.growth.rewards import judge
 from coppice.scheduler.growth.tree import Fork, Node, Tree
 from coppice.scheduler.telemetry.together import Beside
-from coppice.wire.declared import StrategyGives
 
 
 def gives(**_: object) -> StrategyGives:

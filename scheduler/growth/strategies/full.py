@@ -5,12 +5,12 @@ This is GRPO's usual sampling, and SLATE's ablation (a): R(tau) = sum_t r_t (met
 trajectory has its own randomness.
 """
 
+from coppice.common.declared import StrategyGives
+from coppice.common.numbers import Count
 from coppice.scheduler.growth.context import Context
 from coppice.scheduler.growth.strategies.chain import episode
 from coppice.scheduler.growth.tree import Tree
 from coppice.scheduler.telemetry.together import together
-from coppice.wire.declared import StrategyGives
-from coppice.wire.numbers import Count
 
 
 def gives(k: int, **_: object) -> StrategyGives:

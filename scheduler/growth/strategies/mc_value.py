@@ -9,14 +9,14 @@ trained nor journaled; a resumed tree keeps the values it has.
 
 import math
 
+from coppice.common.declared import StrategyGives
+from coppice.common.numbers import Count
 from coppice.scheduler.growth.context import Context
 from coppice.scheduler.growth.rollouts import outcomes, position_before
 from coppice.scheduler.growth.strategies import chain
 from coppice.scheduler.growth.tree import Node, Tree
 from coppice.scheduler.telemetry.together import Beside
-from coppice.wire.declared import StrategyGives
 from coppice.wire.faults import DataFault
-from coppice.wire.numbers import Count
 
 
 def gives(**_: object) -> StrategyGives:

@@ -6,11 +6,11 @@ judged, even if it is no answer; the outcome decides. Turns are judged while the
 generated.
 """
 
+from coppice.common.declared import StrategyGives
 from coppice.scheduler.config import UNJUDGED
 from coppice.scheduler.growth.context import Context
 from coppice.scheduler.growth.tree import Node, Tree
 from coppice.scheduler.telemetry.together import Beside
-from coppice.wire.declared import StrategyGives
 
 EVALUATION = "ppr"
 """Held-out questions are answered in the same rounds; no answer is forced."""

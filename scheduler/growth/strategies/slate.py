@@ -9,12 +9,12 @@ from typing import Literal
 
 import numpy as np
 
+from coppice.common.declared import StrategyGives
+from coppice.common.numbers import Count, Ddof, Positive
+from coppice.common.statistics import among_siblings
 from coppice.scheduler.growth.context import Context
 from coppice.scheduler.growth.rewards import choose, judge
 from coppice.scheduler.growth.tree import DROPPED, Tree
-from coppice.wire.declared import StrategyGives
-from coppice.wire.numbers import Count, Ddof, Positive
-from coppice.wire.statistics import among_siblings
 
 Selection = Literal["reward-weighted", "best-of-k"]
 ETA = 0.7

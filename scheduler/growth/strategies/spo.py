@@ -9,11 +9,11 @@ over its children, also where some paths end early.
 
 import math
 
+from coppice.common.declared import StrategyGives
+from coppice.common.numbers import Count
 from coppice.scheduler.growth.context import Context
 from coppice.scheduler.growth.forks import emit, grown, onward
 from coppice.scheduler.growth.tree import Tree
-from coppice.wire.declared import StrategyGives
-from coppice.wire.numbers import Count
 
 
 def gives(branching: tuple[int, ...], **_: object) -> StrategyGives:

@@ -6,11 +6,11 @@ and the ends of all turns but the last, and continues each to the end. Each tree
 the scheme ``tree_grpo`` can compare leaves within their tree and over all trees.
 """
 
+from coppice.common.declared import StrategyGives
+from coppice.common.numbers import Count, Natural
 from coppice.scheduler.growth.context import Context
 from coppice.scheduler.growth.forks import distinct, emit, grown
 from coppice.scheduler.growth.tree import Fork, Tree
-from coppice.wire.declared import StrategyGives
-from coppice.wire.numbers import Count, Natural
 
 
 def gives(trees: int, nodes: int, rounds: int, **_: object) -> StrategyGives:

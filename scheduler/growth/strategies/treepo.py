@@ -11,11 +11,11 @@ group. The numbers are those of multimodal-art-projection/TreePO
 (``generate_sequences_tree_deepth_first_vanilla_mode``).
 """
 
+from coppice.common.declared import StrategyGives
+from coppice.common.numbers import Count
 from coppice.scheduler.growth.context import Context
 from coppice.scheduler.growth.forks import cut, emit, grown, onward
 from coppice.scheduler.growth.tree import Fork, Tree
-from coppice.wire.declared import StrategyGives
-from coppice.wire.numbers import Count
 
 
 def gives(leaves: int, divergence: int, first_divergence: int, **_: object) -> StrategyGives:

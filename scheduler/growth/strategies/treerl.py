@@ -8,11 +8,11 @@ All leaves form one group.
 
 import heapq
 
+from coppice.common.declared import StrategyGives
+from coppice.common.numbers import Count, Natural
 from coppice.scheduler.growth.context import Context
 from coppice.scheduler.growth.forks import distinct, emit, grown, surprisal
 from coppice.scheduler.growth.tree import Fork, Tree
-from coppice.wire.declared import StrategyGives
-from coppice.wire.numbers import Count, Natural
 
 
 def gives(trees: int, tokens: int, rounds: int, continuations: int, **_: object) -> StrategyGives:

@@ -26,6 +26,7 @@ from coppice.actors.config import ActorProcess, ActorsConfig
 from coppice.actors.engines.endpoint import EndpointEngine, EndpointText, whole
 from coppice.actors.environments.base import HELD_OUT_SEEDS, SPLIT
 from coppice.actors.environments.sotopia.conversation import DIMENSIONS
+from coppice.common.http import Reached
 from coppice.scheduler.config import SchedulerConfig, SchedulerProcess
 from coppice.scheduler.ledger.journal import Journal
 from coppice.tools.evaluating.folder import Ledger, Spent, claim
@@ -33,7 +34,6 @@ from coppice.tools.evaluating.games import main
 from coppice.tools.inspecting.dump import main as dump
 from coppice.wire import digest
 from coppice.wire.faults import DataFault, InfrastructureFault
-from coppice.wire.http import Reached
 from coppice.wire.messages import GenerateRequest, Sampling
 from tests import tiny
 from tests.pictures import Colours, squares

@@ -7,10 +7,11 @@ import msgspec
 import numpy as np
 import pytest
 
+from coppice.common import frontier
 from coppice.scheduler.growth.tree import Tree
 from coppice.scheduler.ledger.journal import Journal
 from coppice.tools.inspecting.audit import audit, main
-from coppice.wire import digest, frontier
+from coppice.wire import digest
 from coppice.wire.messages import Turn
 
 TREES, QUESTIONS = 6, 2

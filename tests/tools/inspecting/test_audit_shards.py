@@ -8,12 +8,13 @@ import msgspec
 import numpy as np
 import pytest
 
+from coppice.common import frontier
+from coppice.common.shards import Shard, folder
 from coppice.scheduler.growth.tree import Tree
 from coppice.scheduler.ledger.journal import Journal
 from coppice.tools.inspecting.audit import audit
-from coppice.wire import digest, frontier
+from coppice.wire import digest
 from coppice.wire.messages import Turn
-from coppice.wire.shards import Shard, folder
 
 SHARDS, TREES, UPDATES = 2, 4, 2
 

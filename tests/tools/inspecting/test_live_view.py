@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from textual.pilot import Pilot
 
+from coppice.common.atomic import write_whole
 from coppice.scheduler.growth.tree import Tree
 from coppice.scheduler.ledger.journal import Journal
 from coppice.scheduler.telemetry import health
@@ -28,7 +29,6 @@ from coppice.tools.launching import control, record, status
 from coppice.tools.launching.config import DEFAULT_CONFIG, load
 from coppice.tools.launching.record import Failure, Member, Record
 from coppice.tools.launching.status import ProcessStatus
-from coppice.wire.atomic import write_whole
 from coppice.wire.messages import Turn
 
 SCREENS = Path(__file__).parent / "screens"

@@ -8,13 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from coppice.common.atomic import write_whole
+from coppice.common.shards import Shard, folder
 from coppice.scheduler.ledger.journal import Journal
 from coppice.scheduler.telemetry import health
 from coppice.scheduler.telemetry.health import Health, Queue, WorkerHealth
 from coppice.tools.inspecting import critical, dump, frames, notebook, report, runs, trace, watched
 from coppice.tools.launching import control, record, status
-from coppice.wire.atomic import write_whole
-from coppice.wire.shards import Shard, folder
 from tests import run_folder
 
 

@@ -889,7 +889,7 @@ def test_slate_full_needs_the_components_of_its_judge() -> None:
 def test_judges_models_take_the_gpus_that_nobody_was_given(
     gpus: str, shown: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("coppice.wire.hardware.visible_gpus", lambda: list(gpus))
+    monkeypatch.setattr("coppice.common.hardware.visible_gpus", lambda: list(gpus))
     made = processes.make(
         load(ROOT / "configs" / "ppr-3b.toml", []), Assets("M", "T", "H", "I"), tmp_path
     )

@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from coppice.common.atomic import write_whole
 from coppice.scheduler.telemetry import health
 from coppice.tools.launching import control, record
 from coppice.tools.launching.processes import Process
@@ -16,7 +17,6 @@ from coppice.tools.launching.record import Member, Record, Recorder
 from coppice.tools.launching.screen import Screen
 from coppice.tools.launching.signals import Signals
 from coppice.tools.launching.supervisor import DRAIN, LOOK_S, Supervisor
-from coppice.wire.atomic import write_whole
 
 WAITS = "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(7)); print(flush=True); signal.pause()"
 """A process that ends with status 7 on SIGTERM."""

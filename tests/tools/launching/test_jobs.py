@@ -117,7 +117,7 @@ def test_the_script_starts_the_same_command_on_rays_first_node_and_goes_on_when_
 LAUNCHER = """
 import os, pathlib, psutil, signal, sys
 from coppice.tools.launching.record import NAME, Record
-from coppice.wire.atomic import write_whole
+from coppice.common.atomic import write_whole
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(130))
 write_whole(pathlib.Path(sys.argv[1]) / NAME, Record(os.getpid(), psutil.Process().create_time()))
 print("ready", flush=True)

@@ -6,10 +6,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from coppice.common import hardware
 from coppice.tools.launching import memory
 from coppice.tools.launching.config import load
 from coppice.tools.launching.memory import memory_gib, memory_warning
-from coppice.wire import hardware
 
 ROOT = Path(__file__).parents[3]
 

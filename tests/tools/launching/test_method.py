@@ -171,7 +171,7 @@ def plug_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Schemes and a strategy in the folder where the user stands."""
     body = "def advantages(table): return table.per_token(table.column('made_up'))\n"
     declared = (
-        "from coppice.wire.declared import SchemeNeeds\n"
+        "from coppice.common.declared import SchemeNeeds\n"
         "def needs(**_): return SchemeNeeds(columns=frozenset({'made_up'}), group='step')\n"
     )
     (tmp_path / "mute_scheme.py").write_text(body)

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from coppice.common import hardware
 from coppice.tools.launching import processes
 from coppice.tools.launching.assets import Assets
 from coppice.tools.launching.config import load, saved
 from coppice.tools.launching.number_types import number_type, typed
-from coppice.wire import hardware
 
 DEFAULT = Path(__file__).parents[3] / "configs" / "slate-cpu.toml"
 

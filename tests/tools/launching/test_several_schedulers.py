@@ -7,6 +7,7 @@ import msgspec
 import pytest
 
 from coppice.actors.config import ActorProcess
+from coppice.common.shards import Shard, folder
 from coppice.judges.serve import JudgeProcess
 from coppice.learner.config import LearnerProcess
 from coppice.scheduler.config import SchedulerProcess
@@ -14,7 +15,6 @@ from coppice.tools.launching import processes
 from coppice.tools.launching.assets import Assets
 from coppice.tools.launching.command import main
 from coppice.tools.launching.config import DEFAULT_CONFIG, ConfigError, load, saved
-from coppice.wire.shards import Shard, folder
 
 TWO = [
     "scheduler.shards=2",

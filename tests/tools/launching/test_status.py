@@ -11,6 +11,7 @@ import msgspec
 import psutil
 import pytest
 
+from coppice.common.atomic import write_whole
 from coppice.scheduler.growth.tree import Tree
 from coppice.scheduler.ledger.journal import Journal
 from coppice.scheduler.telemetry.health import Health, Queue, WorkerHealth
@@ -19,7 +20,6 @@ from coppice.tools.launching.command import main
 from coppice.tools.launching.config import DEFAULT_CONFIG, load
 from coppice.tools.launching.record import Failure, Member, Record
 from coppice.tools.launching.status import WIDTH
-from coppice.wire.atomic import write_whole
 
 NOBODY = 2**22 + 1
 """A number that no process has."""

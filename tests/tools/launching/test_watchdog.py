@@ -149,7 +149,7 @@ def test_a_learner_that_holds_up_the_run_is_a_reason_to_resume_it_and_the_end_of
 
 HANGS = """
 import sys, threading, time, concurrent.futures
-from coppice.wire.process import begin
+from coppice.common.process import begin
 def endless_judgement():
     print("ready", flush=True)
     while True:

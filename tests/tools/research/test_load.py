@@ -7,12 +7,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from coppice.common import frontier
 from coppice.research.benches import load
 from coppice.research.benches.load import FAST, SLOW, Plan
 from coppice.scheduler.dispatch.dispatcher import DispatchConfig
 from coppice.scheduler.ledger.journal import Journal
 from coppice.tools.inspecting.audit import audit
-from coppice.wire import frontier
 
 pytestmark = pytest.mark.slow
 

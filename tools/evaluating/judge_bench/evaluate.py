@@ -16,13 +16,13 @@ from typing import Any
 
 import msgspec
 
+from coppice.common.atomic import write_whole
+from coppice.common.options import command_parser, option
 from coppice.scheduler.evaluation.evaluation import estimate
 from coppice.tools.evaluating.folder import Measured, claim, conduct, own_folder
 from coppice.tools.evaluating.judge_bench import judging, record
 from coppice.tools.evaluating.judge_bench.judging import Answers, Asked
 from coppice.tools.evaluating.judge_bench.record import CATEGORIES, THRESHOLD, Item
-from coppice.wire.atomic import write_whole
-from coppice.wire.options import command_parser, option
 
 COMMAND = "coppice evaluate nvprocess"
 SHIPPED = Path(__file__).parent / "nvprocess-small.jsonl"

@@ -14,8 +14,8 @@ from typing import Annotated, Any, Generic, Literal, TypeVar, get_args
 
 import msgspec
 
-from coppice.wire import jsonl
-from coppice.wire.atomic import write_whole
+from coppice.common import jsonl
+from coppice.common.atomic import write_whole
 from coppice.wire.messages import JudgedTurn
 
 THRESHOLD = 0.652

@@ -12,8 +12,8 @@ import numpy as np
 
 from coppice.actors.engines.base import OnTokens
 from coppice.actors.engines.endpoint import EndpointEngine, EndpointText
+from coppice.common.http import Reached
 from coppice.wire.faults import DataFault
-from coppice.wire.http import Reached
 from coppice.wire.messages import GenerateRequest, GenerateResult, Sample
 
 _ITS_OWN = 256

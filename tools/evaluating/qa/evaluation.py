@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from coppice.actors.environments.base import Task
+from coppice.common.atomic import write_whole
 from coppice.scheduler.config import UNJUDGED
 from coppice.scheduler.evaluation.evaluation import Estimate, estimate
 from coppice.scheduler.growth.context import Context
@@ -31,7 +32,6 @@ from coppice.tools.evaluating.qa.retrieval import CachedRetrieval
 from coppice.tools.evaluating.qa.rows import Player, Row, RowSettings
 from coppice.tools.evaluating.qa.scoring import COUNTS, MEASURES, TOKENS, score, unanswered
 from coppice.tools.evaluating.qa.sets import MULTI_HOP, QuestionSet
-from coppice.wire.atomic import write_whole
 from coppice.wire.faults import InfrastructureFault
 from coppice.wire.messages import Sample
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 
+from coppice.common.options import command_parser
 from coppice.tools.evaluating import players
 from coppice.tools.evaluating.folder import claim, conduct, own_folder
 from coppice.tools.evaluating.qa import methods
@@ -17,7 +18,6 @@ from coppice.tools.evaluating.qa.rows import Row, read_rows
 from coppice.tools.evaluating.qa.scoring import MEASURES
 from coppice.tools.evaluating.qa.sets import QuestionSet, read_sets
 from coppice.tools.evaluating.qa.table import markdown, notes
-from coppice.wire.options import command_parser
 
 EXAMPLES = """\
   coppice evaluate qa --run RUN                          the built-in questions

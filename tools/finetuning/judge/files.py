@@ -4,7 +4,7 @@ every output can be written."""
 import argparse
 from pathlib import Path
 
-from coppice.wire.atomic import draft_of
+from coppice.common.atomic import draft_of
 
 
 def check(options: argparse.Namespace) -> None:

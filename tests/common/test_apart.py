@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from coppice.wire.apart import Killed, apart
+from coppice.common.apart import Killed, apart
 
 
 def _number() -> int:

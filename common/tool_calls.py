@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from coppice.wire.dialogue import THOUGHT, TOO_DEEP, is_too_deep
+from coppice.common.dialogue import THOUGHT, TOO_DEEP, is_too_deep
 
 
 class ToolCall(msgspec.Struct, frozen=True):

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coppice.wire.support import Support, decode, encode, joined, spliced
+from coppice.common.support import Support, decode, encode, joined, spliced
 
 ids = st.lists(st.integers(0, 2**31 - 1), max_size=20, unique=True)
 

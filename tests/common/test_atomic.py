@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from coppice.wire.atomic import draft_of, drafted, fresh, write_whole
+from coppice.common.atomic import draft_of, drafted, fresh, write_whole
 
 
 def names(folder: Path) -> list[str]:

@@ -12,8 +12,8 @@ from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
+from coppice.common.http import LONGEST_WAIT_S, JsonClient, pause_s, retry_after
 from coppice.wire.faults import DataFault, InfrastructureFault
-from coppice.wire.http import LONGEST_WAIT_S, JsonClient, pause_s, retry_after
 
 Reply = Callable[[web.Request], Awaitable[web.StreamResponse]]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coppice.wire.shards import Shard, called, folder
+from coppice.common.shards import Shard, called, folder
 
 COUNTS = st.integers(1, 7)
 

@@ -13,7 +13,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from coppice.wire.chat_template import ChatTemplate
+from coppice.common.chat_template import ChatTemplate
 
 Message = dict[str, Any]
 REPLY = "\u2063reply\u2063"

@@ -10,8 +10,8 @@ import pytest
 import torch
 from PIL import Image
 
-from coppice.wire import vision
-from coppice.wire.vision import Run, Vision, ids, numbers, runs
+from coppice.common import vision
+from coppice.common.vision import Run, Vision, ids, numbers, runs
 from tests import tiny
 from tests.pictures import png, squares
 

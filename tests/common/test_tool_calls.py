@@ -7,8 +7,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from coppice.wire.dialogue import THOUGHT
-from coppice.wire.tool_calls import FAMILIES, Parsed, ToolCall, family_of, opening, parse
+from coppice.common.dialogue import THOUGHT
+from coppice.common.tool_calls import FAMILIES, Parsed, ToolCall, family_of, opening, parse
 
 ONE = '{"name": "look", "arguments": {"a": "</x> é"}}'
 CALL = ToolCall("look", '{"a": "</x> é"}')

@@ -4,13 +4,13 @@ import resource
 import subprocess
 import sys
 
-from coppice.wire.process import FILES
+from coppice.common.process import FILES
 
 BEGUN = """
 import resource
 hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
 resource.setrlimit(resource.RLIMIT_NOFILE, (100, hard))
-from coppice.wire.process import begin
+from coppice.common.process import begin
 begin()
 print(*resource.getrlimit(resource.RLIMIT_NOFILE))
 """

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-from coppice.wire.process import die_with
+from coppice.common.process import die_with
 
 
 class Killed(Exception):

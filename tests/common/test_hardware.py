@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from coppice.wire import hardware
+from coppice.common import hardware
 
 LISTED = """\
 GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-2d1c6a0e-8d0e-4c3f-9f8e-0c5d8a1b2c3d)

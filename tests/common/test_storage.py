@@ -1,4 +1,4 @@
-"""wire/storage.py: versions of the weights through a store that learner and actor both reach."""
+"""common/storage.py: versions of the weights through a store that learner and actor both reach."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 from fsspec.registry import known_implementations
 from fsspec.spec import AbstractFileSystem
 
-from coppice.wire import storage
+from coppice.common import storage
 from coppice.wire.faults import InfrastructureFault
 from tests import ftp
 

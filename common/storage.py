@@ -14,7 +14,7 @@ from typing import Any
 
 import fsspec
 
-from coppice.wire.atomic import drafted
+from coppice.common.atomic import drafted
 from coppice.wire.faults import InfrastructureFault
 from coppice.wire.published import NAME
 
