@@ -1,9 +1,5 @@
-"""The whole loop of Coppice in one process, in some seconds: ``.venv/bin/python
-examples/one_update.py``.
-
-A run uses the same classes, but engine, judge, scheduler and learner are processes that work at
-once.
-"""
+"""The whole loop of Coppice in one process: ``.venv/bin/python examples/one_update.py``. A run uses
+the same classes, but engine, judge, scheduler and learner are processes that work at once."""
 
 import asyncio
 import itertools
@@ -16,7 +12,6 @@ from pathlib import Path
 import msgspec
 import tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, set_seed
-from transformers.utils import logging
 
 from coppice.actors.config import ActorsConfig
 from coppice.actors.engines.local import LocalEngine
@@ -58,17 +53,13 @@ class Counting(Environment):
         return [{"role": "user", "content": str(state.last)}]
 
     def read(self, state: Number, text: str) -> Action:
-        return (
-            Action("move", text, move=(int(text),))
-            if text.strip().isdigit()
-            else Action("invalid", text)
-        )
+        digit = text.strip().isdigit()
+        return Action("move", text, move=(int(text),)) if digit else Action("invalid", text)
 
     async def step(self, state: Number, action: Action, tools: Tools) -> Transition:
         after, done = Number((state.last + 1) % 10, state.turns + 1), state.turns + 1 == STEPS
-        return Transition(
-            after, "" if done else f" {after.last}", done, outcome=1.0 if done else None
-        )
+        shown = "" if done else f" {after.last}"
+        return Transition(after, shown, done, outcome=1.0 if done else None)
 
 
 class NextDigit(Judge):
@@ -77,18 +68,15 @@ class NextDigit(Judge):
     name, columns = "next_digit", ("reward",)
 
     async def score(self, turns: list[JudgedTurn]) -> list[Judgement]:
-        return [
-            Judgement({"reward": self.one(turn.move, msgspec.convert(turn.state, Number))})
-            for turn in turns
-        ]
-
-    def one(self, move: list[int] | None, state: Number) -> float:
-        return -1.0 if move is None else float(move[0] == (state.last + 1) % 10)
+        rewards = list[float]()
+        for turn in turns:
+            right = (msgspec.convert(turn.state, Number).last + 1) % 10
+            rewards.append(-1.0 if turn.move is None else float(turn.move[0] == right))
+        return [Judgement({"reward": reward}) for reward in rewards]
 
 
-def save_model(folder: Path) -> Path:
-    """Write a random Llama with one layer whose tokens are the ten digits. Return its folder."""
-    logging.disable_progress_bar()
+def save_model(folder: Path) -> None:
+    """Write a random Llama with one layer whose tokens are the ten digits."""
     numbers = {word: number for number, word in enumerate(["<pad>", "</s>", *"0123456789"])}
     core = tokenizers.Tokenizer(tokenizers.models.WordLevel(numbers, unk_token="<pad>"))
     core.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()  # pyright: ignore[reportAttributeAccessIssue]
@@ -96,17 +84,11 @@ def save_model(folder: Path) -> Path:
     words.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     words.save_pretrained(folder)
     set_seed(0)
-    layer = {
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_attention_heads": 4,
-        "num_hidden_layers": 1,
-    }
     config = AutoConfig.for_model(
-        "llama", vocab_size=len(words), eos_token_id=1, pad_token_id=0, **layer
-    )
+        "llama", vocab_size=len(words), eos_token_id=1, pad_token_id=0, num_hidden_layers=1,
+        hidden_size=64, intermediate_size=128, num_attention_heads=4,
+    )  # fmt: skip
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    return folder
 
 
 async def grow(shop: Shop, inbox: Inbox, number: int, version: int) -> None:
@@ -122,30 +104,22 @@ async def grow(shop: Shop, inbox: Inbox, number: int, version: int) -> None:
 
 async def main(run: Path, updates: int) -> list[float]:
     """Make ``updates`` updates in folder ``run``. Return the mean reward of each."""
-    model = str(save_model(run / "model"))
+    model = str(run / "model")
+    save_model(Path(model))
     engine = LocalEngine(model, ActorsConfig(dtype="float32", max_context=64))
     services = InProcess(engine, [NextDigit()])  # in a run: the dispatcher, with workers behind it
     await services.start()
     learning = LearnerConfig(scheme="slate", lr=1e-2, dtype="float32", lora=LoraConfig(rank=0))
-    trainer = Trainer(
-        LearnerProcess("learner", str(run), 0, model, QUESTIONS, 1.0, learning), Ranks(60)
-    )
-    journal, inbox, groups = (
-        Journal(run / "journal.sqlite"),
-        Inbox(QUESTIONS, {}),
-        itertools.count(),
-    )
+    process = LearnerProcess("learner", str(run), 0, model, QUESTIONS, 1.0, learning)
+    trainer, journal = Trainer(process, Ranks(60)), Journal(run / "journal.sqlite")
+    inbox, groups = Inbox(QUESTIONS, {}), itertools.count()
 
-    def emit(tree: Tree, turns: list[Turn]) -> None:
-        """Pass the judged candidates of one step to the learner, with the nodes of their paths."""
+    def emit(tree: Tree, turns: list[Turn]) -> None:  # the judged candidates of one step
         tree.groups.append(next(groups))
         journal.save_group(tree, tree.groups[-1], turns)
         path = {node.id: node for turn in turns for node in tree.path(tree.nodes[turn.node])}
-        inbox.add(
-            TrainGroup(
-                tree.groups[-1], tree.id, [node.travels({}) for node in path.values()], turns
-            )
-        )
+        sent = [node.travels({}) for node in path.values()]
+        inbox.add(TrainGroup(tree.groups[-1], tree.id, sent, turns))
 
     settings = SchedulerConfig(judge="next_digit", max_action_tokens=1, budget=STEPS)
     shop = Shop(services, journal, Text(model), Counting(), settings, Counter(), emit)  # pyright: ignore[reportArgumentType]
@@ -155,22 +129,17 @@ async def main(run: Path, updates: int) -> list[float]:
         for number in range(update * QUESTIONS, (update + 1) * QUESTIONS):
             await grow(shop, inbox, number, trainer.version)
         batch = inbox.take(inbox.ready() or [], trainer.version)
-
         # 2. A scheme is a function from the table of turns to one advantage per token.
-        nodes = {(tree, node.id): node for tree, node in batch.nodes}
-        table, _ = build(batch.groups, nodes, trainer.scheme.needs.columns)
+        table = build(batch.groups, {(tree, node.id): node for tree, node in batch.nodes})
         advantages = trainer.scheme(table).advantages
         rewards.append(float(table.column("reward").mean()))
-
         # 3. The learner packs the paths into a forest, computes each node once, and steps.
         trainer.update(batch)
-
         # 4. The engine loads the weights of the new version and proves that they arrived.
         new = publish(trainer.policy, trainer.version, run, keep=1)
         await engine.load(LoadRequest(new.version, new.path, new.digest))
-        print(
-            f"version {new.version:2}: mean reward {rewards[-1]:+.2f}, advantages up to {abs(advantages).max():.2f}"
-        )
+        told = f"mean reward {rewards[-1]:+.2f}, advantages up to {abs(advantages).max():.2f}"
+        print(f"version {new.version:2}: {told}")
     await services.close()
     return rewards
 

@@ -9,14 +9,12 @@ from coppice.common.numbers import Count, Discount, Natural, NotNegative, Positi
 
 class LoraConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Section [learner.lora], and lora of a critic or reward model: low-rank adapters on all linear
-    layers.
-
-    rank: their rank; with 0, every weight trains instead. alpha: their products are scaled by alpha
-    / rank.
-    """
+    layers."""
 
     rank: Natural = 16
+    """The adapters' rank; with 0, every weight trains instead."""
     alpha: Positive = 64.0
+    """Their products are scaled by alpha / rank."""
 
 
 class OptimizerConfig(msgspec.Struct, frozen=True):
@@ -36,194 +34,205 @@ class OptimizerConfig(msgspec.Struct, frozen=True):
 
 class AdaptiveKl(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Section [learner.adaptive_kl]: PPO's adaptive KL coefficient (Ziegler et al. 2019;
-    learner/update/kl.py).
-
-    target: the KL to the initial policy that is aimed at, in nats per token. horizon: the number of
-    trajectories over which an error of the KL changes the coefficient by about as much.
-    """
+    learner/update/kl.py)."""
 
     target: Positive
+    """The KL to the initial policy that is aimed at, in nats per token."""
     horizon: Positive = 10_000.0
+    """The trajectories over which an error of the KL changes the coefficient by about as much."""
 
 
 class SoftOverlong(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Section [learner.soft_overlong]: the soft overlong punishment (DAPO, Yu et al. 2025, eq. 13),
-    one per action.
-
-    max_tokens: the length from which an action's reward is lowered by 1. cache_tokens: the
-    punishment rises linearly over this many tokens below.
-    """
+    one per action."""
 
     max_tokens: Count
+    """The length from which an action's reward is lowered by 1."""
     cache_tokens: Count
+    """The punishment rises linearly over this many tokens below max_tokens."""
 
 
 class CriticConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Section [learner.critic]: the value model of schemes with targets (gae, ppr, sao, oprl on
-    ppo), which starts from the policy's weights.
-
-    lr: the critic's learning rate. warmup_updates: it rises linearly over them.
-    policy_frozen_updates: the critic's warm-up, in which the critic trains alone: the version
-    advances, and the policy makes no step. steps: optimizer steps of the critic for each of the
-    policy. value_clip: PPO's value-clip range around the value before the update (methods.md 2.4).
-    loss_factor: a factor of the critic's loss. grad_clip: the largest norm of a gradient. lora: its
-    adapters; without this setting, those of [learner.lora].
-    """
+    ppo), which starts from the policy's weights."""
 
     lr: Positive = 1e-5
+    """The critic's learning rate."""
     warmup_updates: Natural = 0
+    """Updates over which the learning rate rises linearly."""
     policy_frozen_updates: Natural = 0
+    """First updates in which the critic trains alone: the version advances without policy steps."""
     steps: Count = 1
+    """Optimizer steps of the critic for each of the policy."""
     value_clip: Positive = 0.5
+    """PPO's value-clip range around the value before the update (methods.md 2.4)."""
     loss_factor: Positive = 0.5
+    """A factor of the critic's loss."""
     grad_clip: Positive = 1.0
+    """The largest norm of a gradient."""
     lora: LoraConfig | None = None
+    """The critic's adapters; without this setting, those of [learner.lora]."""
 
 
 class PrmConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Section [learner.prm]: the implicit reward model of oprl and prime, which starts from the
-    policy's weights (methods.md 4.1, 4.5).
-
-    beta: the factor of the log-ratio that is a token's reward. loss: "dpo" over all positive x
-    negative pairs of a question, or "cross_entropy" against the outcome. outcome: the score column
-    that is compared with threshold. threshold: a trajectory above it is positive. score: a
-    trajectory's score is the sum or the mean of its step scores. order: "score_first" scores the
-    batch with the old model and then updates the model; "update_first" does the reverse. epochs,
-    minibatches: an update makes epochs x minibatches optimizer steps, each on its share of the
-    questions. reference: the log-probabilities of the policy before the update, which the learner
-    computes ("recomputed"), those that the engine recorded when it sampled ("behaviour"), or those
-    of the policy at version 0 ("initial"). lr: the reward model's learning rate. warmup_updates: it
-    rises linearly over them. grad_clip: the largest norm of a gradient. lora: its adapters; without
-    this setting, those of [learner.lora].
-    """
+    policy's weights (methods.md 4.1, 4.5)."""
 
     beta: Positive = 0.05
+    """The factor of the log-ratio that is a token's reward."""
     loss: Literal["dpo", "cross_entropy"] = "dpo"
+    """Over all positive x negative pairs of a question, or against each outcome."""
     outcome: str = "outcome"
+    """The score column that is compared with threshold."""
     threshold: float = 0.0
+    """A trajectory above it is positive."""
     score: Literal["sum", "mean"] = "sum"
+    """How the scores of a trajectory's steps make its score."""
     order: Literal["score_first", "update_first"] = "score_first"
+    """Whether the batch is scored before the update of the model, or after it."""
     epochs: Count = 1
+    """An update makes epochs x minibatches optimizer steps."""
     minibatches: Count = 1
+    """Each step reads this part of the questions."""
     reference: Literal["behaviour", "recomputed", "initial"] = "recomputed"
+    """Whose log-probabilities are subtracted: the engine's, or the policy's now or at version 0."""
     lr: Positive = 1e-6
+    """The reward model's learning rate."""
     warmup_updates: Natural = 0
+    """Updates over which the learning rate rises linearly."""
     grad_clip: Positive = 10.0
+    """The largest norm of a gradient."""
     lora: LoraConfig | None = None
+    """The reward model's adapters; without this setting, those of [learner.lora]."""
 
 
 class WatchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Section [learner.watch]: the limits at which the numerics watch warns. 0 switches a warning
-    off.
-
-    engine_gap: 99th percentile of |learner - engine log-probability| on turns that the version
-    being trained sampled completely. engine_gap_bfloat16: replaces engine_gap if the learner
-    computes in bfloat16, whose rounding alone gives .17 to .20 with SmolLM2-135M. sample_share:
-    effective sample size / tokens. clip_share, mask_share: shares of the tokens. entropy: nats. kl:
-    KL to the initial policy. grad_norm: a factor of the running median. turns: the factor by which
-    the correct or the wrong trajectories may become longer or shorter than in the first updates
-    (scheme ppr).
-    """
+    off."""
 
     engine_gap: NotNegative = 0.05
+    """99th percentile of |learner - engine log-probability| on turns of the version in training."""
     engine_gap_bfloat16: NotNegative = 0.4
+    """The same in bfloat16, whose rounding alone gives .17 to .20 with SmolLM2-135M."""
     sample_share: NotNegative = 0.5
+    """Least effective sample size / tokens."""
     clip_share: NotNegative = 0.3
+    """Largest share of clipped tokens."""
     mask_share: NotNegative = 0.3
+    """Largest share of masked tokens."""
     entropy: NotNegative = 0.01
+    """Least entropy of the policy, in nats."""
     kl: NotNegative = 1.0
+    """Largest KL to the initial policy, in nats per token."""
     grad_norm: NotNegative = 10.0
+    """Largest gradient norm, as a factor of its running median."""
     turns: NotNegative = 1.3
+    """Factor by which correct or wrong trajectories may become longer or shorter (scheme ppr)."""
 
 
 class LearnerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Section [learner].
-
-    count: the number of ranks. outside: somebody else starts them, as torchrun does on several
-    machines. sharding: whether each rank holds the whole model ("replicate"), all ranks together
-    hold one copy ("fsdp"), or some neighbours do ("hybrid"). shard_ranks: how many neighbours hold
-    a copy of a hybrid learner (0: the ranks of one machine). scheme: a module of learner/schemes;
-    correction: a function of learner/update/corrections.py; scheme_options, correction_options: their
-    keyword arguments. aggregation: how token terms are weighted (learner/update/objective.py); "auto" is
-    the aggregation with which the correction is defined ("trajectory" for gspo, none for the
-    others), else that of the scheme's source (docs/learner.md). constant_tokens: the divisor of
-    aggregation "constant". mean_over_steps: divide the weight of each token by the number of its
-    question's groups, such as SLATE's steps. epochs, minibatches: an update makes epochs x
-    minibatches optimizer steps, each on its share of the questions. target_kl: the update's
-    remaining steps of the policy are left out when its KL to the proximal policy exceeds this (0:
-    never). kl_coef, kl_estimator: weight and estimator of the KL to the initial policy in the loss
-    (learner/update/kl.py). kl_reward_coef: weight of the k1 KL that is subtracted from the reward.
-    adaptive_kl: adapts all weights of the KL. reward_scale, reward_clip, soft_overlong: change the
-    reward before the scheme reads it (learner/update/rewards.py). advantage_scale, advantage_clip: change
-    the advantages after the scheme. A clip of 0 clips nothing. overlong_filter: a trajectory with
-    an action that the token limit cut carries no loss. entropy_coef: weight of the entropy bonus.
-    attention: the backend that computes attention over a forest ("auto": cascade on a CPU, flex on
-    CUDA). micro_tokens: the largest number of packed tokens in one forward. lr, betas,
-    weight_decay: the settings of AdamW. grad_clip: the largest norm of a gradient; a larger
-    gradient is scaled down to it. warmup_updates, lr_schedule, decay_updates, lr_min_ratio: the
-    learning rate rises linearly, then stays constant, or falls linearly or by a cosine to
-    lr_min_ratio x lr at decay_updates (0: at scheduler.updates). checkpoint_every: updates between
-    checkpoints. keep: how many checkpoints and published weights are kept. collective_timeout_s:
-    the run ends if a rank is silent for longer. publish: where a version's complete weights are: a
-    "file" in the run folder, only the learner's "memory" (from which engines on GPUs take them), or
-    "both". publish_host: the address on which the memory's rendezvous listens. publish_url: storage
-    to which each version's folder is copied too, in a folder named like the run, for actors on
-    nodes that do not see the run folder (any URL of fsspec). critic, prm: settings of the models
-    that the scheme needs; refused if it needs none. train_vision: train the vision tower of a model
-    that reads pictures too; otherwise it stays as it is. gradient_checkpointing: compute
-    activations again in the backward instead of keeping them. dtype: "auto" is model.dtype, or what
-    the machine is faster in. threads: compute threads of one rank.
-    """
+    """Section [learner]: what is maximised, how it is optimised, and on how many ranks."""
 
     count: Count = 4
+    """The number of ranks."""
     outside: bool = False
+    """True if somebody else starts the ranks, as torchrun does on several machines."""
     sharding: Literal["replicate", "fsdp", "hybrid"] = "replicate"
+    """Who holds a copy of the model: each rank, all ranks together, or some neighbours."""
     shard_ranks: Natural = 0
+    """How many neighbours hold a copy of a hybrid learner (0: the ranks of one machine)."""
     scheme: str = "slate"
+    """How scores become advantages: a module of learner/schemes, or module:function."""
     scheme_options: dict[str, Any] = {}
+    """The scheme's keyword arguments."""
     correction: str = "ppo_clip"
+    """How stale data counts: a function of learner/update/corrections.py, or module:function."""
     correction_options: dict[str, Any] = {}
+    """The correction's keyword arguments."""
     aggregation: Literal["auto", "turn", "trajectory", "token", "constant"] = "auto"
+    """How tokens are weighted (learner/update/objective.py). "auto": as the correction is defined
+    ("trajectory" for gspo), else as the scheme's source weights them (docs/learner.md)."""
     constant_tokens: Natural = 0
+    """The divisor of aggregation "constant"."""
     mean_over_steps: bool = False
+    """Divide each token's weight by the number of its question's groups, such as SLATE's steps."""
     epochs: Count = 1
+    """An update makes epochs x minibatches optimizer steps."""
     minibatches: Count = 1
+    """Each step reads this part of the questions."""
     target_kl: NotNegative = 0.0
+    """The KL to the proximal policy that ends an update's steps of the policy (0: none does)."""
     kl_coef: NotNegative = 0.001
+    """Weight of the KL to the initial policy in the loss."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Estimator of this KL (learner/update/kl.py)."""
     kl_reward_coef: NotNegative = 0.0
+    """Weight of the k1 KL to the initial policy that is subtracted from the reward."""
     adaptive_kl: AdaptiveKl | None = None
+    """Adapts all weights of the KL."""
     reward_scale: Positive = 1.0
+    """Factor of the reward that the scheme reads (learner/update/rewards.py)."""
     reward_clip: NotNegative = 0.0
+    """The scaled reward is clipped to +-reward_clip (0: never)."""
     soft_overlong: SoftOverlong | None = None
+    """Subtracts a punishment of long actions from the reward."""
     overlong_filter: bool = False
+    """A trajectory with an action that the token limit cut carries no loss."""
     advantage_scale: Positive = 1.0
+    """Factor of the advantages, after the scheme."""
     advantage_clip: NotNegative = 0.0
+    """The scaled advantages are clipped to +-advantage_clip (0: never)."""
     entropy_coef: float = 0.0
+    """Weight of the entropy bonus."""
     lr: Positive = 1e-6
+    """The policy's learning rate, of AdamW."""
     warmup_updates: Natural = 0
+    """Updates over which the learning rate rises linearly."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """The learning rate after the warm-up."""
     decay_updates: Natural = 0
+    """The update at which a falling rate reaches lr_min_ratio x lr (0: scheduler.updates)."""
     lr_min_ratio: Share = 0.0
+    """The smallest learning rate of a falling schedule, as a share of lr."""
     betas: tuple[Discount, Discount] = (0.9, 0.999)
+    """AdamW's decay rates of its moments."""
     weight_decay: NotNegative = 0.0
+    """AdamW's weight decay."""
     grad_clip: Positive = 1.0
+    """The largest norm of a gradient; a larger gradient is scaled down to it."""
     lora: LoraConfig = LoraConfig()
+    """The policy's adapters."""
     critic: CriticConfig | None = None
+    """The critic's settings; refused if the scheme needs none."""
     prm: PrmConfig | None = None
+    """The implicit reward model's settings; refused if the scheme needs none."""
     watch: WatchConfig = WatchConfig()
+    """When the numerics watch warns."""
     attention: Literal["auto", "dense", "cascade", "flex"] = "auto"
+    """What computes attention over a forest ("auto": cascade on a CPU, flex on CUDA)."""
     micro_tokens: Count = 1536
+    """The largest number of packed tokens in one forward."""
     train_vision: bool = False
+    """Train the vision tower too, of a model that reads pictures."""
     gradient_checkpointing: bool = False
+    """Compute activations again in the backward instead of keeping them."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """The number type of products; "auto": model.dtype, or what the machine is faster in."""
     checkpoint_every: Count = 1
+    """Updates between checkpoints."""
     keep: Count = 3
+    """How many checkpoints and published weights are kept."""
     publish: Literal["file", "memory", "both"] = "file"
+    """Where a version's weights are: in the run folder, or in the learner's memory, from which
+    engines on GPUs take them. Adapters are always files."""
     publish_host: str = "127.0.0.1"
+    """The address on which the memory's rendezvous listens."""
     publish_url: str = ""
+    """URL of fsspec to which versions are copied, for nodes that do not see the run folder."""
     threads: Count = 1
+    """Compute threads of one rank."""
     collective_timeout_s: Positive = 1800.0
+    """The run ends if a rank is silent for longer, in seconds."""
 
     @property
     def here(self) -> int:
@@ -234,9 +243,8 @@ class LearnerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def shards(self) -> int:
         """The ranks that hold one copy of the model together. "hybrid" without ``shard_ranks``
         counts those of one machine, here all."""
-        return {"replicate": 1, "fsdp": self.count, "hybrid": self.shard_ranks or self.count}[
-            self.sharding
-        ]
+        hybrid = self.shard_ranks or self.count
+        return {"replicate": 1, "fsdp": self.count, "hybrid": hybrid}[self.sharding]
 
     @property
     def steps(self) -> int:
@@ -248,8 +256,8 @@ class LearnerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """The settings of the policy's optimizer."""
         frozen = self.critic.policy_frozen_updates if self.critic is not None else 0
         return OptimizerConfig(
-            self.lr, self.warmup_updates, self.decay_updates, self.betas, self.weight_decay, self.grad_clip,
-            self.lr_schedule, self.lr_min_ratio, frozen,
+            self.lr, self.warmup_updates, self.decay_updates, self.betas, self.weight_decay,
+            self.grad_clip, self.lr_schedule, self.lr_min_ratio, frozen,
         )  # fmt: skip
 
 

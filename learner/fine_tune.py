@@ -1,9 +1,6 @@
-"""Supervised fine-tuning of a causal language model, full or with LoRA. Only completion tokens
-enter the loss.
-
-Packing reads a batch as one forest (learner/forest/trees.py). Equal prefixes, such as a common
-instruction, are computed once, and no row attends to another row. The loss is the mean over the
-batch's completion tokens, no matter how the batch is cut into forwards.
+"""Supervised fine-tuning of a causal language model, full or with LoRA. The loss is the mean over
+the batch's completion tokens, no matter how the batch is cut into forwards. Packing reads a batch
+as one forest (learner/forest/trees.py), so that equal prefixes are computed once.
 """
 
 import functools
@@ -44,27 +41,28 @@ class Example(msgspec.Struct, frozen=True):
 
 
 class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How to train. batch: examples per step. warmup: first steps, in which the rate rises.
-    cooldown: last steps, in which it falls towards 0.
-
-    schedule: after the warm-up, the rate stays constant or falls to 0 over the remaining steps.
-    shuffle: the seed of a new order in each epoch; None keeps the order of the examples. lora_rank:
-    with 0, all weights train. forward_tokens: the most tokens of one forward; 0 forwards a batch at
-    once. dtype: the number type of the products; "auto" chooses the best one for this machine.
-    """
+    """How to train."""
 
     steps: int
     batch: int
+    """Examples per step."""
     lr: float
     schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """After the warm-up, the rate stays constant or falls to 0 over the remaining steps."""
     warmup: int = 0
+    """First steps, in which the rate rises."""
     cooldown: int = 0
+    """Last steps, in which the rate falls towards 0."""
     shuffle: int | None = None
+    """The seed of a new order in each epoch; None keeps the order of the examples."""
     lora_rank: int = 0
+    """With 0, all weights train."""
     lora_alpha: float = 32.0
     packing: bool = False
     forward_tokens: int = 0
+    """The most tokens of one forward; 0 forwards a batch at once."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """The number type of the products; "auto" chooses the best one for this machine."""
 
 
 class Losses(msgspec.Struct, frozen=True):
@@ -117,13 +115,9 @@ def context_of(model: Path) -> int:
 
 
 def fine_tune(
-    model: Path,
-    examples: Sequence[Example],
-    out: Path,
-    recipe: Recipe,
-    threads: int,
+    model: Path, examples: Sequence[Example], out: Path, recipe: Recipe, threads: int,
     held_out: Sequence[Example] = (),
-) -> Losses:
+) -> Losses:  # fmt: skip
     """Call ``train`` and put the model into the folder ``out``, which appears complete or not at
     all and replaces an existing folder."""
     with drafted(out) as draft:
@@ -133,13 +127,9 @@ def fine_tune(
 
 
 def train(
-    model: Path,
-    examples: Sequence[Example],
-    folder: Path,
-    recipe: Recipe,
-    threads: int,
+    model: Path, examples: Sequence[Example], folder: Path, recipe: Recipe, threads: int,
     held_out: Sequence[Example] = (),
-) -> Losses:
+) -> Losses:  # fmt: skip
     """Train ``model`` for ``recipe.steps`` batches, and save it as a Hugging Face model with merged
     adapters in ``folder``.
 
@@ -148,9 +138,7 @@ def train(
     torch.set_num_threads(threads)
     torch.manual_seed(recipe.shuffle or 0)
     student = Student(model, recipe)
-    optimizer = torch.optim.AdamW(
-        student.trained(), lr=recipe.lr, betas=(0.9, 0.95), weight_decay=0.0
-    )
+    optimizer = torch.optim.AdamW(student.trained(), betas=(0.9, 0.95), weight_decay=0.0)
     before = student.measure(held_out) if held_out else None
     if before is not None:
         print(f"  held-out loss {before:.4f} over {len(held_out)} rows", flush=True)
@@ -164,18 +152,17 @@ def train(
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         seen += sum(len(e.tokens) for e in batch)
-        spent = time.monotonic() - start
-        if (step + 1) % -(-recipe.steps // _LINES) == 0 or step + 1 == recipe.steps:
-            print(
-                f"  step {step + 1} of {recipe.steps}: loss {loss:.3f}, {seen} tokens, {spent:.0f} s",
-                flush=True,
-            )
-    spent = time.monotonic() - start
-    after = student.measure(held_out) if before is not None else None
-    if after is not None:
+        done, spent = step + 1, time.monotonic() - start
+        if done % -(-recipe.steps // _LINES) == 0 or done == recipe.steps:
+            told = f"loss {loss:.3f}, {seen} tokens, {spent:.0f} s"
+            print(f"  step {done} of {recipe.steps}: {told}", flush=True)
+    spent, held_out_losses = time.monotonic() - start, None
+    if before is not None:
+        after = student.measure(held_out)
         print(f"  held-out loss {after:.4f}, before {before:.4f}", flush=True)
+        held_out_losses = before, after
     student.save(folder)
-    return Losses(loss, None if before is None or after is None else (before, after), spent)
+    return Losses(loss, held_out_losses, spent)
 
 
 class Student:
@@ -189,15 +176,13 @@ class Student:
         attention = {"attn_implementation": NAME} if recipe.packing else {}
         model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **attention)
         check_head(str(folder), model)
+        self.causal: Any = model
+        """The causal LM without any adapters."""
         if recipe.lora_rank:
-            adapters = LoraConfig(r=recipe.lora_rank, lora_alpha=recipe.lora_alpha, target_modules="all-linear", lora_dropout=0.0)  # pyright: ignore[reportArgumentType]  # fmt: skip
+            settings: Any = {"r": recipe.lora_rank, "lora_alpha": recipe.lora_alpha}
+            adapters = LoraConfig(target_modules="all-linear", lora_dropout=0.0, **settings)
             model = get_peft_model(model, adapters)
         self.model: Any = model.to(self.device).train()
-
-    @property
-    def causal(self) -> Any:
-        """The causal LM without any adapters."""
-        return self.model.get_base_model() if self.recipe.lora_rank else self.model
 
     def trained(self) -> list[torch.nn.Parameter]:
         """Return the parameters that train."""
@@ -220,18 +205,15 @@ class Student:
         size = self.recipe.batch
         batches = [examples[i : i + size] for i in range(0, len(examples), size)]
         shares = [part for batch in batches for part in parts(batch, self.recipe)]
-        loss = math.fsum(self.loss(part).item() * _targets(part) for part in shares) / _targets(
-            examples
-        )
+        total = math.fsum(self.loss(part).item() * _targets(part) for part in shares)
         self.model.train()
-        return loss
+        return total / _targets(examples)
 
     def loss(self, batch: Sequence[Example]) -> torch.Tensor:
         """Return the mean negative log-probability of the completion tokens of one forward."""
         read = self._packed if self.recipe.packing else self._padded
-        with torch.autocast(
-            self.device, dtype=torch.bfloat16, enabled=self.compute == torch.bfloat16
-        ):
+        narrow = self.compute == torch.bfloat16
+        with torch.autocast(self.device, dtype=torch.bfloat16, enabled=narrow):
             hidden, targets = read(batch)
             weight = self.causal.get_output_embeddings().weight
             return -token_logprobs(hidden, weight, targets)[0].mean()
@@ -249,22 +231,24 @@ class Student:
             use_cache=False,
         ).last_hidden_state
         read = torch.cat([hidden[i, e.start - 1 : len(e.tokens) - 1] for i, e in enumerate(batch)])
-        return read, torch.tensor(
-            [t for e in batch for t in e.tokens[e.start :]], device=self.device
-        )
+        targets = [token for e in batch for token in e.tokens[e.start :]]
+        return read, torch.tensor(targets, device=self.device)
 
     def _packed(self, batch: Sequence[Example]) -> tuple[torch.Tensor, torch.Tensor]:
-        forest = pack([TokenPath(e.tokens, e.start) for e in batch])
-        layout = Layout(forest, "auto", self.device)
+        layout = Layout(pack([TokenPath(e.tokens, e.start) for e in batch]), "auto", self.device)
+        forest = layout.forest
+        ids, depth, read, target = (
+            torch.as_tensor(array, device=self.device)
+            for array in (forest.tokens, forest.depth, forest.read, forest.target)
+        )
         hidden = self.causal.get_decoder()(
-            input_ids=torch.as_tensor(layout.forest.tokens, device=self.device)[None],
-            position_ids=torch.as_tensor(layout.forest.depth, device=self.device)[None],
+            input_ids=ids[None],
+            position_ids=depth[None],
             attention_mask=FOREST.to(self.device),
             layout=layout,
             use_cache=False,
         ).last_hidden_state
-        read = torch.as_tensor(forest.read, device=self.device)
-        return hidden[0][read], torch.as_tensor(forest.target, device=self.device)
+        return hidden[0][read], target
 
     def save(self, folder: Path) -> None:
         """Write bfloat16 weights with merged adapters, and the tokenizer. Raises OSError if the
@@ -283,9 +267,8 @@ def parts(batch: Sequence[Example], recipe: Recipe) -> list[list[Example]]:
     if not recipe.forward_tokens:
         return [list(batch)]
     if recipe.packing:
-        groups, _ = micro_batches(
-            cuts([TokenPath(e.tokens, e.start) for e in batch]), recipe.forward_tokens
-        )
+        where = cuts([TokenPath(e.tokens, e.start) for e in batch])
+        groups, _ = micro_batches(where, recipe.forward_tokens)
         return [[batch[i] for i in group] for group in groups]
     forwards: list[list[Example]] = []
     for example in sorted(batch, key=lambda e: len(e.tokens)):

@@ -1,11 +1,9 @@
 """The learner process. Rank 0 is the service worker (train, close), and all ranks train.
 
-``coppice launch`` runs ``python -m coppice.learner.main PROCESS.json`` with RANK, WORLD_SIZE and
-COPPICE_RANKS, a new file where the ranks of one machine meet. On several machines ``torchrun ... -m
-learner.main PROCESS.json`` runs it with MASTER_ADDR and MASTER_PORT instead (docs/learner.md).
-Every rank needs the run folder under the same path: rank 0 reads the endpoint and its key there,
-and each rank reads and writes checkpoints. States of rank 0: waiting for a complete batch ->
-updating (in a thread, so heartbeats go on) -> publishing -> checkpointing -> waiting.
+``coppice launch`` starts the ranks of one machine (COPPICE_RANKS names a file where they meet);
+torchrun those of several (docs/learner.md). Every rank needs the run folder under the same path.
+States of rank 0: waiting for a complete batch -> updating (in a thread, so heartbeats go on) ->
+publishing -> checkpointing -> waiting.
 """
 
 import asyncio
@@ -22,12 +20,12 @@ from coppice.common import loop, shards, storage
 from coppice.common.process import begin
 from coppice.learner.config import LearnerProcess
 from coppice.learner.model import checkpoint
-from coppice.learner.model.giver import Giver
 from coppice.learner.model.model import TreeModel
 from coppice.learner.model.publish import Published, announce, publish
 from coppice.learner.model.ranks import Ranks
 from coppice.learner.update.batches import Inbox
 from coppice.learner.update.trainer import Batch, Trainer
+from coppice.learner.weight_server import WeightServer
 from coppice.wire import arrays
 from coppice.wire.keys import PeerKeys
 from coppice.wire.messages import Closed, Result, Trained, TrainGroup, TreeClosed
@@ -41,20 +39,14 @@ _KEEPALIVE = b"\x00"
 _CHECKPOINT = b"\x02"
 """Rank 0 sends this to sharded ranks, each of which writes its part of the checkpoint."""
 REMEMBERED = 64
-"""The answers of so many updates are kept for groups that come again, and the metrics of so many
-are in a checkpoint besides those since the one before. The scheduler has heard of all but the last
-few: it admits at most max_staleness + 1 updates' trees beyond those that it knows."""
-
-
-class Command(msgspec.Struct, frozen=True):
-    """A message with a batch from rank 0 to the other ranks."""
-
-    batch: Batch
+"""How many updates keep their answers, for groups that are sent again, and their metrics in a
+checkpoint beyond those since the one before. The scheduler has heard of all but the last few: it
+admits at most max_staleness + 1 updates' trees beyond those that it knows."""
 
 
 def pack_batch(batch: Batch) -> bytes:
     """Return a batch as bytes for the other ranks: wire frames, each preceded by its length."""
-    frames = arrays.encode(Result(0), Command(batch))
+    frames = arrays.encode(Result(0), batch)
     return b"".join(len(frame).to_bytes(8, "little") + bytes(frame) for frame in frames)
 
 
@@ -65,12 +57,12 @@ def unpack_batch(payload: bytes) -> Batch:
         length = int.from_bytes(view[start : start + 8], "little")
         frames.append(view[start + 8 : start + 8 + length])
         start += 8 + length
-    return arrays.decode_body(frames, Command).batch
+    return arrays.decode_body(frames, Batch)
 
 
 class Leader:
     """Rank 0 collects groups, runs updates and answers every group with the version that contains
-    it. ``work`` runs once, until its ``stop``."""
+    it. ``work`` runs once, until ``stop``."""
 
     def __init__(
         self,
@@ -78,58 +70,65 @@ class Leader:
         run: Path,
         inbox: Inbox,
         published: Published,
-        giver: Giver | None = None,
+        server: WeightServer | None = None,
     ):
         self.trainer, self.run, self.inbox, self.published = trainer, run, inbox, published
-        self.config, self.giver = trainer.config, giver
+        self.config, self.server = trainer.config, server
         self.updates = 0
         self.durable = trainer.version
         self.records: dict[int, dict[str, float]] = {}
         self.warnings: list[str] = []
         """Told with the next update, besides its own."""
-        self._answers: dict[int, Trained] = {}
         self.counts: dict[str, float] = {}
+        self._answers: dict[int, Trained] = {}
         self._waiting: dict[int, asyncio.Future[Trained]] = {}
-        self._news = asyncio.Event()
+        self._stopping = False
+        self._changed = asyncio.Event()
 
     async def train(self, group: TrainGroup, call: Call) -> Trained:
         """Handle the service "train". The answer follows when an update contains the group."""
         # a group in training waits for the answer
         if not self.inbox.add(group) and group.id not in self._waiting:
             return self._trained(self.inbox.trained[group.id])
-        self._news.set()
+        self._changed.set()
         future = self._waiting.setdefault(group.id, asyncio.get_running_loop().create_future())
         return await asyncio.shield(future)
 
     async def close(self, closed: TreeClosed, call: Call) -> Closed:
         """Handle the service "close": a tree emits no more groups."""
         self.inbox.close(closed)
-        self._news.set()
+        self._changed.set()
         return Closed()
+
+    def stop(self) -> None:
+        """Let ``work`` end after the update that runs."""
+        self._stopping = True
+        self._changed.set()
 
     def _trained(self, version: int) -> Trained:
         """Return the answer to a group that ``version`` trained. One of an earlier start has no
         weights to load any more."""
         return self._answers.get(version) or Trained(version, "", "", self.records.get(version, {}))
 
-    async def work(self, stop: asyncio.Event) -> None:
+    async def work(self) -> None:
         """Run an update for each complete batch until ``stop``. Then write a checkpoint if the
-        newest version has none."""
+        newest version has none, and drop the calls that wait: their groups stay in the journal, and
+        a resumed run sends them again."""
         quiet, heard = self.config.collective_timeout_s / 4, time.monotonic()
-        while not stop.is_set():
+        while not self._stopping:
             trees = self.inbox.ready()
             if trees is None:
-                self._news.clear()
+                self._changed.clear()
                 try:
                     async with asyncio.timeout(max(0.0, heard + quiet - time.monotonic())):
-                        await self._news.wait()
+                        await self._changed.wait()
                 except TimeoutError:
                     await asyncio.to_thread(self.trainer.ranks.broadcast, _KEEPALIVE)
                     heard = time.monotonic()
                 continue
             batch = self.inbox.take(trees, self.trainer.version)
             metrics = await asyncio.to_thread(self._update, batch)
-            self._note(metrics)
+            self._remember(metrics)
             if self.trainer.version - self.durable >= self.config.checkpoint_every:
                 start = time.monotonic()
                 await asyncio.to_thread(self._checkpoint)
@@ -138,19 +137,17 @@ class Leader:
             heard = time.monotonic()
         if self.durable < self.trainer.version:
             await asyncio.to_thread(self._checkpoint)
+        for future in self._waiting.values():
+            future.cancel()
 
     def _update(self, batch: Batch) -> dict[str, float]:
         if self.trainer.ranks.count > 1:
             self.trainer.ranks.broadcast(pack_batch(batch))
         metrics = self.trainer.update(batch)
-        t = self.trainer
-        start = time.monotonic()
-        trained = {
-            group: version
-            for group, version in self.inbox.trained.items()
-            if version > self.durable
-        }
-        self.published = publish_newest(t, self.run, t.whole(), self.giver, trained)
+        start, durable = time.monotonic(), self.durable
+        trained = {group: v for group, v in self.inbox.trained.items() if v > durable}
+        whole = self.trainer.whole()
+        self.published = publish_newest(self.trainer, self.run, whole, self.server, trained)
         metrics["time/publish"] = time.monotonic() - start
         self.updates += 1
         for name in ("learner/forwarded_tokens", "learner/trained_tokens"):
@@ -163,68 +160,44 @@ class Leader:
         checkpoint.save(self.trainer, self.run, self.inbox.trained, self.config.keep, self.records)
         self.durable = self.trainer.version
 
-    def _note(self, metrics: dict[str, float]) -> None:
+    def _remember(self, metrics: dict[str, float]) -> None:
         """Keep the answer to the newest version's groups, and its metrics for the checkpoint."""
         p, version = self.published, self.trainer.version
-        self._answers[version] = Trained(
-            p.version, p.path, p.digest, metrics, self.trainer.warnings + self.warnings
-        )
-        self.records[version], self.warnings = metrics, []
+        warnings, self.warnings = self.trainer.warnings + self.warnings, []
+        self._answers[version] = Trained(p.version, p.path, p.digest, metrics, warnings)
+        self.records[version] = metrics
         self._answers.pop(version - REMEMBERED, None)
-        for old in [
-            old
-            for old in self.records
-            if old <= version - REMEMBERED - self.config.checkpoint_every
-        ]:
-            del self.records[old]
+        oldest = version - REMEMBERED - self.config.checkpoint_every
+        self.records = {v: kept for v, kept in self.records.items() if v > oldest}
 
     def _answer(self, batch: Batch) -> None:
+        version, groups, questions = self.trainer.version, len(batch.groups), batch.questions
         for group in [*(group.id for group in batch.groups), *batch.replaced]:
             future = self._waiting.pop(group, None)
             if future is not None and not future.done():
-                future.set_result(self._trained(self.trainer.version))
-        log.info(
-            "version %d: %d groups of %d questions",
-            self.trainer.version,
-            len(batch.groups),
-            batch.questions,
-        )
+                future.set_result(self._trained(version))
+        log.info("version %d: %d groups of %d questions", version, groups, questions)
 
     def stats(self) -> dict[str, float]:
         """Return the counters for the heartbeat."""
         t, passes = self.trainer, TreeModel.passes
-        return {
-            "busy_s": t.busy_s,
-            "version": t.version,
-            "updates": self.updates,
-            "passes": passes,
-            **self.counts,
-        }
+        own = {"busy_s": t.busy_s, "version": t.version, "updates": self.updates, "passes": passes}
+        return own | self.counts
 
 
 def publish_newest(
     trainer: Trainer,
     run: Path,
     whole: dict[str, torch.Tensor] | None,
-    giver: Giver | None,
+    server: WeightServer | None,
     trained: dict[int, int] | None = None,
 ) -> Published:
     """Publish the trainer's version where ``learner.publish`` and ``publish_url`` say."""
-    config = trainer.config
-    file = config.publish != "memory"
-    published = publish(
-        trainer.policy, trainer.version, run, config.keep, whole, giver, file, trained
-    )
-    if config.publish_url:
-        storage.put(Path(published.path), f"{config.publish_url}/{run.name}", config.keep)
+    c, file = trainer.config, trainer.config.publish != "memory"
+    published = publish(trainer.policy, trainer.version, run, c.keep, whole, server, file, trained)
+    if c.publish_url:
+        storage.put(Path(published.path), f"{c.publish_url}/{run.name}", c.keep)
     return published
-
-
-def _giver(trainer: Trainer) -> Giver | None:
-    """Return the object that gives weights out of memory, if configured. Adapters are small files
-    and need no giver."""
-    wanted = trainer.config.publish != "file" and not trainer.policy.lora
-    return Giver(trainer.config.publish_host) if wanted else None
 
 
 async def lead(
@@ -233,13 +206,14 @@ async def lead(
     """Run rank 0 until every scheduler has drained its service. Then tell the other ranks to stop.
     state, warnings: what ``restore_newest`` returned."""
     run = Path(process.run)
-    published = Published(0, "", "")
-    giver = _giver(trainer)
+    published, server = Published(0, "", ""), None
+    if trainer.config.publish != "file" and not trainer.policy.lora:  # adapters are small files
+        server = WeightServer(trainer.config.publish_host)
     if trainer.version:
-        published = publish_newest(trainer, run, trainer.whole(), giver)
+        published = publish_newest(trainer, run, trainer.whole(), server)
     announce(run, published)
     inbox = Inbox(process.questions_per_update, state.groups(), process.shards)
-    leader = Leader(trainer, run, inbox, published, giver)
+    leader = Leader(trainer, run, inbox, published, server)
     leader.records, leader.warnings = dict(state.records), warnings
     handlers: dict[str, Handler] = {"train": leader.train, "close": leader.close}
     homes = [shards.folder(run, number) for number in range(process.shards)]
@@ -250,17 +224,13 @@ async def lead(
         asyncio.get_running_loop().add_signal_handler(
             number, lambda: [service.drain() for service in services]
         )
-    stop = asyncio.Event()
-    working = asyncio.create_task(leader.work(stop))
+    working = asyncio.create_task(leader.work())
     serving = asyncio.create_task(_serve_all(services, homes))
     drained = asyncio.create_task(_drained(services))
     try:
         await asyncio.wait([working, serving, drained], return_when=asyncio.FIRST_COMPLETED)
-        stop.set()
-        leader._news.set()
+        leader.stop()
         await working
-        for future in leader._waiting.values():
-            future.cancel()  # their groups stay in the journal, and a resumed run sends them again
         await serving
         await asyncio.to_thread(trainer.ranks.broadcast, _STOP)
     except Exception:  # logged first, because leaving the group may wait; then raised again
@@ -270,8 +240,8 @@ async def lead(
         raise
     finally:
         serving.cancel()
-        if giver is not None:
-            giver.close()
+        if server is not None:
+            server.close()
 
 
 async def _serve_all(services: list[Service], homes: list[Path]) -> None:
@@ -319,13 +289,8 @@ def main() -> None:
         )
     trainer = Trainer(process, ranks)
     state, warnings = checkpoint.restore_newest(trainer, Path(process.run))
-    log.info(
-        "rank %d of %d: version %d, %s",
-        ranks.rank,
-        ranks.count,
-        trainer.version,
-        trainer.policy.compute,
-    )
+    version, compute = trainer.version, trainer.policy.compute
+    log.info("rank %d of %d: version %d, %s", ranks.rank, ranks.count, version, compute)
     try:
         if ranks.rank == 0:
             loop.run(lead(trainer, process, state, warnings))

@@ -198,7 +198,7 @@ async def test_every_strategy_in_every_world_gives_groups_that_schemes_train_on(
     if loaded.gives.needs_outcome_judge and not world.environment.outcome_judge:
         pytest.skip("the strategy asks the judge of the outcome")
     groups = await grown(tmp_path, llama, world, strategies.load(strategy, options), trees=2)
-    turns, _ = table.build(
+    turns = table.build(
         groups, {(group.tree, node.id): node for group in groups for node in group.nodes}
     )
     trained = trainable(turns)

@@ -1,5 +1,6 @@
 """Random SLATE batches and trainers for the learner's tests."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -9,8 +10,25 @@ import torch
 
 from coppice.learner.config import LearnerConfig, LearnerProcess, LoraConfig
 from coppice.learner.model.ranks import Ranks
+from coppice.learner.update.table import TurnTable, build
 from coppice.learner.update.trainer import Batch, Trainer
 from coppice.wire.messages import TrainGroup, TreeNode, Turn
+
+
+def action(
+    number: int,
+    parent: int,
+    tokens: np.ndarray,
+    logprobs: np.ndarray | None = None,
+    sampled: np.ndarray | None = None,
+) -> TreeNode:
+    """A node of tokens that version 0 sampled, where ``sampled`` says so."""
+    n = len(tokens)
+    logprobs = np.full(n, -5.5) if logprobs is None else logprobs
+    return TreeNode(
+        number, parent, "action", tokens.astype(np.int32), logprobs.astype(np.float32),
+        np.zeros(n, np.int32), np.ones(n, bool) if sampled is None else sampled,
+    )  # fmt: skip
 
 
 def groups(
@@ -23,14 +41,8 @@ def groups(
         prompt = TreeNode(0, -1, "prompt", rng.integers(0, 256, 6).astype(np.int32))
         own = [prompt]
         for i in range(k):
-            n = int(rng.integers(2, 6))
-            tokens = rng.integers(0, 256, n).astype(np.int32)
-            logprobs = np.full(n, -5.5, np.float32)
-            own.append(
-                TreeNode(
-                    i + 1, 0, "action", tokens, logprobs, np.zeros(n, np.int32), np.ones(n, bool)
-                )
-            )
+            tokens = rng.integers(0, 256, int(rng.integers(2, 6)))
+            own.append(action(i + 1, 0, tokens))
         turns = [Turn(i + 1, i, 1, {"reward": float(rng.integers(-2, 3))}) for i in range(k)]
         made.append(TrainGroup(seed * 100 + tree, seed * 10 + tree, own, turns))
         nodes += [(seed * 10 + tree, node) for node in own]
@@ -48,16 +60,8 @@ def few(*sampled: list[bool]) -> Batch:
     where it was forced."""
     own = [TreeNode(0, -1, "prompt", np.arange(6, dtype=np.int32))]
     for i, mask in enumerate(sampled):
-        n = len(mask)
-        tokens, logprobs = (
-            np.arange(20 + 9 * i, 20 + 9 * i + n, dtype=np.int32),
-            np.full(n, -5.5, np.float32),
-        )
-        own.append(
-            TreeNode(
-                i + 1, 0, "action", tokens, logprobs, np.zeros(n, np.int32), np.array(mask, bool)
-            )
-        )
+        tokens = np.arange(20 + 9 * i, 20 + 9 * i + len(mask))
+        own.append(action(i + 1, 0, tokens, sampled=np.array(mask, bool)))
     turns = [Turn(i + 1, i, 1, {"reward": float(i + 1)}) for i in range(len(sampled))]
     return Batch(0, 1, [TrainGroup(1, 1, own, turns)], [(1, node) for node in own])
 
@@ -79,29 +83,12 @@ def episodes(
             parent, length = 0, int(rng.integers(1, turns + 1))
             for turn in range(1, length + 1):
                 if fresh:
-                    own.append(
-                        TreeNode(
-                            len(own),
-                            0,
-                            "prompt",
-                            np.array([7, tree % 7, turn, trajectory % 2], np.int32),
-                        )
-                    )
+                    prompt = np.array([7, tree % 7, turn, trajectory % 2], np.int32)
+                    own.append(TreeNode(len(own), 0, "prompt", prompt))
                     parent = len(own) - 1
                 n, last = int(rng.integers(2, 6)), turn == length
-                tokens, logprobs = (
-                    rng.integers(0, 256, n).astype(np.int32),
-                    rng.normal(-5.5, 0.3, n).astype(np.float32),
-                )
-                node = TreeNode(
-                    len(own),
-                    parent,
-                    "action",
-                    tokens,
-                    logprobs,
-                    np.zeros(n, np.int32),
-                    np.ones(n, bool),
-                )
+                tokens, logprobs = rng.integers(0, 256, n), rng.normal(-5.5, 0.3, n)
+                node = action(len(own), parent, tokens, logprobs)
                 scores = {
                     "reward": float(rng.integers(-2, 3)),
                     "mc_value": float(rng.random()),
@@ -115,15 +102,32 @@ def episodes(
                 own.append(node)
                 trained.append(Turn(node.id, trajectory, turn, scores))
                 if not last and not fresh:
-                    own.append(
-                        TreeNode(
-                            len(own), node.id, "observation", np.array([7, tree % 7], np.int32)
-                        )
-                    )
+                    seen = np.array([7, tree % 7], np.int32)
+                    own.append(TreeNode(len(own), node.id, "observation", seen))
                     parent = len(own) - 1
         made.append(TrainGroup(tree, tree, own, trained))
         nodes += [(tree, node) for node in own]
     return Batch(version, trees, made, nodes)
+
+
+def rescored(some: Batch, scores: Callable[[Turn], dict[str, float]]) -> Batch:
+    """The batch with other scores of each turn."""
+
+    def changed(turn: Turn) -> Turn:
+        return msgspec.structs.replace(turn, scores=scores(turn))
+
+    return msgspec.structs.replace(
+        some,
+        groups=[
+            msgspec.structs.replace(group, turns=[changed(turn) for turn in group.turns])
+            for group in some.groups
+        ],
+    )
+
+
+def table_of(some: Batch) -> TurnTable:
+    """The table of a batch, as the learner builds it."""
+    return build(some.groups, {(tree, node.id): node for tree, node in some.nodes})
 
 
 def process(model: Path, run: Path, rank: int = 4, **settings: object) -> LearnerProcess:

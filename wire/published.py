@@ -20,7 +20,7 @@ NAME = "manifest.json"
 
 
 class Memory(msgspec.Struct, frozen=True):
-    """Where the learner offers the same weights from its memory (``learner.giver``).
+    """Where the learner offers the same weights from its memory (``learner.weight_server``).
 
     store: host:port of the learner's rendezvous store. token: the secret that seals what is said
     there, known only to those who may read the run folder. host: the name of the learner's host.

@@ -1,5 +1,5 @@
 """Move weights from the learner's memory into one SGLang server, bucket by bucket, as agreed at the
-learner's rendezvous (``learner.giver``).
+learner's rendezvous (``learner.weight_server``).
 
 SGLang takes handles of shared memory as a pickle that SGLang made. The pickle goes from the learner
 to the server, and Coppice never reads it. An answer that is not sealed with the run's token is

@@ -3,10 +3,9 @@ to the near ones.
 
 Three backends give equal results up to rounding. dense uses one additive mask and is the reference.
 cascade (CPU) cuts the trie into causal blocks (queries: a subtree, keys: its trunk); each block is
-one flash call, log-sum-exp merges the blocks, and no mask of the whole forest is built. flex (CUDA)
-is FlexAttention with a block mask; lengths are filled up to buckets, so that it compiles once per
-bucket. A layout is an argument that the model passes to each layer, so that recomputation under
-gradient checkpointing sees the tree of its own forward.
+one flash call, and log-sum-exp merges the blocks. flex (CUDA) is FlexAttention with a block mask;
+lengths are filled up to buckets, so that it compiles once per bucket. The model passes the layout
+to each layer, so that recomputation under gradient checkpointing sees the tree of its own forward.
 """
 
 import functools
@@ -23,7 +22,8 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from coppice.learner.forest.trees import Forest, filled
 
-Backend = Literal["auto", "dense", "cascade", "flex"]
+Backend = Literal["auto", "dense", "cascade", "flex", "causal"]
+"""How a forest is attended. "causal": the model's own attention, for a forest of one path."""
 NAME = "coppice_tree"
 """The name under which models find this attention."""
 
@@ -63,7 +63,8 @@ def blocks(forest: Forest, small: int) -> list[Block]:
             last = int(end[k])
             while last < size and end[last] - k <= small:
                 last = int(end[last])
-            cascade.append(Block(k, last, last, not _chain(end, k, last)))
+            # causal attention is enough for one path without branches
+            cascade.append(Block(k, last, last, bool((end[k:last] != last).any())))
         else:
             last = k + 1
             while last < end[k] and end[last] == end[k]:
@@ -71,11 +72,6 @@ def blocks(forest: Forest, small: int) -> list[Block]:
             cascade.append(Block(k, last, int(end[k]), False))
         k = last
     return cascade
-
-
-def _chain(end: np.ndarray, start: int, stop: int) -> bool:
-    """True if [start, stop) is one path without branches, for which causal attention is enough."""
-    return bool((end[start:stop] == stop).all())
 
 
 class Layout:
@@ -106,34 +102,33 @@ class Layout:
     def dense_mask(self, window: int | None, dtype: torch.dtype) -> torch.Tensor:
         """Return the additive mask [1, 1, nodes, nodes]. A sliding window compares depths, not
         indices."""
-        return self._once(
-            ("dense", window, dtype),
-            lambda: _additive(self._allowed(0, len(self.forest.end), window), dtype)[None, None],
-        )
+        key, size = ("dense", window, dtype), len(self.forest.end)
+        return self._once(key, lambda: self._additive(0, size, window, dtype)[None, None])
 
     def block_masks(self, dtype: torch.dtype) -> list[torch.Tensor | None]:
         """Return the additive mask [queries, keys] of each block of the cascade, None for causal
         blocks."""
-        return self._once(
-            ("blocks", dtype),
-            lambda: [
-                _additive(self._allowed(b.start, b.end, None), dtype) if b.masked else None
-                for b in self.blocks
-            ],
-        )
+
+        def mask(block: Block) -> torch.Tensor | None:
+            return self._additive(block.start, block.end, None, dtype) if block.masked else None
+
+        return self._once(("blocks", dtype), lambda: [mask(block) for block in self.blocks])
 
     def flex_mask(self, window: int | None) -> Any:
         """Return the BlockMask of FlexAttention."""
         return self._once(("flex", window), lambda: _flex_mask(self.forest, window, self.device))
 
-    def _allowed(self, start: int, end: int, window: int | None) -> torch.Tensor:
+    def _additive(
+        self, start: int, end: int, window: int | None, dtype: torch.dtype
+    ) -> torch.Tensor:
         index = torch.arange(start, end, device=self.device)
         stop = torch.as_tensor(self.forest.end[start:end], device=self.device)
         allowed = (index[None, :] <= index[:, None]) & (index[:, None] < stop[None, :])
         if window is not None:
             depth = torch.as_tensor(self.forest.depth[start:end], device=self.device)
             allowed &= depth[:, None] - depth[None, :] < window
-        return allowed
+        zeros = torch.zeros(allowed.shape, dtype=dtype, device=self.device)
+        return zeros.masked_fill_(~allowed, float("-inf"))
 
     def _once(self, key: Any, make: Callable[[], Any]) -> Any:
         if key not in self._masks:
@@ -141,39 +136,23 @@ class Layout:
         return self._masks[key]
 
 
-def _additive(allowed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill_(
-        ~allowed, float("-inf")
-    )
-
-
 class Cascade(torch.autograd.Function):
     """(query, key, value [1, heads, nodes, width], layout, scale) -> output of the same shape."""
 
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        layout: Layout,
-        scale: float,
-    ) -> torch.Tensor:
-        output = torch.zeros(
-            query.shape, dtype=torch.float64 if query.dtype == torch.float64 else torch.float32
-        )
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+        layout: Layout, scale: float,
+    ) -> torch.Tensor:  # fmt: skip
+        exact = torch.float64 if query.dtype == torch.float64 else torch.float32
+        output = torch.zeros(query.shape, dtype=exact)
         total, reached = query.new_full(query.shape[:3], float("-inf"), dtype=output.dtype), 0
         for block, mask in zip(layout.blocks, layout.block_masks(query.dtype), strict=True):
             q, k = slice(block.start, block.end), slice(block.start, block.keys_end)
             part, weight = _flash(
-                query[:, :, q],
-                key[:, :, k],
-                value[:, :, k],
-                0.0,
-                mask is None,
-                attn_mask=mask,
-                scale=scale,
-            )
+                query[:, :, q], key[:, :, k], value[:, :, k], 0.0, mask is None,
+                attn_mask=mask, scale=scale,
+            )  # fmt: skip
             fresh, reached = block.start >= reached, max(reached, block.end)
             # none of these queries has met keys before, so there is nothing to merge with
             if fresh:
@@ -196,8 +175,8 @@ class Cascade(torch.autograd.Function):
         for block, mask in zip(ctx.layout.blocks, ctx.layout.block_masks(query.dtype), strict=True):
             q, k = slice(block.start, block.end), slice(block.start, block.keys_end)
             slopes = _flash_backward(
-                upstream[:, :, q], query[:, :, q], key[:, :, k], value[:, :, k], output[:, :, q], total[:, :, q].contiguous(),
-                0.0, mask is None, attn_mask=mask, scale=ctx.scale,
+                upstream[:, :, q], query[:, :, q], key[:, :, k], value[:, :, k], output[:, :, q],
+                total[:, :, q].contiguous(), 0.0, mask is None, attn_mask=mask, scale=ctx.scale,
             )  # fmt: skip
             for whole, part, place in zip(sums, slopes, (q, k, k), strict=True):
                 whole[:, :, place] += part
@@ -211,10 +190,9 @@ def _compiled_flex() -> Any:
     # Beyond its limit of compilations, torch would silently run the unfused version, whose backward
     # is unreliable. So both limits are raised above the small number of buckets, and with fullgraph
     # torch raises an error if a limit is exceeded nevertheless.
-    torch._dynamo.config.recompile_limit = max(256, torch._dynamo.config.recompile_limit)
-    torch._dynamo.config.accumulated_recompile_limit = max(
-        1024, torch._dynamo.config.accumulated_recompile_limit
-    )
+    limits = torch._dynamo.config
+    limits.recompile_limit = max(256, limits.recompile_limit)
+    limits.accumulated_recompile_limit = max(1024, limits.accumulated_recompile_limit)
     return torch.compile(flex_attention, dynamic=False, fullgraph=True)
 
 
@@ -236,10 +214,8 @@ def ancestor_rule(
 def _flex_mask(forest: Forest, window: int | None, device: torch.device | str) -> Any:
     from torch.nn.attention.flex_attention import create_block_mask
 
-    size = len(forest.end)
-    return create_block_mask(
-        ancestor_rule(forest, window, device), None, None, size, size, device=str(device)
-    )
+    rule, size = ancestor_rule(forest, window, device), len(forest.end)
+    return create_block_mask(rule, None, None, size, size, device=str(device))
 
 
 def tree_attention(
@@ -268,16 +244,9 @@ def tree_attention(
                 f"{type(module).__name__} does not pass its caller's arguments on: it cannot train on trees"
             )
         return sdpa_attention_forward(
-            module,
-            query,
-            key,
-            value,
-            attention_mask,
-            dropout,
-            scaling,
-            sliding_window=sliding_window,
-            **_,
-        )
+            module, query, key, value, attention_mask, dropout, scaling,
+            sliding_window=sliding_window, **_,
+        )  # fmt: skip
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     window = layout.window(sliding_window)
     key, value = key.to(query.dtype), value.to(query.dtype)

@@ -2,19 +2,15 @@
 all targets.
 
 log p = logit[target] - logsumexp(logits) is computed over one block of the vocabulary after
-another. The logits of a block stay in the cache, and a running peak and total (the online
-logsumexp) join the blocks. The same pass computes the gradient of each log-probability with respect
-to its hidden state, W[target] - softmax @ W, so a frozen head (LoRA) recomputes nothing in
-backward. A trained head needs the probabilities once more, for softmax^T @ hidden. Recomputing them
-would be a fourth matrix product, where full logits need three, so some blocks are kept from the
-forward (``KEPT_SHARE``, ``KEPT_BYTES``).
+another, which stays in the cache; a running peak and total (the online logsumexp) join the blocks.
+The same pass computes the gradient of each log-probability with respect to its hidden state,
+W[target] - softmax @ W, so a frozen head (LoRA) recomputes nothing in backward. A trained head
+needs the probabilities once more, for softmax^T @ hidden, so some blocks are kept from the forward
+(``KEPT_SHARE``, ``KEPT_BYTES``).
 
 Scores are in units of log 2, because exp2 takes half the time of exp on the CPU. Everything but the
-products is float32.
-
-Where top-p or top-k cut the distribution that was sampled from, the tokens that they did not leave
-get the score ``LOWEST`` in each block, so values and gradients are those of the softmax over the
-rest. No mask of the vocabulary is held: only the scores of the rest are copied.
+products is float32. Where top-p or top-k cut the distribution that was sampled from, the tokens
+that they did not leave get the score ``LOWEST``.
 """
 
 import math
@@ -30,15 +26,11 @@ from coppice.common.support import Support
 ROWS = 4096
 """The largest number of rows in one pass over the vocabulary."""
 CPU_SCORES = 1 << 22
-"""The number of logits held at a time: 16 MB in float32, which stay in a last-level cache. Smaller
-blocks gain nothing on idle cores and lose time on busy cores, because the cores wait for each other
-at every operation."""
+"""Logits held at a time: 16 MB in float32, which stay in a last-level cache."""
 DEVICE_SCORES = 1 << 25
-"""The number of logits held at a time on an accelerator: 128 MB, so that kernels are few and large.
-"""
+"""Logits held at a time on an accelerator: 128 MB, so that kernels are few and large."""
 WIDEST = 1 << 14
-"""The largest number of tokens per block, which bounds the converted copy of the block's weights.
-"""
+"""The most tokens per block, which bounds the converted copy of the block's weights."""
 KEPT_SHARE = 0.75
 """The largest share of a trained head's blocks that is kept for backward."""
 KEPT_BYTES = 1 << 30
@@ -50,19 +42,13 @@ LOWEST = -1e30
 
 
 class _Head:
-    """The hidden states and the weight of one call in the dtype of the products, block by block.
-
-    The products are in the dtype of ``hidden``, or in float32 on ``WIDE_ON``. Sums over the
-    vocabulary are float32.
-    """
+    """The hidden states and the weight of one call, block by block. Products are in the dtype of
+    ``hidden``, or in float32 on ``WIDE_ON``. Sums over the vocabulary are float32."""
 
     def __init__(
-        self,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        temperature: float,
-        support: Support | None,
-    ):
+        self, hidden: torch.Tensor, weight: torch.Tensor,
+        temperature: float, support: Support | None,
+    ):  # fmt: skip
         self.weight, self.input_dtype = weight, hidden.dtype
         self.dtype = torch.float32 if hidden.device.type in WIDE_ON else hidden.dtype
         self.wide = self.dtype == torch.float32
@@ -81,10 +67,8 @@ class _Head:
 
     def blocks(self) -> list[slice]:
         """Return slices of the vocabulary."""
-        return [
-            slice(a, min(a + self.width, len(self.weight)))
-            for a in range(0, len(self.weight), self.width)
-        ]
+        size = len(self.weight)
+        return [slice(a, min(a + self.width, size)) for a in range(0, size, self.width)]
 
     def read(self, tokens: slice | torch.Tensor) -> torch.Tensor:
         """Return the weights of some tokens [tokens, width]."""
@@ -112,29 +96,22 @@ class _Head:
         self, support: Support, part: slice
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[int]]:
         """Return the cut rows of a part, then the rows and ids of the tokens that are left there,
-        by id, and where each block's begin."""
+        by id, and where those of each block begin."""
         counts = support.counts[part]
         first = int(support.counts[: part.start].sum())
-        ids, rows = (
-            support.ids[first : first + int(counts.sum())],
-            np.repeat(np.arange(len(counts)), counts),
-        )
+        ids = support.ids[first : first + int(counts.sum())]
+        rows = np.repeat(np.arange(len(counts)), counts)
         order = np.argsort(ids, kind="stable")
-        bounds = np.searchsorted(
-            ids[order], [*(block.start for block in self.blocks()), len(self.weight)]
-        ).tolist()
+        starts = [*(block.start for block in self.blocks()), len(self.weight)]
+        bounds = np.searchsorted(ids[order], starts).tolist()
         arrays = np.flatnonzero(counts), rows[order], ids[order]
         cut, rows, ids = (torch.as_tensor(array, device=self.hidden.device) for array in arrays)
         return cut, rows, ids, bounds
 
     def add(
-        self,
-        to: torch.Tensor,
-        left: torch.Tensor,
-        right: torch.Tensor,
-        sign: int = 1,
-        keep: int = 1,
-    ) -> None:
+        self, to: torch.Tensor, left: torch.Tensor, right: torch.Tensor,
+        sign: int = 1, keep: int = 1,
+    ) -> None:  # fmt: skip
         """Set to = keep * to + sign * left @ right in place. ``to`` is float32, and its old values
         are not read if ``keep`` is 0."""
         if self.wide:
@@ -147,11 +124,8 @@ class _Head:
 
 class _Running:
     """Running sums of some rows during one pass over the blocks, each float32 [rows], ``pull``
-    [rows, width].
-
-    ``peak`` is the largest score. With odds = 2^(score - peak), ``total`` sums the odds, ``mean``
-    odds * (score - peak), ``pull`` odds * weight. The last two are None if nothing reads them.
-    """
+    [rows, width]. With odds = 2^(score - peak), ``total`` sums the odds, ``mean`` odds * (score -
+    peak), ``pull`` odds * weight. The last two are None if nothing reads them."""
 
     def __init__(self, hidden: torch.Tensor, pulled: bool, averaged: bool):
         self.peak = hidden.new_full((len(hidden),), LOWEST, dtype=torch.float32)
@@ -175,15 +149,13 @@ class _Running:
 
 class TokenLogprobs(torch.autograd.Function):
     """(hidden [rows, width], weight [vocabulary, width], targets [rows], temperature, tracked,
-    support of the rows) -> logprobs, entropy.
-
-    Both are float32 [rows]. The entropy carries no gradient. Without ``tracked`` the forward
-    prepares no backward, and the entropies are nan.
-    """
+    support of the rows) -> logprobs and entropies without gradient, float32 [rows]. Without
+    ``tracked`` the forward prepares no backward, and the entropies are nan."""
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, temperature: float, tracked: bool, support: Support | None
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor,
+        temperature: float, tracked: bool, support: Support | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         to_hidden, to_weight = (tracked and needed for needed in ctx.needs_input_grad[:2])
         head = _Head(hidden, weight, temperature, support)
@@ -193,29 +165,20 @@ class TokenLogprobs(torch.autograd.Function):
         kept: list[torch.Tensor] = []
         room = _room(head) if to_weight else 0
         for part in head.parts():
-            running, chosen = _pass(
-                head,
-                part,
-                targets[part],
-                _Running(head.hidden[part], to_hidden, tracked),
-                kept,
-                room,
-            )
-            total[part] = running.peak + running.total.log2()
+            running = _Running(head.hidden[part], to_hidden, tracked)
+            chosen = _pass(head, part, targets[part], running, kept, room)
+            log_total = running.total.log2()
+            total[part] = running.peak + log_total
             logprobs[part] = (chosen - total[part]) / LOG2E
-            entropy[part] = (
-                math.nan
-                if running.mean is None
-                else (running.total.log2() - running.mean / running.total) / LOG2E
-            )
+            entropy[part] = math.nan
+            if running.mean is not None:
+                entropy[part] = (log_total - running.mean / running.total) / LOG2E
             if slope is not None and running.pull is not None:
-                slope[part] = (
-                    head.read(targets[part]) - running.pull.div_(running.total[:, None])
-                ) / temperature
+                mean = running.pull.div_(running.total[:, None])
+                slope[part] = (head.read(targets[part]) - mean) / temperature
         ctx.temperature, ctx.to_weight, ctx.support = temperature, to_weight, support
-        ctx.save_for_backward(
-            slope, *((hidden, weight, targets, total, *kept) if to_weight else ())
-        )
+        again = (hidden, weight, targets, total, *kept) if to_weight else ()
+        ctx.save_for_backward(slope, *again)
         ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
@@ -227,11 +190,9 @@ class TokenLogprobs(torch.autograd.Function):
         slope, *rest = ctx.saved_tensors
         upstream = gradients[0]
         to_hidden = None if slope is None else (upstream[:, None] * slope).to(slope.dtype)
-        to_weight = (
-            _weight_gradient(upstream, ctx.temperature, ctx.support, *rest)
-            if ctx.to_weight
-            else None
-        )
+        to_weight = None
+        if ctx.to_weight:
+            to_weight = _weight_gradient(upstream, ctx.temperature, ctx.support, *rest)
         return to_hidden, to_weight, None, None, None, None
 
 
@@ -243,14 +204,10 @@ def _room(head: _Head) -> int:
 
 
 def _pass(
-    head: _Head,
-    part: slice,
-    targets: torch.Tensor,
-    running: _Running,
-    kept: list[torch.Tensor],
-    room: int,
-) -> tuple[_Running, torch.Tensor]:
-    """Go over the vocabulary. Returns the running sums and the scores of ``targets``, and appends
+    head: _Head, part: slice, targets: torch.Tensor, running: _Running,
+    kept: list[torch.Tensor], room: int,
+) -> torch.Tensor:  # fmt: skip
+    """Go over the vocabulary. Returns the scores of ``targets``, adds to ``running``, and appends
     odds and peaks to ``kept``."""
     chosen = torch.empty_like(running.peak)
     spare = torch.empty_like(head.buffer)
@@ -264,30 +221,22 @@ def _pass(
         scores = head.scores(part, block, weight)
         here = order[bounds[index] : bounds[index + 1]]
         chosen[here] = scores[here, targets[here] - block.start]
-        odds = (
-            torch.empty_like(scores)
-            if keep and head.wide
-            else spare[: scores.numel()].view_as(scores)
-        )
+        odds = spare[: scores.numel()].view_as(scores)
+        if keep and head.wide:
+            odds = torch.empty_like(scores)
         running.meet(scores, odds)
         odds = odds.to(head.dtype)
         if running.pull is not None:
             head.add(running.pull, odds, weight)
         if keep:
             kept += [odds, running.peak]
-    return running, chosen
+    return chosen
 
 
 def _weight_gradient(
-    upstream: torch.Tensor,
-    temperature: float,
-    support: Support | None,
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    targets: torch.Tensor,
-    total: torch.Tensor,
-    *kept: torch.Tensor,
-) -> torch.Tensor:
+    upstream: torch.Tensor, temperature: float, support: Support | None, hidden: torch.Tensor,
+    weight: torch.Tensor, targets: torch.Tensor, total: torch.Tensor, *kept: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
     """Return the sum over the rows of upstream * (one_hot(target) - softmax) * hidden [vocabulary,
     width]."""
     head = _Head(hidden, weight, temperature, support)
@@ -300,22 +249,18 @@ def _weight_gradient(
         for block in head.blocks():
             odds, peak = next(remembered, None), next(remembered, total[part])
             if odds is None:
-                odds = (
-                    head.scores(part, block, head.read(block))
-                    .sub_(peak[:, None])
-                    .exp2_()
-                    .to(head.dtype)
-                )
+                scores = head.scores(part, block, head.read(block))
+                odds = scores.sub_(peak[:, None]).exp2_().to(head.dtype)
             pull = (factor[part] * (peak - total[part]).exp2())[:, None] * head.hidden[part]
-            head.add(
-                gradient[block], odds.T, pull.to(head.dtype), sign=-1, keep=int(part.start > 0)
-            )
+            keep = int(part.start > 0)
+            head.add(gradient[block], odds.T, pull.to(head.dtype), sign=-1, keep=keep)
     gradient.index_add_(0, targets, factor[:, None] * head.hidden)
     return gradient.to(weight.dtype)
 
 
 def token_logprobs(
-    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, temperature: float = 1.0, support: Support | None = None
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor,
+    temperature: float = 1.0, support: Support | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Return the log-probabilities [rows] of ``targets`` and the entropies [rows], which are nan
     under ``torch.no_grad``; see ``TokenLogprobs``.

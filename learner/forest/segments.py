@@ -1,9 +1,6 @@
 """The tree that the trajectories of a question form token by token, cut into segments: maximal runs
-of tokens of the same trajectories.
-
-Two trajectories share a token if everything that the policy saw before it and the token itself are
-equal, whoever sampled it. So a segment ends where trajectories part, be it at the end of a turn or
-inside one. What all trajectories of a question share belongs to its root segment.
+of tokens of the same trajectories. Two trajectories share a token if it and all that the policy saw
+before it are equal. What all trajectories of a question share belongs to its root segment.
 """
 
 import msgspec
@@ -17,8 +14,8 @@ class Segments(msgspec.Struct, frozen=True):
     """The segments of all questions of a batch, parents before children.
 
     of: int64 [tokens], the segment of each token of the table. parent: int64 [segments], -1 for the
-    root of a question. leaves: int64 [segments], the number of trajectories below. paths: for each
-    trajectory, its segments from the root to its leaf.
+    root of a question. leaves: int64 [segments], the number of trajectories below. paths: the
+    segments of each trajectory from the root to its leaf.
     """
 
     of: np.ndarray
@@ -27,17 +24,12 @@ class Segments(msgspec.Struct, frozen=True):
     paths: list[np.ndarray]
 
     def mean(self, values: np.ndarray, weights: np.ndarray | None = None) -> np.ndarray:
-        """Return the weighted mean of ``values`` [trajectories] over the trajectories of each
-        segment [segments]."""
+        """Return the weighted mean of ``values`` [trajectories] in each segment [segments]."""
         weights = np.ones(len(values)) if weights is None else weights
-        of, owner = (
-            np.concatenate(self.paths),
-            np.repeat(np.arange(len(values)), [len(path) for path in self.paths]),
-        )
-        total, weight = (
-            np.bincount(of, x[owner], len(self.parent)) for x in (values * weights, weights)
-        )
-        return total / weight
+        of = np.concatenate(self.paths)
+        owner = np.repeat(np.arange(len(values)), [len(path) for path in self.paths])
+        total = np.bincount(of, (values * weights)[owner], len(self.parent))
+        return total / np.bincount(of, weights[owner], len(self.parent))
 
     def first(self) -> np.ndarray:
         """Return the first trajectory through each segment, int64 [segments]."""
@@ -52,11 +44,11 @@ class Segments(msgspec.Struct, frozen=True):
 
 
 def segments(table: TurnTable) -> Segments:
-    """Return the segments of a table. Raises ValueError if the table was made without the tokens of
+    """Return the segments of a table. Raises ValueError if the table was made without the paths of
     its turns."""
-    if len(table.actions) != len(table):
+    if len(table.paths) != len(table):
         raise ValueError(
-            "this scheme compares tokens: expected a table with actions, as learner.table.build makes it"
+            "this scheme compares tokens: expected a table with paths, as learner.table.build makes it"
         )
     trajectories, seen = table.trajectories(), dict[bytes, int]()
     ends, paths, places = np.cumsum(table.tokens).tolist(), list[Path](), list[np.ndarray]()
@@ -65,12 +57,10 @@ def segments(table: TurnTable) -> Segments:
         # no prefix.
         pieces, where = [np.array([int(tree)])], [np.array([-1])]
         for row in rows:
-            prompt = seen.setdefault(table.actions[row].prefix.tobytes(), len(seen))
-            pieces += [np.array([prompt]), table.actions[row].action.astype(np.int64)]
-            where += [
-                np.array([-1]),
-                np.arange(ends[row] - len(table.actions[row].action), ends[row]),
-            ]
+            prefix, action = np.split(np.asarray(table.paths[row].tokens), [table.paths[row].start])
+            prompt = seen.setdefault(prefix.tobytes(), len(seen))
+            pieces += [np.array([prompt]), action]
+            where += [np.array([-1]), np.arange(ends[row] - len(action), ends[row])]
         paths.append(Path(np.concatenate(pieces), 1))
         places.append(np.concatenate(where))
     spines = Trie(paths).spines
@@ -78,10 +68,9 @@ def segments(table: TurnTable) -> Segments:
     # A node's trajectories are some of its parent's, so equal counts along a path are equal sets. A
     # segment is named by its first node.
     heads = [np.append(True, np.diff(count[spine]) != 0) for spine in spines]
-    names = np.unique(
-        np.concatenate([spine[head] for spine, head in zip(spines, heads, strict=True)])
-    )
-    own = [np.searchsorted(names, spine[head]) for spine, head in zip(spines, heads, strict=True)]
+    firsts = [spine[head] for spine, head in zip(spines, heads, strict=True)]
+    names = np.unique(np.concatenate(firsts))
+    own = [np.searchsorted(names, first) for first in firsts]
     of, parent = np.zeros(int(table.tokens.sum()), np.int64), np.full(len(names), -1)
     for path, head, place in zip(own, heads, places, strict=True):
         of[place[place >= 0]] = path[np.cumsum(head) - 1][place >= 0]

@@ -1,10 +1,7 @@
 """The self-check of a run's first batch compares log-probabilities and gradients of the packed
-forest with those of plain paths.
-
-The first check computes both in float32, whatever number type the run uses. Rounding is then far
-below any fault of packing, and the largest difference is bounded. A bfloat16 run is also checked
-with its own kernels. Neither forest nor plain path is exact there, so the forest's distance from
-the float32 path may be at most a few times the plain path's distance.
+forest with those of plain paths, first in float32, where rounding is far below any fault of
+packing. A bfloat16 run is also checked with its own kernels: there the forest's distance from the
+float32 path may be at most a few times the plain path's distance.
 """
 
 import contextlib
@@ -15,7 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from coppice.learner.forest.trees import SHARE_FROM, Path, cuts, micro_batches, pack
+from coppice.learner.forest.trees import SHARE_FROM, Path, alone, cuts, micro_batches, pack
 from coppice.learner.model.model import Policy
 
 LOGPROB_BOUND, GRADIENT_BOUND = 1e-3, 1e-2
@@ -40,12 +37,8 @@ class PackingError(RuntimeError):
 
 
 def check(policy: Policy, paths: Sequence[Path]) -> bool:
-    """Compare ``paths`` read as one forest with some of them read alone. Raises PackingError if
-    they disagree.
-
-    Returns False if the paths share nothing, so that nothing was checked. The result is the same on
-    every rank; sharded ranks make equally many forwards and fail together. No gradient remains
-    afterwards.
+    """Compare ``paths`` read as one forest with some of them read alone. Raises PackingError, on
+    every rank, if they disagree. Returns False if they share nothing, so that nothing was checked.
     """
     if pack(paths).token_ratio < SHARE_FROM:
         return False
@@ -71,13 +64,10 @@ def check(policy: Policy, paths: Sequence[Path]) -> bool:
         sums = [float(gap.abs().sum()) for gap in (plain[0], packed)] + [float(len(expected))]
         noise, error, count = policy.ranks.add(torch.tensor(sums, dtype=torch.float64)).tolist()
         name = str(policy.compute).removeprefix("torch.")
-        _refuse(
-            error / count,
-            NOISE_BOUND * max(noise / count, LOGPROB_NOISE),
-            "log-probabilities (mean)",
-            name,
-        )
-        _refuse(far, NOISE_BOUND * max(plain[1], GRADIENT_NOISE), "gradients (relative)", name)
+        bounds = [NOISE_BOUND * max(noise / count, LOGPROB_NOISE)]
+        bounds += [NOISE_BOUND * max(plain[1], GRADIENT_NOISE)]
+        _refuse(error / count, bounds[0], "log-probabilities (mean)", name)
+        _refuse(far, bounds[1], "gradients (relative)", name)
     return True
 
 
@@ -93,11 +83,11 @@ class Wide(TorchFunctionMode):
 def _plain(
     policy: Policy, paths: Sequence[Path], sample: list[int], compute: torch.dtype
 ) -> torch.Tensor:
-    """Return the log-probabilities of the sampled paths, each read alone. The parameters then hold
-    the gradient of their sum."""
+    """Return the log-probabilities of the sampled paths, each read alone; the gradients of their
+    sum remain."""
     logprobs = []
     for i in sample:
-        logprobs.append(policy.read(policy.plain_row(paths[i]), compute=compute)[0])
+        logprobs.append(policy.read(alone(paths[i]), compute=compute, attention="causal")[0])
         logprobs[-1].sum().backward()
     return torch.cat(logprobs).detach()
 
@@ -105,12 +95,10 @@ def _plain(
 def _packed(
     policy: Policy, paths: Sequence[Path], sample: list[int], compute: torch.dtype, attention: Any
 ) -> torch.Tensor:
-    """Return the same log-probabilities, read in the forest of all paths. The parameters then hold
-    the gradient of their sum."""
-    logprobs = policy.read(policy.row(pack(paths, share=None), attention), compute=compute)[
-        0
-    ].split([len(p.tokens) - p.start for p in paths])
-    chosen = torch.cat([logprobs[i] for i in sample])
+    """Return the same log-probabilities, read in the forest of all paths."""
+    logprobs = policy.read(pack(paths, share=None), compute=compute, attention=attention)[0]
+    of_path = logprobs.split([len(path.tokens) - path.start for path in paths])
+    chosen = torch.cat([of_path[i] for i in sample])
     chosen.sum().backward()
     return chosen.detach()
 
@@ -129,9 +117,8 @@ def _gradient(policy: Policy) -> list[torch.Tensor]:
 def _distance(policy: Policy, slope: list[torch.Tensor]) -> float:
     """Return the distance of the gradients from ``slope``, relative to the norm of ``slope``, over
     all ranks. Removes the gradients."""
-    squares = sum(
-        float(((a - b) ** 2).sum()) for a, b in zip(_gradient(policy), slope, strict=True)
-    )
+    gaps = zip(_gradient(policy), slope, strict=True)
+    squares = sum(float(((a - b) ** 2).sum()) for a, b in gaps)
     scale = sum(float((b**2).sum()) for b in slope)
     squares, scale = policy.ranks.add(torch.tensor([squares, scale], dtype=torch.float64)).tolist()
     return (squares / max(scale, 1e-12)) ** 0.5

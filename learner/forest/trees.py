@@ -1,16 +1,12 @@
-"""Tree packing: the turns of an update arrive as nodes of many trees and become one forest, which
+"""Tree packing: the turns of an update arrive as paths of many trees and become one forest, which
 holds each shared prefix once.
 
 Layout: depth-first pre-order of the token trie; position = depth; ``end[k]`` is the exclusive end
 of k's subtree, so k is an ancestor-or-self of q iff k <= q < end[k]. A token attends to its
 ancestors (learner/forest/attention.py). The result equals path-by-path training up to rounding, because a
-hidden state depends only on its ancestors. Targets stay per path: a branch's first token reads its
-parent's last logits.
-
-The trie is computed from the complete token paths, not from the nodes and their parents. Equal
-prefixes of different trees (a common instruction) are therefore shared too, and only token ids
-decide what is shared. Each update builds one ``Trie``, and every pass of every model cuts its
-micro-batches from this trie.
+hidden state depends only on its ancestors. Only token ids decide what is shared, so equal prefixes
+of different trees (a common instruction) are shared too. A branch's first token reads its parent's
+last logits.
 """
 
 import itertools
@@ -21,28 +17,31 @@ import numpy as np
 
 from coppice.common.support import Support, joined
 
+_NONE = np.zeros(0)
+
 
 class Path(msgspec.Struct, frozen=True):
-    """One trained turn: all tokens up to its end, and the index at which its action starts.
+    """All tokens up to the end of one action, and the index ``start`` at which the action begins.
 
     pictures: the PNG bytes of (at least) the pictures among its tokens, by number
     (``common.vision``). support: what top-p and top-k left to sample each action token from, None for
-    the whole vocabulary.
+    the whole vocabulary. logprobs, versions, sampled: how each action token was sampled [action
+    tokens]; empty for a path that is only read.
     """
 
     tokens: Sequence[int] | np.ndarray
     start: int
     pictures: Mapping[int, bytes] = {}
     support: Support | None = None
+    logprobs: np.ndarray = _NONE
+    versions: np.ndarray = _NONE
+    sampled: np.ndarray = _NONE
 
 
 class Forest(msgspec.Struct, frozen=True):
     """Packed paths. tokens, depth, end: int64 [nodes]. read[i]: the node whose hidden state
-    predicts target[i], in the order of the paths.
-
-    path_tokens: the tokens of all paths. nodes: the number of packed tokens, without the filler
-    nodes of ``filled``. pictures: as in ``Path``. support: that of all targets.
-    """
+    predicts target[i], in the order of the paths. path_tokens: the tokens of all paths. nodes: the
+    packed tokens, without the filler nodes of ``filled``. pictures, support: as in ``Path``."""
 
     tokens: np.ndarray
     depth: np.ndarray
@@ -66,12 +65,11 @@ trunks cost more than the saved tokens."""
 
 
 class Trie:
-    """The token trie of all paths of an update. Sorted paths visit the trie depth first, so a
-    subtree is one slice of the nodes.
+    """The token trie of all paths of an update, from which every pass cuts its micro-batches
+    without comparing tokens again. Sorted paths visit the trie depth first, so a subtree is one
+    slice of the nodes.
 
-    ``forest`` packs some of the paths, and ``cuts`` says where they may be cut into micro-batches.
-    Neither compares tokens again. Example: ``Trie([Path([1, 2, 3], 1), Path([1, 2, 4], 1)])`` has
-    four nodes, 1, 2, 3 and 4, because both paths share 1 and 2.
+    Example: ``Trie([Path([1, 2, 3], 1), Path([1, 2, 4], 1)])`` has four nodes, 1, 2, 3 and 4.
     """
 
     def __init__(self, paths: Sequence[Path]):
@@ -117,18 +115,14 @@ class Trie:
             end, own = np.searchsorted(kept, self.end[kept]), np.searchsorted(kept, nodes)
         else:
             kept, end, own = nodes, np.repeat(np.cumsum(lengths), lengths), np.arange(len(nodes))
-        read = [
-            one[self.starts[i] - 1 : -1] for i, one in zip(rows, _split(own, lengths), strict=True)
-        ]
-        target = [
-            self.tokens[spine[self.starts[i] :]] for i, spine in zip(rows, spines, strict=True)
-        ]
-        tokens, depth = self.tokens[kept], self.depth[kept]
+        starts, owned = [self.starts[i] for i in rows], np.split(own, np.cumsum(lengths)[:-1])
+        read = [path[start - 1 : -1] for start, path in zip(starts, owned, strict=True)]
+        target = [self.tokens[path[start:]] for start, path in zip(starts, spines, strict=True)]
         support = joined([self.supports[i] for i in rows], list(map(len, target)))
-        read, target = np.concatenate(read), np.concatenate(target)
         return Forest(
-            tokens, depth, end, read, target, len(nodes), len(kept), self.pictures, support
-        )
+            self.tokens[kept], self.depth[kept], end, np.concatenate(read), np.concatenate(target),
+            len(nodes), len(kept), self.pictures, support,
+        )  # fmt: skip
 
     def cuts(self, rows: Sequence[int]) -> "Cuts":
         """Return the places at which the paths ``rows`` may be cut."""
@@ -136,19 +130,21 @@ class Trie:
         order = [self.order[place] for place in places]
         shared = [0] + [min(self.common[a + 1 : b + 1]) for a, b in itertools.pairwise(places)]
         length = [len(self.spines[i]) for i in order]
-        return Cuts(
-            order, length, [tokens - known for tokens, known in zip(length, shared, strict=True)]
-        )
-
-
-def _split(values: np.ndarray, lengths: Sequence[int]) -> list[np.ndarray]:
-    return np.split(values, np.cumsum(lengths)[:-1])
+        added = [tokens - before for tokens, before in zip(length, shared, strict=True)]
+        return Cuts(order, length, added)
 
 
 def pack(paths: Sequence[Path], share: bool | None = True) -> Forest:
-    """Return the forest of ``paths``. Equal tokens after equal prefixes become one node, also
-    across trees. share: see ``Trie.forest``."""
+    """Return the forest of ``paths``. share: see ``Trie.forest``."""
     return Trie(paths).forest(range(len(paths)), share)
+
+
+def alone(path: Path) -> Forest:
+    """Return one path as a forest, for the model's own causal attention."""
+    tokens, n = np.asarray(path.tokens, np.int64), len(path.tokens)
+    read, target = np.arange(path.start - 1, n - 1), tokens[path.start :]
+    depth, end = np.arange(n), np.full(n, n)
+    return Forest(tokens, depth, end, read, target, n, n, path.pictures, path.support)
 
 
 def filled(forest: Forest, bucket: int) -> Forest:
@@ -166,12 +162,8 @@ def filled(forest: Forest, bucket: int) -> Forest:
 
 
 class Cuts(msgspec.Struct, frozen=True):
-    """Where a batch may be cut. order: indices of the paths, sorted so that neighbours share the
-    longest prefixes.
-
-    length: the tokens of each path in this order. added: the tokens of each path that its left
-    neighbour does not share.
-    """
+    """Where a batch may be cut. order: the paths, sorted so that neighbours share the longest
+    prefixes. length: the tokens of each. added: those that its left neighbour does not share."""
 
     order: list[int]
     length: list[int]
@@ -184,14 +176,13 @@ class Cuts(msgspec.Struct, frozen=True):
 
 
 def cuts(paths: Sequence[Path]) -> Cuts:
-    """Return the places at which ``paths`` may be cut."""
+    """Return where ``paths`` may be cut."""
     return Trie(paths).cuts(range(len(paths)))
 
 
 def micro_batches(where: Cuts, budget: int) -> tuple[list[list[int]], list[int]]:
     """Cut the paths into forests of at most ``budget`` packed tokens (a longer path is a forest of
-    its own). Returns the path indices and the size of each forest. A trunk that is cut is repeated
-    on both sides of the cut."""
+    its own). Returns the path indices and the size of each forest."""
     batches: list[list[int]] = []
     sizes: list[int] = []
     for index, length, added in zip(where.order, where.length, where.added, strict=True):
@@ -210,15 +201,15 @@ larger one repeats fewer trunks."""
 
 
 def balanced(where: Cuts, budget: int, ranks: int) -> tuple[list[list[int]], list[int]]:
-    """Cut the paths into micro-batches of at most ``budget`` packed tokens, as ``micro_batches``
-    does. The cut with the smallest load of the busiest rank wins."""
+    """Cut the paths as ``micro_batches`` does. The cut with the smallest load of the busiest rank
+    wins."""
+
+    def cost(cut: tuple[list[list[int]], list[int]]) -> tuple[int, int]:
+        sizes = cut[1]
+        return max(sum(sizes[i] for i in mine) for mine in share(sizes, ranks)), sum(sizes)
+
     fair = max(1, -(-where.whole // ranks))
-    tried = [micro_batches(where, min(budget, int(fair * slack))) for slack in SLACK]
-    return min(tried, key=lambda cut: (_busiest(cut[1], ranks), sum(cut[1])))
-
-
-def _busiest(sizes: list[int], ranks: int) -> int:
-    return max(sum(sizes[i] for i in mine) for mine in share(sizes, ranks))
+    return min((micro_batches(where, min(budget, int(fair * slack))) for slack in SLACK), key=cost)
 
 
 def share(sizes: Sequence[int], ranks: int) -> list[list[int]]:

@@ -1,13 +1,12 @@
 """A checkpoint is a folder with the weights and optimizer state of every model that trains, the
 learner's random states, what the watch and the adaptive KL remember, and the frontier: which
-version trained which groups. The folder appears complete or not at all.
+version trained which groups.
 
-Exactly-once training depends on checkpoints: a group is trained if and only if the frontier of the
-resumed checkpoint holds it. Every file is on the disk before the folder has its name, and its
-digest is in SHA256SUMS. The checkpoint before is removed only when the new one was read back. A
-damaged checkpoint is set aside and the one before is restored; the journal then sends the groups
-that it lacks again. Any number of ranks, sharded or not, can read a checkpoint that any other
-number has written.
+Exactly-once training depends on it: a group is trained if and only if the frontier of the resumed
+checkpoint holds it. Every file is on the disk before the folder has its name, and its digest is in
+SHA256SUMS. The checkpoint before is removed only when the new one was read back. A damaged one is
+set aside and the one before is restored; the journal then sends the groups that it lacks again. Any
+number of ranks, sharded or not, can read what any other number has written.
 """
 
 import logging
@@ -29,20 +28,16 @@ from coppice.wire import digest
 log = logging.getLogger("learner.checkpoint")
 
 ASIDE = ".damaged"
-"""The end of the name of a checkpoint that could not be read. Nothing reads it again; it is kept
-for inspection."""
+"""The end of the name of a checkpoint that could not be read; it is kept for inspection."""
 
 
 class State(frontier.Frontier, frozen=True):
     """The frontier and what the trainer remembers. prm_updates: steps that the implicit reward
-    model made. kl_factor: the adaptive factor of the KL's weights. watch: what the watch compares
-    with. proven: whether the folder has digests; checkpoints of earlier releases have none.
-    """
+    model made. kl_factor: the adaptive factor of the KL's weights. watch: what it compares with."""
 
     prm_updates: int = 0
     kl_factor: float = 1.0
     watch: WatchState = WatchState()
-    proven: bool = False
 
 
 class CheckpointError(OSError):
@@ -88,7 +83,7 @@ def save(
             _finish(trainer, draft, folder, trained, records or {})
 
     def prove() -> None:
-        _verify(folder, ranks if ranks.sharded else None)
+        _verify(folder, ranks.rank, ranks.count if ranks.sharded else 1)
 
     for step in (begin, write, finish, prove):
         error = _attempt(step, folder, ranks, ranks.sharded)
@@ -136,15 +131,8 @@ def _finish(
     records: dict[int, dict[str, float]],
 ) -> None:
     prm = trainer.prm.updates if trainer.prm is not None else 0
-    state = State(
-        trainer.version,
-        frontier.runs(trained),
-        records,
-        prm,
-        trainer.kl_factor,
-        trainer.watch.state(),
-        proven=True,
-    )
+    watch = trainer.watch.state()
+    state = State(trainer.version, frontier.runs(trained), records, prm, trainer.kl_factor, watch)
     (draft / frontier.FILE).write_bytes(msgspec.json.encode(state))
     digests = {frontier.FILE: digest.file(draft / frontier.FILE)}
     for own in sorted(draft.glob("sums-?????")):
@@ -154,12 +142,11 @@ def _finish(
     atomic.finish(draft, folder, durable=True)
 
 
-def _verify(folder: Path, ranks: Ranks | None = None) -> None:
-    """Compare the files with their digests; with ``ranks``, each reads its share. Raises
-    DamagedError that names the first that differs."""
+def _verify(folder: Path, rank: int, count: int) -> None:
+    """Compare this rank's share of the files with their digests. Raises DamagedError that names the
+    first that differs."""
     try:
-        digests = sorted(digest.sums(folder).items())
-        for name, expected in digests if ranks is None else digests[ranks.rank :: ranks.count]:
+        for name, expected in sorted(digest.sums(folder).items())[rank % count :: count]:
             if digest.file(folder / name) != expected:
                 raise ValueError(
                     f"{name} is not what was written: its digest differs from {digest.SUMS}"
@@ -168,10 +155,10 @@ def _verify(folder: Path, ranks: Ranks | None = None) -> None:
         raise DamagedError(f"checkpoint {folder} is damaged: {error}") from error
 
 
-def _set_aside(folder: Path) -> Path:
+def _set_aside(folder: Path) -> None:
     aside = folder.with_name(folder.name + ASIDE)
     shutil.rmtree(aside, ignore_errors=True)  # an earlier one of the same version
-    return folder.rename(aside)
+    folder.rename(aside)
 
 
 def newest(run: Path) -> Path | None:
@@ -187,7 +174,7 @@ def restore_newest(trainer: Trainer, run: Path) -> tuple[State, list[str]]:
     damaged: list[tuple[Path, str]] = []
     for folder in sorted((run / "checkpoints").glob("v??????"), reverse=True):
         try:
-            state = restore_together(trainer, folder)
+            state = restore(trainer, folder)
         except DamagedError as error:
             damaged.append((folder, str(error)))
             continue
@@ -209,46 +196,31 @@ def restore_newest(trainer: Trainer, run: Path) -> tuple[State, list[str]]:
     return State(), []
 
 
-def restore_together(trainer: Trainer, folder: Path) -> State:
-    """Like ``restore`` on every rank, but no rank loads a file before every rank has proven its
-    share of them. If one rank fails, all ranks raise CheckpointError."""
+def restore(trainer: Trainer, folder: Path) -> State:
+    """Load a checkpoint into ``trainer`` and return its state. Every rank must call this; none
+    loads a file before each has proven its share of them. Raises DamagedError, or CheckpointError
+    if the checkpoint belongs to another model, on all ranks."""
     states: list[State] = []
     for step in (
         lambda: states.append(_proven(trainer, folder)),
         lambda: _load(trainer, folder, states[0]),
     ):
         error = _attempt(step, folder, trainer.ranks, trainer.ranks.count > 1)
+        if isinstance(error, CheckpointError):
+            raise error
         if error is not None:
-            raise (
-                error
-                if isinstance(error, CheckpointError)
-                else CheckpointError(f"checkpoint {folder}: {error}")
-            )
+            raise CheckpointError(f"checkpoint {folder}: {error}") from error
     return states[0]
-
-
-def restore(trainer: Trainer, folder: Path) -> State:
-    """Load a checkpoint into ``trainer`` and return its state. Raises DamagedError, or
-    CheckpointError if it belongs to another model.
-
-    Every rank compares its share of the files with their digests, so only ``restore_together``
-    tells of all damage.
-    """
-    state = _proven(trainer, folder)
-    _load(trainer, folder, state)
-    return state
 
 
 def _proven(trainer: Trainer, folder: Path) -> State:
     """Return the state of a checkpoint, after comparing this rank's share of the files with their
-    digests. Raises DamagedError."""
+    digests."""
+    _verify(folder, trainer.ranks.rank, trainer.ranks.count)
     try:
-        state = msgspec.json.decode((folder / frontier.FILE).read_bytes(), type=State)
+        return msgspec.json.decode((folder / frontier.FILE).read_bytes(), type=State)
     except (OSError, msgspec.DecodeError) as error:
         raise DamagedError(f"checkpoint {folder} is damaged: {error}") from error
-    if state.proven or (folder / digest.SUMS).exists():
-        _verify(folder, trainer.ranks)
-    return state
 
 
 def _load(trainer: Trainer, folder: Path, state: State) -> None:
@@ -258,10 +230,9 @@ def _load(trainer: Trainer, folder: Path, state: State) -> None:
     except (OSError, SafetensorError, KeyError, ValueError) as error:
         raise DamagedError(damaged.format(error)) from error
     for part, (_, stepper) in trainer.parts().items():
-        names = {
-            name.partition("/")[2] for name in stored[part].names() if name.startswith("weight/")
-        }
-        if names != set(stepper.parameters):
+        names = stored[part].names()
+        weights = {name.partition("/")[2] for name in names if name.startswith("weight/")}
+        if weights != set(stepper.parameters):
             raise CheckpointError(
                 f"checkpoint {folder} holds other parameters of the {part} than the model: were learner.lora, model or scheme"
                 " changed?"
@@ -275,10 +246,6 @@ def _load(trainer: Trainer, folder: Path, state: State) -> None:
         ) from error
     except (SafetensorError, ValueError) as error:
         raise DamagedError(damaged.format(error)) from error
-    _remember(trainer, folder, state)
-
-
-def _remember(trainer: Trainer, folder: Path, state: State) -> None:
     if trainer.prm is not None:
         trainer.prm.updates = state.prm_updates
     trainer.version, trainer.kl_factor = state.version, state.kl_factor

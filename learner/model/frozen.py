@@ -22,18 +22,12 @@ def hold(model: Any, compute: torch.dtype, ranks: Ranks) -> None:
     of replicated ranks on a CPU.
     """
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)}
-    for module in model.modules():
-        if (
-            isinstance(module, torch.nn.Linear)
-            and not module.weight.requires_grad
-            and id(module.weight) not in embeddings
-        ):
-            module.weight.data = module.weight.data.to(compute)
+    for linear in (m for m in model.modules() if isinstance(m, torch.nn.Linear)):
+        if not linear.weight.requires_grad and id(linear.weight) not in embeddings:
+            linear.weight.data = linear.weight.data.to(compute)
     one_machine = os.environ.get("LOCAL_WORLD_SIZE") == str(ranks.count)
     if ranks.count > 1 and one_machine and hasattr(os, "memfd_create"):
-        _share(
-            [parameter for parameter in model.parameters() if not parameter.requires_grad], ranks
-        )
+        _share([weight for weight in model.parameters() if not weight.requires_grad], ranks)
 
 
 def _share(weights: list[torch.nn.Parameter], ranks: Ranks) -> None:

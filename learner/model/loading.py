@@ -1,8 +1,5 @@
-"""A model folder's weights for sharded ranks: the model is made without memory, sharded, and then
-each rank reads its own rows alone.
-
-States of a parameter: hollow (on torch's meta device, which knows shapes and holds no values),
-hollow and sharded, filled.
+"""A model folder's weights for sharded ranks: the model is made hollow (on torch's meta device,
+without values), sharded, and then each rank reads its own rows alone.
 """
 
 import logging
@@ -26,26 +23,20 @@ _FLOATS = ("F64", "F32", "F16", "BF16")
 
 
 def load(folder: str, hollow: bool) -> Any:
-    """Return the model of a folder, in float32. If ``hollow``, without values where the folder
-    stores each parameter under its own name, as most do; of another folder, such as one whose
-    experts transformers joins while it loads, every rank holds a whole copy for a while."""
+    """Return the model of a folder, in float32. If ``hollow``, without values, unless the folder
+    stores a parameter under another name (experts that transformers joins while it loads): then
+    every rank holds a whole copy for a while."""
     if not hollow:
         return vision.load(folder, torch.float32, NAME)
     with init_empty_weights(include_buffers=False):
         model = vision.load(folder, torch.float32, NAME, values=False)
     model.tie_weights()  # each parameter became hollow on its own
     stored = _stored(folder)
-    strange = [
-        names[0] for weight, names in _names(model).items() if _entry(stored, names, weight) is None
-    ]
-    if not strange:
-        return model
-    log.warning(
-        "%s does not store %s as the model has it: every rank loads all weights first",
-        folder,
-        strange[0],
-    )
-    return vision.load(folder, torch.float32, NAME)
+    for weight, names in _names(model).items():
+        if _entry(stored, names, weight) is None:
+            log.warning("%s lacks %s: every rank loads all weights first", folder, names[0])
+            return vision.load(folder, torch.float32, NAME)
+    return model
 
 
 def adapt(model: Any, adapters: LoraConfig) -> Any:
@@ -82,28 +73,25 @@ def fill(tower: torch.nn.Module, folder: str, device: str) -> None:
 
 def _stored(folder: str) -> dict[str, Any]:
     """Return the file of each tensor of a model folder, by the tensor's name."""
-    files = [
-        safe_open(path, framework="pt") for path in sorted(Path(folder).glob("model*.safetensors"))
-    ]
+    paths = sorted(Path(folder).glob("model*.safetensors"))
+    files = [safe_open(path, framework="pt") for path in paths]
     return {name: file for file in files for name in file.keys()}  # noqa: SIM118
 
 
 def _entry(stored: dict[str, Any], names: list[str], weight: torch.Tensor) -> Any:
     """Return the slice of a folder that holds a parameter under one of its names, or None."""
-    slices = [stored[name].get_slice(name) for name in map(vision.stored, names) if name in stored]
-    fitting = (
-        one
-        for one in slices
-        if one.get_shape() == list(weight.shape) and one.get_dtype() in _FLOATS
-    )
-    return next(fitting, None)
+    for name in map(vision.stored, names):
+        if name in stored:
+            entry = stored[name].get_slice(name)
+            if entry.get_shape() == list(weight.shape) and entry.get_dtype() in _FLOATS:
+                return entry
+    return None
 
 
 def _plain(name: str) -> str:
     """Return the name that a tower's parameter has in the model without adapters."""
-    return (
-        name.removeprefix("model.").removeprefix("base_model.model.").replace(".base_layer.", ".")
-    )
+    name = name.removeprefix("model.").removeprefix("base_model.model.")
+    return name.replace(".base_layer.", ".")
 
 
 def _names(module: torch.nn.Module) -> dict[torch.nn.Parameter, list[str]]:

@@ -1,6 +1,7 @@
 """AdamW with its schedule. Each model of the learner (policy, critic, reward model) has its own."""
 
 import math
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -14,19 +15,12 @@ class Stepper:
     after the backward passes."""
 
     def __init__(
-        self,
-        name: str,
-        parameters: dict[str, torch.nn.Parameter],
-        config: OptimizerConfig,
+        self, name: str, parameters: dict[str, torch.nn.Parameter], config: OptimizerConfig,
         ranks: Ranks,
-    ):
+    ):  # fmt: skip
         self.name, self.parameters, self.config, self.ranks = name, parameters, config, ranks
-        self.adamw = torch.optim.AdamW(
-            list(parameters.values()),
-            lr=config.lr,
-            betas=config.betas,
-            weight_decay=config.weight_decay,
-        )
+        settings: Any = {"betas": config.betas, "weight_decay": config.weight_decay}
+        self.adamw = torch.optim.AdamW(list(parameters.values()), lr=config.lr, **settings)
 
     def rate(self, version: int) -> float:
         """Return the learning rate of the update version -> version + 1: a linear warm-up, then
@@ -37,11 +31,8 @@ class Stepper:
         if version < c.warmup_updates:
             return c.lr * (version + 1) / c.warmup_updates
         done = min(1.0, (version - c.warmup_updates) / max(1, last - c.warmup_updates))
-        left = {
-            "constant": 1.0,
-            "linear": 1 - done,
-            "cosine": 0.5 * (1 + math.cos(math.pi * done)),
-        }[c.schedule]
+        cosine = 0.5 * (1 + math.cos(math.pi * done))
+        left = {"constant": 1.0, "linear": 1 - done, "cosine": cosine}[c.schedule]
         return c.lr * (c.min_ratio + (1 - c.min_ratio) * left)
 
     def local_square(self) -> float:
@@ -50,12 +41,8 @@ class Stepper:
         square, so that the sum over the ranks is that of the gradient."""
         held = [p.grad for p in self.parameters.values() if p.grad is not None]
         local = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in held]
-        return (
-            float(torch.stack([grad.float().square().sum() for grad in local]).sum())
-            / self.ranks.copies
-            if local
-            else 0.0
-        )
+        squares = sum((grad.float().square().sum() for grad in local), torch.zeros(()))
+        return float(squares) / self.ranks.copies
 
     def step(self, version: int) -> float:
         """Make one step on the accumulated gradients. Returns their norm before clipping; raises

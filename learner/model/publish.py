@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 from coppice.common import vision
 from coppice.common.atomic import drafted, write_whole
 from coppice.common.frontier import runs
-from coppice.learner.model.giver import Giver, Snapshot
 from coppice.learner.model.model import Policy
+from coppice.learner.weight_server import Snapshot, WeightServer
 from coppice.wire import digest
 from coppice.wire.published import FILES, Manifest
 
@@ -37,33 +37,41 @@ def publish(
     run: Path,
     keep: int,
     whole: dict[str, torch.Tensor] | None = None,
-    giver: Giver | None = None,
+    server: WeightServer | None = None,
     file: bool = True,
     trained: dict[int, int] | None = None,
 ) -> Published:
     """Write ``RUN/weights/vNNNNNN`` with adapters in the PEFT format, or with all weights. Only the
     ``keep`` newest folders stay.
 
-    whole: the complete parameters, if sharded ranks have gathered them. giver: also gives all
-    weights out of memory. file: if False and there is a giver, the folder says only where the
+    whole: the complete parameters, if sharded ranks have gathered them. server: also serves all
+    weights from memory. file: if False and there is a server, the folder says only where the
     weights are. Adapters are always written to a file. trained: see ``announce``.
     """
     folder = run / "weights" / f"v{version:06d}"
     with drafted(folder, replace=True, alone=True) as draft:
         if policy.lora:
-            manifest = Manifest(
-                version, "lora", _write_adapter(policy, whole or policy.gathered(), draft)
-            )
+            proof = _write_adapter(policy, whole or policy.gathered(), draft)
+            manifest = Manifest(version, "lora", proof)
         else:
-            tensors = (whole or _parameters(policy, giver is not None)).items()
-            tensors = {vision.stored(n): p.to(policy.compute) for n, p in tensors}
-            proof = _write_full(tensors, draft) if file or giver is None else fingerprint(tensors)
-            memory = (
-                giver.offer(Snapshot(version, _own(tensors, policy.device)))
-                if giver is not None
-                else None
-            )
-            manifest = Manifest(version, "full", proof, file or giver is None, memory)
+            if whole is None and server is None:
+                whole = policy.gathered()
+            parameters = policy.trained() if whole is None else whole
+            tensors = {
+                vision.stored(name): parameter.detach().to(policy.compute)
+                for name, parameter in parameters.items()
+            }
+            memory, file = None, file or server is None
+            if file:
+                proof = _write({n: t.cpu() for n, t in tensors.items()}, draft / FILES["full"])
+            else:
+                proof = fingerprint(tensors)
+            if server is not None:  # copies, because training goes on while engines read them
+                own = {
+                    name: tensor.to(policy.device, copy=True) for name, tensor in tensors.items()
+                }
+                memory = server.offer(Snapshot(version, own))
+            manifest = Manifest(version, "full", proof, file, memory)
         manifest.write(draft)
     published = Published(version, str(folder), manifest.digest)
     announce(run, published, trained)
@@ -72,32 +80,14 @@ def publish(
     return published
 
 
-def _parameters(policy: Policy, in_place: bool) -> dict[str, torch.Tensor]:
-    """Return the parameters on their device if ``in_place``, else on the CPU."""
-    return {n: p.detach() for n, p in policy.trained().items()} if in_place else policy.gathered()
-
-
-def _own(tensors: dict[str, torch.Tensor], device: str) -> dict[str, torch.Tensor]:
-    """Return copies on the learner's device, because training goes on while engines read the
-    weights."""
-    return {name: tensor.to(device, copy=True) for name, tensor in tensors.items()}
-
-
 def _write_adapter(policy: Policy, whole: dict[str, torch.Tensor], folder: Path) -> str:
     settings = policy.model.peft_config["default"].to_dict()
-    adapted = {
-        name.partition(".lora_")[0].rpartition(".")[2] for name in whole
-    }  # PEFT also names layers that it excluded
+    # PEFT also names layers that it excluded
+    adapted = {name.partition(".lora_")[0].rpartition(".")[2] for name in whole}
     settings["target_modules"] = sorted(adapted)
     (folder / "adapter_config.json").write_text(json.dumps(settings, default=str, indent=1))
-    return _write(
-        {vision.stored(n.replace(".default", "")): p for n, p in whole.items()},
-        folder / FILES["lora"],
-    )
-
-
-def _write_full(tensors: dict[str, torch.Tensor], folder: Path) -> str:
-    return _write({name: tensor.cpu() for name, tensor in tensors.items()}, folder / FILES["full"])
+    tensors = {vision.stored(n.replace(".default", "")): p for n, p in whole.items()}
+    return _write(tensors, folder / FILES["lora"])
 
 
 def _write(tensors: dict[str, torch.Tensor], path: Path) -> str:

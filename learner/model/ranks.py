@@ -1,9 +1,6 @@
-"""The communication between the ranks of one learner: only tensors, never pickled objects. The
-ranks that ``coppice launch`` starts meet at a file of the run folder; those of several machines,
-which torchrun starts, meet at MASTER_ADDR and MASTER_PORT. FSDP2 shards the parameters.
-
-With sharding, every forward and backward is a collective, so each rank must make equally many
-(learner/update/passes.py ensures this).
+"""The communication between the ranks of one learner: only tensors, never pickled objects. FSDP2
+shards the parameters. With sharding, every forward and backward is a collective, so each rank must
+make equally many (learner/update/passes.py ensures this).
 """
 
 import math
@@ -37,23 +34,17 @@ class Ranks:
         self.accelerator = Accelerator(cpu=not cuda)
         self.rank, self.count = self.accelerator.process_index, self.accelerator.num_processes
         self.device = str(self.accelerator.device)
-        self.shards = {
-            "replicate": 1,
-            "fsdp": self.count,
-            "hybrid": shard_ranks or _here(self.count),
-        }[sharding]
-        if (
-            self.count % self.shards
-            or self.largest(torch.tensor(self.shards, device=self.device)) != self.shards
-        ):
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", self.count))  # the ranks of this machine
+        hybrid = shard_ranks or here
+        self.shards = {"replicate": 1, "fsdp": self.count, "hybrid": hybrid}[sharding]
+        most = self.largest(torch.tensor(self.shards, device=self.device))
+        if self.count % self.shards or most != self.shards:
             raise ValueError(
                 f"learner.sharding = 'hybrid': {self.shards} ranks share a copy of the model, of {self.count}: expected a divisor, the same on"
                 " every machine; start equally many ranks on each, or set learner.shard_ranks"
             )
-        self.sharded, self.copies = (
-            self.shards > 1,
-            self.count // self.shards if self.shards > 1 else 1,
-        )
+        self.sharded = self.shards > 1
+        self.copies = self.count // self.shards if self.sharded else 1
         self._mesh = self._grid(timeout) if self.sharded and self.copies > 1 else None
 
     def _grid(self, timeout: timedelta) -> DeviceMesh:
@@ -64,10 +55,8 @@ class Ranks:
             dist.new_subgroups_by_enumeration(lines.tolist(), timeout=timeout)[0]
             for lines in (grid.T, grid)
         ]
-        names = ("replicate", "shard")
-        return DeviceMesh.from_group(
-            groups, self.accelerator.device.type, mesh=grid, mesh_dim_names=names
-        )
+        kind, names = self.accelerator.device.type, ("replicate", "shard")
+        return DeviceMesh.from_group(groups, kind, mesh=grid, mesh_dim_names=names)
 
     def place(self, module: torch.nn.Module, layer: str, compute: torch.dtype) -> torch.nn.Module:
         """Return the module on this rank's device, with its parameters sharded over ``shards``
@@ -84,7 +73,8 @@ class Ranks:
         policy = MixedPrecisionPolicy()
         if compute == torch.bfloat16:
             policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
-        for part in [one for one in module.modules() if type(one).__name__ == layer] + [module]:
+        layers = [part for part in module.modules() if type(part).__name__ == layer]
+        for part in [*layers, module]:
             sharded: FSDPModule = fully_shard(part, mesh=self._mesh, mp_policy=policy)
             sharded.set_gradient_divide_factor(1.0)
             sharded.set_force_sum_reduction_for_comms(True)
@@ -158,11 +148,6 @@ def _meet(backend: str, timeout: timedelta) -> None:
     dist.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=timeout)
 
 
-def _here(count: int) -> int:
-    """Return the number of ranks on this machine, as launcher and torchrun tell it."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", count))
-
-
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """Return a complete parameter or moment, detached, on the CPU. For a sharded tensor this is a
     collective, which every rank must call."""
@@ -176,10 +161,7 @@ def own_rows(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
     tensor = tensor.detach()
     if not isinstance(tensor, DTensor):
         return tensor, 0
-    mesh, last = (
-        tensor.device_mesh,
-        tensor.device_mesh.ndim - 1,
-    )  # the mesh's last dimension shards, one before it replicates
-    return tensor.to_local(), min(
-        mesh.get_local_rank(last) * -(-tensor.shape[0] // mesh.size(last)), tensor.shape[0]
-    )
+    mesh = tensor.device_mesh
+    last = mesh.ndim - 1  # this dimension of the mesh shards, one before it replicates
+    rows = -(-tensor.shape[0] // mesh.size(last))
+    return tensor.to_local(), min(mesh.get_local_rank(last) * rows, tensor.shape[0])

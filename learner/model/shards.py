@@ -31,11 +31,8 @@ def save(folder: Path, part: str, stepper: Stepper, ranks: Ranks) -> None:
             rows[name] = local.cpu().contiguous().clone()
             where[name] = [list(value.shape), first]
     if rows:
-        save_file(
-            rows,
-            folder / f"{part}-{ranks.rank:05d}.safetensors",
-            metadata={"where": json.dumps(where)},
-        )
+        path = folder / f"{part}-{ranks.rank:05d}.safetensors"
+        save_file(rows, path, metadata={"where": json.dumps(where)})
 
 
 class OtherShape(ValueError):
@@ -48,11 +45,9 @@ class StoredPart:
     if a shape is not the expected one."""
 
     def __init__(self, folder: Path, part: str):
-        self._files: list[Any] = [
-            safe_open(p, framework="pt") for p in sorted(folder.glob(f"{part}-?????.safetensors"))
-        ]
         self._pieces: dict[str, tuple[list[int], list[tuple[int, Any]]]] = {}
-        for file in self._files:
+        for path in sorted(folder.glob(f"{part}-?????.safetensors")):
+            file: Any = safe_open(path, framework="pt")
             for name, (shape, first) in json.loads(file.metadata()["where"]).items():
                 self._pieces.setdefault(name, (shape, []))[1].append((first, file))
 

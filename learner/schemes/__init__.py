@@ -1,12 +1,14 @@
 """Advantage schemes, one per file. A scheme knows nothing of models and staleness.
 
 A scheme's file has ``advantages(table, **options)``, which returns float64 [tokens], or an
-``Estimate`` if the scheme also computes targets for a critic. Its ``needs(**options)`` gets the
-value of every option and declares as a ``SchemeNeeds`` what the scheme reads. The optional
-``metrics(table, **options)`` measures each batch. ``learner.scheme`` names a file in this folder or
-a user's own "module:advantages".
+``Estimate`` if the scheme also computes targets for a critic. Its other functions get the value of
+every option: ``needs(**options)`` declares as a ``SchemeNeeds`` what the scheme reads; the optional
+``trains(table, **options)`` says which turns train (learner/update/trained.py; ``advantages`` sees only
+these), and the optional ``metrics(table, **options)`` measures each batch. ``learner.scheme`` names
+a file in this folder or a user's own "module:advantages".
 """
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -20,30 +22,31 @@ from coppice.learner.update.targets import Estimate
 
 
 class Scheme(msgspec.Struct, frozen=True):
-    """A scheme with its options. measure: the function that computes the scheme's own metrics of a
-    batch, if it has one."""
+    """A scheme with the value of every option. rule, measure: the module's ``trains`` and
+    ``metrics``, if it has them."""
 
     name: str
     function: Callable[..., Any]
     options: dict[str, Any]
     needs: SchemeNeeds
+    rule: Callable[..., np.ndarray] | None = None
     measure: Callable[..., dict[str, float]] | None = None
 
     def __call__(self, table: TurnTable) -> Estimate:
+        """Return the estimate of a table that holds only turns which train."""
         estimate = self.function(table, **self.options)
         return estimate if isinstance(estimate, Estimate) else Estimate(estimate)
 
     def trains(self, table: TurnTable) -> np.ndarray:
         """Return, as bool [turns], which turns the scheme trains on. The update leaves the others
-        out (learner/update/trained.py)."""
-        trains = getattr(self.function, "trains", None)
-        return np.ones(len(table), bool) if trains is None else trains(table, **self.options)
+        out."""
+        return np.ones(len(table), bool) if self.rule is None else self.rule(table, **self.options)
 
     def metrics(self, table: TurnTable) -> dict[str, float]:
         """Return the scheme's own metrics of a batch, by name. Of a scheme that leaves no
         trajectory out, also how many lack a score."""
         own = {} if self.measure is None else self.measure(table, **self.options)
-        if hasattr(self.function, "trains"):
+        if self.rule is not None:
             return own
         columns = [table.scores[name] for name in self.needs.columns & table.scores.keys()]
         lacking = [np.isnan(table.trajectories().total(column)) for column in columns]
@@ -62,4 +65,7 @@ def load(name: str, options: dict[str, Any]) -> Scheme:
     module, function = plugin(setting, name, __name__, "advantages")
     options = checked("learner.scheme_options", f"scheme {name!r}", function, options, ("table",))
     needs = declared(setting, module, "needs", SchemeNeeds, function, options)
-    return Scheme(name, function, options, needs, getattr(module, "metrics", None))
+    defaults = list(inspect.signature(function).parameters.values())[1:]
+    options = {p.name: p.default for p in defaults} | options
+    rule, measure = getattr(module, "trains", None), getattr(module, "metrics", None)
+    return Scheme(name, function, options, needs, rule, measure)

@@ -10,30 +10,27 @@ from typing import Literal
 import numpy as np
 
 from coppice.common.declared import SchemeNeeds
-from coppice.common.numbers import Positive
 from coppice.learner.forest.segments import segments
 from coppice.learner.schemes import grpo
 from coppice.learner.update.statistics import standardise, within
 from coppice.learner.update.table import TurnTable
-from coppice.learner.update.trained import scored, trains_on
+from coppice.learner.update.trained import scored
+
+trains = scored("column")
 
 
 def needs(column: str, **_: object) -> SchemeNeeds:
-    """The scheme needs at least two whole trajectories of each task."""
     return SchemeNeeds(columns=frozenset({column}), group="task", least=2, aggregation="trajectory")
 
 
-@trains_on(scored("column"))
 def advantages(
     table: TurnTable,
     column: str = "outcome",
     sharing: Literal["soft", "hard"] = "soft",
-    eps: Positive = 1e-6,
 ) -> np.ndarray:
-    """Return float64 [tokens]."""
     if sharing == "soft":
-        return grpo.advantages(table, column, True, 1, eps)
+        return grpo.advantages(table, column)
     shared, trajectories = segments(table), table.trajectories()
     returns = trajectories.total(table.column(column))
-    leaves = within(trajectories.tree, returns, lambda group: standardise(group, True, 1, eps))
+    leaves = within(trajectories.tree, returns, standardise)
     return shared.mean(leaves)[shared.of]

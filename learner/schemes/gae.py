@@ -12,14 +12,14 @@ from coppice.learner.update.statistics import Ddof
 from coppice.learner.update.table import TurnTable
 from coppice.learner.update.targets import Estimate, Kind, estimate
 from coppice.learner.update.targets import needs as target_needs
-from coppice.learner.update.trained import scored, trains_on
+from coppice.learner.update.trained import scored
+
+trains = scored("column")
 
 
 def needs(
     column: str, targets: Kind, kl_coef: float, rho_max: float, c_max: float, **_: object
 ) -> SchemeNeeds:
-    """The scheme needs whole trajectories, a critic, and the token columns that the targets and the
-    KL in the reward read."""
     return SchemeNeeds(
         columns=frozenset({column}),
         group="batch",
@@ -28,7 +28,6 @@ def needs(
     )
 
 
-@trains_on(scored("column"))
 def advantages(
     table: TurnTable,
     column: str = "outcome",

@@ -9,21 +9,21 @@ gets 0. A = A_E + alpha A_S, where A_E is GRPO over episode returns.
 import numpy as np
 
 from coppice.common.declared import SchemeNeeds
-from coppice.common.numbers import NotNegative, Positive, Share
+from coppice.common.numbers import NotNegative, Share
 from coppice.learner.schemes import grpo
 from coppice.learner.update.statistics import Ddof, standardise, within
 from coppice.learner.update.table import TurnTable
-from coppice.learner.update.trained import scored, trains_on
+from coppice.learner.update.trained import scored
+
+trains = scored("column")
 
 
 def needs(column: str, **_: object) -> SchemeNeeds:
-    """The scheme needs at least two whole trajectories of each task."""
     return SchemeNeeds(
         columns=frozenset({column}), group="task", least=2, equal="turns", aggregation="trajectory"
     )
 
 
-@trains_on(scored("column"))
 def advantages(
     table: TurnTable,
     column: str = "reward",
@@ -32,9 +32,8 @@ def advantages(
     episode_std: bool = False,
     step_std: bool = False,
     ddof: Ddof = 1,
-    eps: Positive = 1e-6,
 ) -> np.ndarray:
-    """Return float64 [tokens]. Both std switches are off in the released code ("mean_norm")."""
+    """Both std switches are off in the released code ("mean_norm")."""
     if table.anchor is None:
         raise KeyError(
             "gigpo needs the observations (anchor) of the turns, which this table does not have"
@@ -47,7 +46,5 @@ def advantages(
         for row in rows[::-1]:
             running = returns[row] = rewards[row] + gamma * running
     _, groups = np.unique(np.stack([table.tree, table.anchor], 1), axis=0, return_inverse=True)
-    steps = within(
-        groups.reshape(-1), returns, lambda group: standardise(group, step_std, ddof, eps)
-    )
-    return grpo.advantages(table, column, episode_std, ddof, eps) + alpha * table.per_token(steps)
+    steps = within(groups.reshape(-1), returns, lambda group: standardise(group, step_std, ddof))
+    return grpo.advantages(table, column, episode_std, ddof) + alpha * table.per_token(steps)

@@ -9,29 +9,21 @@ is Dr. GRPO.
 import numpy as np
 
 from coppice.common.declared import SchemeNeeds
-from coppice.common.numbers import Positive
 from coppice.learner.update.statistics import Ddof, standardise, within
 from coppice.learner.update.table import TurnTable
-from coppice.learner.update.trained import scored, trains_on
+from coppice.learner.update.trained import scored
+
+trains = scored("column")
 
 
 def needs(column: str, **_: object) -> SchemeNeeds:
-    """The scheme needs at least two whole trajectories of each task."""
     return SchemeNeeds(columns=frozenset({column}), group="task", least=2, aggregation="trajectory")
 
 
-@trains_on(scored("column"))
 def advantages(
-    table: TurnTable,
-    column: str = "reward",
-    std: bool = True,
-    ddof: Ddof = 1,
-    eps: Positive = 1e-6,
+    table: TurnTable, column: str = "reward", std: bool = True, ddof: Ddof = 1
 ) -> np.ndarray:
-    """Return float64 [tokens]."""
     trajectories = table.trajectories()
     returns = trajectories.total(table.column(column))
-    normalised = within(
-        trajectories.tree, returns, lambda group: standardise(group, std, ddof, eps)
-    )
+    normalised = within(trajectories.tree, returns, lambda group: standardise(group, std, ddof))
     return table.per_token(normalised[trajectories.of])

@@ -10,39 +10,33 @@ ones.
 import numpy as np
 
 from coppice.common.declared import SchemeNeeds
-from coppice.common.numbers import Count, Positive
+from coppice.common.numbers import Count
 from coppice.learner.schemes.turn_grpo import by_turn
 from coppice.learner.update.statistics import Ddof
 from coppice.learner.update.table import TurnTable
-from coppice.learner.update.trained import scored, trains_on
+from coppice.learner.update.trained import scored
+
+COLUMNS = frozenset({"mc_value", "outcome"})
+
+trains = scored("outcome")
 
 
-def needs(value: str, outcome: str, **_: object) -> SchemeNeeds:
-    """The scheme needs all turns of whole trajectories, with Monte Carlo values."""
-    return SchemeNeeds(columns=frozenset({value, outcome}), group="batch", aggregation="token")
+def needs(**_: object) -> SchemeNeeds:
+    return SchemeNeeds(columns=COLUMNS, group="batch", aggregation="token")
 
 
-@trains_on(scored("outcome"))
 def advantages(
     table: TurnTable,
-    value: str = "mc_value",
-    outcome: str = "outcome",
     n_min: Count = 4,
     ddof: Ddof = 0,
-    eps: Positive = 1e-8,
 ) -> np.ndarray:
-    """Return float64 [tokens]. A turn next to a missing value has no difference, so it enters no
-    statistic and gets 0."""
-    return table.per_token(
-        by_turn(table.turn, temporal_differences(table, value, outcome), n_min, eps, ddof)
-    )
+    """A turn next to a missing value has no difference, so it enters no statistic and gets 0."""
+    return table.per_token(by_turn(table.turn, temporal_differences(table), n_min, ddof))
 
 
-def temporal_differences(
-    table: TurnTable, value: str = "mc_value", outcome: str = "outcome"
-) -> np.ndarray:
+def temporal_differences(table: TurnTable) -> np.ndarray:
     """Return V(s_{t+1}) - V(s_t) [turns], NaN next to a missing value or outcome."""
-    values, outcomes = table.column(value), table.column(outcome)
+    values, outcomes = table.column("mc_value"), table.column("outcome")
     differences = np.empty(len(table))
     for rows in table.trajectories().rows:
         after = np.append(values[rows[1:]], outcomes[rows[-1]])

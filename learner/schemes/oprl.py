@@ -17,7 +17,7 @@ from typing import Literal
 import numpy as np
 
 from coppice.common.declared import SchemeNeeds
-from coppice.common.numbers import NotNegative, Positive
+from coppice.common.numbers import NotNegative
 from coppice.learner.schemes import gae
 from coppice.learner.update.statistics import (
     Ddof,
@@ -29,35 +29,33 @@ from coppice.learner.update.statistics import (
 )
 from coppice.learner.update.table import TurnTable
 from coppice.learner.update.targets import Estimate
-from coppice.learner.update.trained import scored, trains_on
+from coppice.learner.update.trained import scored
 
 Base = Literal["grpo", "rloo", "reinforce_pp", "ppo"]
 Variant = Literal["step", "process", "merged", "token", "environment"]
 Change = Callable[[np.ndarray], np.ndarray]
 Finish = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
+trains = scored("outcome")
+
 
 def needs(base: Base, variant: Variant, outcome: str, step_reward: str, **_: object) -> SchemeNeeds:
-    """The scheme needs at least two whole trajectories of each task, the implicit reward model, and
-    a critic for base "ppo"."""
-    models = ({"value"} if base == "ppo" else set()) | (
-        {"prm"} if variant != "environment" else set()
-    )
-    columns = {outcome, step_reward} if variant == "environment" else {outcome}
+    environments = variant == "environment"
+    models = {"value"} if base == "ppo" else set()
+    models |= set() if environments else {"prm"}
+    columns = {outcome, step_reward} if environments else {outcome}
+    unlike = "learner.scheme_options.base = 'grpo' or 'rloo'"
     return SchemeNeeds(
         columns=frozenset(columns),
         reward=outcome,
         group="task",
         least=2,
         models=frozenset(models),
-        pushes_equal="learner.scheme_options.base = 'grpo' or 'rloo'"
-        if base == "reinforce_pp"
-        else "",
+        pushes_equal=unlike if base == "reinforce_pp" else "",
         aggregation="trajectory",
     )
 
 
-@trains_on(scored("outcome"))
 def advantages(
     table: TurnTable,
     base: Base = "grpo",
@@ -68,7 +66,6 @@ def advantages(
     invalid_penalty: NotNegative = 0.1,
     ddof: Ddof = 1,
     whiten_ddof: Ddof = 0,
-    eps: Positive = 1e-6,
 ) -> Estimate:
     """Return advantages, and value targets for base "ppo". An invalid step (column "valid" = 0)
     lowers only the outcome of its own turn.
@@ -76,93 +73,74 @@ def advantages(
     A step without its ``step_reward`` enters no statistic of the steps and gets A_S = 0. ddof
     divides within questions, whiten_ddof over the batch.
     """
-    change = {"rloo": leave_one_out, "reinforce_pp": centre}.get(
-        base, partial(standardise, ddof=ddof, eps=eps)
+    change: Change = {"rloo": leave_one_out, "reinforce_pp": centre}.get(
+        base, partial(standardise, ddof=ddof)
     )
     whitened = partial(whiten, ddof=whiten_ddof)
     finish: Finish = whitened if base == "reinforce_pp" else lambda values, _: values
-    episode = _episode(table, base, outcome, invalid_penalty, ddof, eps, whitened)
-    steps = (
-        table.column(step_reward)
-        if variant == "environment"
-        else table.per_turn(table.token_column("prm"))
-    )
+    penalties = np.zeros(len(table))
+    if "valid" in table.scores:
+        penalties[table.scores["valid"] == 0] = invalid_penalty
+    episode = _episode(table, base, outcome, penalties, ddof, whitened)
+    trajectories = table.trajectories()
+    if variant == "token":
+        process = _token_level(table, change, finish)
+    else:
+        environments = variant == "environment"
+        steps = table.column(step_reward) if environments else _implicit(table)
+        if variant == "merged":
+            returns = trajectories.total(table.column(outcome))[trajectories.of]
+            steps = returns - penalties + alpha * steps
+        process = _compared(table, steps, change, finish)
     if variant == "merged":
-        rows = _returns(table, outcome) - invalid_penalty * _invalid(table) + alpha * steps
-        return Estimate(_compared(table, rows, change, finish), episode.returns)
-    process = (
-        _token_level(table, change, finish)
-        if variant == "token"
-        else _compared(table, steps, change, finish)
-    )
+        return Estimate(process, episode.returns)
     start = 0.0 if variant == "process" else episode.advantages
     return Estimate(start + alpha * process, episode.returns)
+
+
+def _implicit(table: TurnTable) -> np.ndarray:
+    return table.per_turn(table.token_column("prm"))
 
 
 def _compared(table: TurnTable, values: np.ndarray, change: Change, finish: Finish) -> np.ndarray:
     """Compare values [turns] over all turns of the question's trajectories, and broadcast them to
     the tokens [tokens]. NaN gives 0."""
-    known, compared = ~np.isnan(values), np.zeros(len(values))
-    compared[known] = within(table.tree[known], values[known], change)
-    return finish(table.per_token(compared), table.mask() & table.per_token(known))
+    some, compared = ~np.isnan(values), np.zeros(len(values))
+    compared[some] = within(table.tree[some], values[some], change)
+    return finish(table.per_token(compared), table.mask() & table.per_token(some))
 
 
 def _episode(
-    table: TurnTable,
-    base: Base,
-    outcome: str,
-    penalty: float,
-    ddof: int,
-    eps: float,
-    whitened: Finish,
+    table: TurnTable, base: Base, outcome: str, penalties: np.ndarray, ddof: int, whitened: Finish
 ) -> Estimate:
     """Return A_E: the outcome of each turn, compared with the unpenalised outcomes of the
     question's trajectories."""
-    penalties = penalty * _invalid(table)
     if base == "ppo":
         estimate = gae.advantages(table, outcome, whiten=False)
-        return Estimate(
-            whitened(estimate.advantages - table.per_token(penalties), table.mask()),
-            estimate.returns,
-        )
+        lowered = estimate.advantages - table.per_token(penalties)
+        return Estimate(whitened(lowered, table.mask()), estimate.returns)
     trajectories = table.trajectories()
     returns = trajectories.total(table.column(outcome))
+    baseline = leave_one_out if base == "rloo" else centre
+    per_turn = within(trajectories.tree, returns, baseline)[trajectories.of] - penalties
     if base == "rloo":
-        per_turn = within(trajectories.tree, returns, leave_one_out)[trajectories.of] - penalties
         return Estimate(table.per_token(per_turn))
-    centred = within(trajectories.tree, returns, centre)[trajectories.of] - penalties
     if base == "reinforce_pp":
-        return Estimate(whitened(table.per_token(centred), table.mask()))
-    # Equal outcomes have no spread to divide by, so the penalty of an invalid step is not scaled
-    # there.
-    spread = within(
-        trajectories.tree,
-        returns,
-        lambda g: np.full(len(g), g.std(ddof=ddof) + eps if np.ptp(g) > 0 else 1.0),
-    )
-    return Estimate(table.per_token(centred / spread[trajectories.of]))
+        return Estimate(whitened(table.per_token(per_turn), table.mask()))
+
+    def scale(group: np.ndarray) -> np.ndarray:
+        # equal outcomes have no spread, so the penalty of an invalid step is not scaled there
+        return np.full(len(group), group.std(ddof=ddof) + 1e-6 if np.ptp(group) > 0 else 1.0)
+
+    scales = within(trajectories.tree, returns, scale)
+    return Estimate(table.per_token(per_turn / scales[trajectories.of]))
 
 
 def _token_level(table: TurnTable, change: Change, finish: Finish) -> np.ndarray:
     """Return the return-to-go of the implicit token rewards, compared over all sampled tokens of
     the question [tokens]."""
-    rewards = table.token_column("prm") * table.mask()
-    to_go = np.zeros_like(rewards)
-    for span in table.token_spans():
-        to_go[span] = np.cumsum(rewards[span][::-1])[::-1]
-    mask, compared = table.mask(), np.zeros_like(to_go)
+    mask = table.mask()
+    to_go = table.to_go(table.token_column("prm") * mask)
+    compared = np.zeros_like(to_go)
     compared[mask] = within(table.per_token(table.tree)[mask], to_go[mask], change)
     return finish(compared, mask)
-
-
-def _returns(table: TurnTable, outcome: str) -> np.ndarray:
-    trajectories = table.trajectories()
-    return trajectories.total(table.column(outcome))[trajectories.of]
-
-
-def _invalid(table: TurnTable) -> np.ndarray:
-    return (
-        (table.scores["valid"] == 0).astype(np.float64)
-        if "valid" in table.scores
-        else np.zeros(len(table))
-    )

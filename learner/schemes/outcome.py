@@ -4,23 +4,19 @@ its turns (methods.md 3.6)."""
 import numpy as np
 
 from coppice.common.declared import SchemeNeeds
-from coppice.common.numbers import Positive
 from coppice.learner.update.statistics import Ddof, standardise
 from coppice.learner.update.table import TurnTable
-from coppice.learner.update.trained import scored, trains_on
+from coppice.learner.update.trained import scored
+
+trains = scored("column")
 
 
 def needs(column: str, **_: object) -> SchemeNeeds:
-    """The scheme compares all trajectories of the batch."""
     return SchemeNeeds(columns=frozenset({column}), group="batch", aggregation="token")
 
 
-@trains_on(scored("column"))
-def advantages(
-    table: TurnTable, column: str = "outcome", ddof: Ddof = 0, eps: Positive = 1e-8
-) -> np.ndarray:
-    """Return float64 [tokens]. The environments give an episode that ran out of turns the outcome
-    0."""
+def advantages(table: TurnTable, column: str = "outcome", ddof: Ddof = 0) -> np.ndarray:
+    """The environments give an episode that ran out of turns the outcome 0."""
     trajectories = table.trajectories()
-    normalised = standardise(trajectories.total(table.column(column)), True, ddof, eps)
+    normalised = standardise(trajectories.total(table.column(column)), True, ddof, 1e-8)
     return table.per_token(normalised[trajectories.of])

@@ -20,9 +20,12 @@ from coppice.learner.update.statistics import Ddof
 from coppice.learner.update.table import Trajectories, TurnTable
 from coppice.learner.update.targets import Estimate, Kind, estimate
 from coppice.learner.update.targets import needs as target_needs
-from coppice.learner.update.trained import scored, trains_on
+from coppice.learner.update.trained import scored
 
 Normalisation = Literal["constant", "sample", "none", "rescale", "reduced"]
+Invalid = Literal["zero", "skip"]
+
+trains = scored("outcome")
 
 
 def needs(
@@ -34,8 +37,6 @@ def needs(
     c_max: float,
     **_: object,
 ) -> SchemeNeeds:
-    """The scheme needs whole trajectories, a critic, and the token columns that the targets and the
-    KL in the reward read."""
     return SchemeNeeds(
         columns=frozenset({process, outcome}),
         group="batch",
@@ -44,11 +45,10 @@ def needs(
     )
 
 
-@trains_on(scored("outcome"))
 def advantages(
     table: TurnTable,
     normalisation: Normalisation = "constant",
-    invalid: Literal["zero", "skip"] = "zero",
+    invalid: Invalid = "zero",
     process: str = "process",
     outcome: str = "outcome",
     gamma: Share = 1.0,
@@ -69,11 +69,7 @@ def advantages(
 
 
 def turn_rewards(
-    table: TurnTable,
-    normalisation: Normalisation = "constant",
-    invalid: Literal["zero", "skip"] = "zero",
-    process: str = "process",
-    outcome: str = "outcome",
+    table: TurnTable, normalisation: Normalisation, invalid: Invalid, process: str, outcome: str
 ) -> np.ndarray:
     """Return the reward of each turn's last token [turns].
 
@@ -85,15 +81,12 @@ def turn_rewards(
     last = trajectories.last()
     if normalisation == "reduced":
         return np.where(last, r_o + trajectories.total(r_hat * judged)[trajectories.of], 0.0)
-    return np.where(
-        judged,
-        _normalised(r_hat, r_o, judged, trajectories.of, normalisation),
-        np.where(last, r_o, 0.0),
-    )
+    normalised = _normalised(r_hat, r_o, judged, trajectories.of, normalisation)
+    return np.where(judged, normalised, np.where(last, r_o, 0.0))
 
 
 def _judged(
-    table: TurnTable, invalid: str, process: str, outcome: str
+    table: TurnTable, invalid: Invalid, process: str, outcome: str
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, Trajectories]:
     """Return r_hat, r_o and whether the turn gets a process reward, each [turns], and the
     trajectories."""
@@ -107,13 +100,9 @@ def _judged(
 
 
 def metrics(
-    table: TurnTable,
-    normalisation: Normalisation = "constant",
-    invalid: Literal["zero", "skip"] = "zero",
-    process: str = "process",
-    outcome: str = "outcome",
+    table: TurnTable, normalisation: Normalisation, invalid: Invalid, process: str, outcome: str,
     **_: object,
-) -> dict[str, float]:
+) -> dict[str, float]:  # fmt: skip
     """Measure the length side effect (methods.md 5): the turns of correct and of wrong
     trajectories, and what a judged turn earns.
 
@@ -122,11 +111,7 @@ def metrics(
     the final reward.
     """
     r_hat, r_o, judged, trajectories = _judged(table, invalid, process, outcome)
-    pay = (
-        r_hat
-        if normalisation == "reduced"
-        else _normalised(r_hat, r_o, judged, trajectories.of, normalisation)
-    )
+    pay = _normalised(r_hat, r_o, judged, trajectories.of, normalisation)
     turns = np.bincount(trajectories.of).astype(float)[trajectories.of]
     results = {"ppr/process_reward": float(pay[judged].mean())} if judged.any() else {}
     for name, chosen in (("correct", r_o > 0), ("wrong", r_o <= 0)):
@@ -138,17 +123,12 @@ def metrics(
 
 
 def _normalised(
-    r_hat: np.ndarray, r_o: np.ndarray, judged: np.ndarray, of: np.ndarray, kind: str
+    r_hat: np.ndarray, r_o: np.ndarray, judged: np.ndarray, of: np.ndarray, kind: Normalisation
 ) -> np.ndarray:
-    match kind:
-        case "constant":
-            return r_hat + r_o - 1.0
-        case "sample":
-            return (
-                r_hat + r_o - (r_hat[judged].mean() + r_o[judged].mean()) if judged.any() else r_hat
-            )
-        case "none":
-            return r_hat
-        case "rescale":
-            return r_hat / np.maximum(1, np.bincount(of, weights=judged))[of]
-    raise ValueError(f"normalisation {kind!r}: expected constant, sample, none, rescale or reduced")
+    if kind == "constant":
+        return r_hat + r_o - 1.0
+    if kind == "sample" and judged.any():
+        return r_hat + r_o - (r_hat[judged].mean() + r_o[judged].mean())
+    if kind == "rescale":
+        return r_hat / np.maximum(1, np.bincount(of, weights=judged))[of]
+    return r_hat

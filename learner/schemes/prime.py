@@ -13,12 +13,9 @@ from coppice.common.declared import SchemeNeeds
 from coppice.common.numbers import NotNegative, Share
 from coppice.learner.update.statistics import Ddof, leave_one_out, whiten, within
 from coppice.learner.update.table import TurnTable
-from coppice.learner.update.trained import trains_on
 
 
 def needs(outcome: str, **_: object) -> SchemeNeeds:
-    """The scheme needs at least two whole trajectories of each task and an implicit reward model
-    trained with cross-entropy."""
     return SchemeNeeds(
         columns=frozenset({outcome}),
         group="task",
@@ -29,7 +26,7 @@ def needs(outcome: str, **_: object) -> SchemeNeeds:
     )
 
 
-def filtered(
+def trains(
     table: TurnTable, outcome: str, accuracy_low: float, accuracy_high: float, **_: object
 ) -> np.ndarray:
     """Return, as bool [turns], whether the accuracy of the turn's question is within the bounds and
@@ -49,7 +46,6 @@ def filtered(
     return ((accuracy_low <= accuracy) & (accuracy <= accuracy_high))[trajectories.of]
 
 
-@trains_on(filtered)
 def advantages(
     table: TurnTable,
     outcome: str = "outcome",
@@ -59,28 +55,23 @@ def advantages(
     accuracy_high: Share = 0.8,
     whiten_ddof: Ddof = 0,
 ) -> np.ndarray:
-    """Return float64 [tokens]. ``filtered`` has left out the questions outside [accuracy_low,
-    accuracy_high]."""
-    trajectories, spans, mask = table.trajectories(), table.token_spans(), table.mask()
-    returns = trajectories.total(table.column(outcome))
-    token_rewards = _scaled(table.token_column("prm") * mask, spans)
+    """``trains`` has left out the questions outside [accuracy_low, accuracy_high]."""
+    trajectories, mask = table.trajectories(), table.mask()
+    token_rewards = table.token_column("prm") * mask
+    largest = np.abs(table.to_go(token_rewards)).max()
+    token_rewards = token_rewards / largest if largest > 0 else token_rewards
+    spans = table.token_spans()
     means = np.array([token_rewards[span].sum() / max(1, mask[span].sum()) for span in spans])
-    finals = within(trajectories.tree, returns, leave_one_out)
-    rewards = np.zeros(len(mask))
-    for tree in np.unique(trajectories.tree):
-        members = np.flatnonzero(trajectories.tree == tree)
-        n = len(members)
-        for i in members:
-            span, scale = spans[i], n / (n - 1) if n > 1 else 0.0
-            rewards[span] = (
-                process_weight * scale * (token_rewards[span] - means[members].mean()) * mask[span]
-            )
-            rewards[span[-1]] += outcome_weight * finals[i]
-    for span in spans:
-        rewards[span] = np.cumsum(rewards[span][::-1])[::-1]
-    return whiten(rewards, mask, whiten_ddof)
+    tree, of = trajectories.tree, table.per_token(trajectories.of)
+    baselines = within(tree, means, lambda group: np.full(len(group), group.mean()))
+    scales = within(tree, means, _leave_one_out_scale)
+    finals = within(tree, trajectories.total(table.column(outcome)), leave_one_out)
+    rewards = process_weight * scales[of] * (token_rewards - baselines[of]) * mask
+    last = np.where(trajectories.last(), finals[trajectories.of], 0.0)
+    rewards += outcome_weight * table.at_last_token(last)
+    return whiten(table.to_go(rewards), mask, whiten_ddof)
 
 
-def _scaled(token_rewards: np.ndarray, spans: list[np.ndarray]) -> np.ndarray:
-    largest = max(np.abs(np.cumsum(token_rewards[span][::-1])).max() for span in spans)
-    return token_rewards / largest if largest > 0 else token_rewards
+def _leave_one_out_scale(group: np.ndarray) -> np.ndarray:
+    n = len(group)
+    return np.full(n, n / (n - 1) if n > 1 else 0.0)

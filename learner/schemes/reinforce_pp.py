@@ -13,12 +13,12 @@ import numpy as np
 from coppice.common.declared import SchemeNeeds
 from coppice.learner.update.statistics import Ddof, centre, whiten, within
 from coppice.learner.update.table import TurnTable
-from coppice.learner.update.trained import spread, trains_on
+from coppice.learner.update.trained import unequal
+
+trains = unequal("column")
 
 
 def needs(column: str, baseline: str, leave_out_equal: bool, **_: object) -> SchemeNeeds:
-    """The scheme compares the trajectories of a task if the task's mean is the baseline, else those
-    of the batch."""
     if baseline == "none" and leave_out_equal:
         raise ValueError(
             "learner.scheme_options.leave_out_equal = true with baseline = 'none': the batch is compared, not a question;"
@@ -32,7 +32,6 @@ def needs(column: str, baseline: str, leave_out_equal: bool, **_: object) -> Sch
     )
 
 
-@trains_on(spread("column"))
 def advantages(
     table: TurnTable,
     column: str = "reward",
@@ -40,7 +39,6 @@ def advantages(
     whiten_ddof: Ddof = 0,
     leave_out_equal: bool = False,
 ) -> np.ndarray:
-    """Return float64 [tokens]."""
     trajectories = table.trajectories()
     returns = trajectories.total(table.column(column))
     if baseline == "group":

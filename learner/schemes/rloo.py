@@ -6,17 +6,16 @@ import numpy as np
 from coppice.common.declared import SchemeNeeds
 from coppice.learner.update.statistics import leave_one_out, within
 from coppice.learner.update.table import TurnTable
-from coppice.learner.update.trained import scored, trains_on
+from coppice.learner.update.trained import scored
+
+trains = scored("column")
 
 
 def needs(column: str, **_: object) -> SchemeNeeds:
-    """The scheme needs at least two whole trajectories of each task."""
     return SchemeNeeds(columns=frozenset({column}), group="task", least=2, aggregation="token")
 
 
-@trains_on(scored("column"))
 def advantages(table: TurnTable, column: str = "reward") -> np.ndarray:
-    """Return float64 [tokens]."""
     trajectories = table.trajectories()
     centred = within(trajectories.tree, trajectories.total(table.column(column)), leave_one_out)
     return table.per_token(centred[trajectories.of])

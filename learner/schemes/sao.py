@@ -10,25 +10,24 @@ paper's mask of stale tokens is the correction ``icepop`` at level "token".
 import numpy as np
 
 from coppice.common.declared import SchemeNeeds
-from coppice.common.numbers import Positive, Share
+from coppice.common.numbers import Positive
 from coppice.learner.update.statistics import whiten as whiten_tokens
 from coppice.learner.update.table import TurnTable
 from coppice.learner.update.targets import Estimate, gae
-from coppice.learner.update.trained import scored, trains_on
+from coppice.learner.update.trained import scored
+
+trains = scored("column")
 
 
 def needs(column: str, **_: object) -> SchemeNeeds:
-    """The scheme needs whole trajectories and a critic."""
     return SchemeNeeds(
         columns=frozenset({column}), group="batch", models=frozenset({"value"}), aggregation="token"
     )
 
 
-@trains_on(scored("column"))
 def advantages(
     table: TurnTable,
     column: str = "outcome",
-    gamma: Share = 1.0,
     alpha: Positive = 0.05,
     whiten: bool = True,
 ) -> Estimate:
@@ -41,6 +40,6 @@ def advantages(
     result, returns = np.zeros_like(rewards), np.zeros_like(rewards)
     for span in table.token_spans():
         lam = max(0.0, 1 - 1 / (alpha * max(1, table.mask()[span].sum())))
-        result[span] = gae(rewards[span], values[span], gamma, lam)[0]
-        returns[span] = gae(rewards[span], values[span], gamma, 1.0)[1]
+        result[span] = gae(rewards[span], values[span], 1.0, lam)[0]
+        returns[span] = gae(rewards[span], values[span], 1.0, 1.0)[1]
     return Estimate(whiten_tokens(result, table.mask()) if whiten else result, returns)

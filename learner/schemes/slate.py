@@ -14,15 +14,13 @@ from coppice.learner.update.table import TurnTable
 
 
 def needs(**_: object) -> SchemeNeeds:
-    """The scheme compares the candidates of one prefix."""
     return SchemeNeeds(columns=frozenset({"reward"}), group="step", aggregation="turn")
 
 
 def advantages(table: TurnTable, ddof: Ddof = 1, eps: Positive = 1e-6) -> np.ndarray:
-    """Return float64 [tokens]. A candidate without a reward enters no statistic and gets 0. ddof =
-    1: sample std (methods.md 6, row 3)."""
+    """A candidate without a reward enters no statistic and gets 0. ddof = 1: sample std (methods.md
+    6, row 3)."""
+    rewards = table.column("reward")
     return table.per_token(
-        within(
-            table.group, table.column("reward"), lambda rewards: among_siblings(rewards, ddof, eps)
-        )
+        within(table.group, rewards, lambda siblings: among_siblings(siblings, ddof, eps))
     )

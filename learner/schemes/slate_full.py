@@ -5,21 +5,19 @@ tokens (methods.md 1.6; estimator A of SLATE's Theorem 1)."""
 import numpy as np
 
 from coppice.common.declared import SchemeNeeds
-from coppice.common.numbers import Positive
 from coppice.learner.schemes import grpo
 from coppice.learner.update.statistics import Ddof
 from coppice.learner.update.table import TurnTable
-from coppice.learner.update.trained import scored, trains_on
+from coppice.learner.update.trained import scored
+
+trains = scored("reward")
 
 
 def needs(**_: object) -> SchemeNeeds:
-    """The scheme needs at least two whole trajectories of each task."""
     return SchemeNeeds(
         columns=frozenset({"reward"}), group="task", least=2, aggregation="trajectory"
     )
 
 
-@trains_on(scored("reward"))
-def advantages(table: TurnTable, ddof: Ddof = 1, eps: Positive = 1e-6) -> np.ndarray:
-    """Return the advantages, float64 [tokens]."""
-    return grpo.advantages(table, "reward", True, ddof, eps)
+def advantages(table: TurnTable, ddof: Ddof = 1) -> np.ndarray:
+    return grpo.advantages(table, "reward", True, ddof)

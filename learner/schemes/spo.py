@@ -21,18 +21,18 @@ from coppice.learner.forest.segments import Segments, segments
 from coppice.learner.update.statistics import whiten as whiten_tokens
 from coppice.learner.update.table import TurnTable
 from coppice.learner.update.targets import Estimate
-from coppice.learner.update.trained import scored, trains_on
+from coppice.learner.update.trained import scored
+
+trains = scored("column")
 
 
 def needs(column: str, form: str, whiten: bool, **_: object) -> SchemeNeeds:
-    """The scheme needs at least two whole trajectories of each task."""
     unlike = "learner.scheme_options.form = 'released'" if form == "paper" and whiten else ""
     return SchemeNeeds(
         columns=frozenset({column}), group="task", least=2, pushes_equal=unlike, aggregation="token"
     )
 
 
-@trains_on(scored("column"))
 def advantages(
     table: TurnTable,
     column: str = "outcome",
@@ -48,7 +48,7 @@ def advantages(
     value = tree.mean(trajectories.total(table.column(column)), leaf_weights)
     gain = value - tree.above(value)
     trained = table.mask() & (
-        np.concatenate([turn.logprobs for turn in table.actions]) < math.log(certain)
+        np.concatenate([path.logprobs for path in table.paths]) < math.log(certain)
     )
     if form == "released":
         once = tree.first()[tree.of] == table.per_token(trajectories.of)

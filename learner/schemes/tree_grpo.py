@@ -7,28 +7,24 @@ strategy ``tree_grpo`` is a tree. A set of one leaf has nothing to compare and g
 code gives R itself, which is not centred).
 """
 
-from functools import partial
-
 import numpy as np
 
 from coppice.common.declared import SchemeNeeds
-from coppice.common.numbers import Positive
 from coppice.learner.update.statistics import standardise, within
 from coppice.learner.update.table import TurnTable
-from coppice.learner.update.trained import scored, trains_on
+from coppice.learner.update.trained import scored
+
+trains = scored("column")
 
 
 def needs(column: str, **_: object) -> SchemeNeeds:
-    """The scheme needs at least two whole trajectories of each task."""
     return SchemeNeeds(columns=frozenset({column}), group="task", least=2, aggregation="trajectory")
 
 
-@trains_on(scored("column"))
-def advantages(table: TurnTable, column: str = "outcome", eps: Positive = 1e-6) -> np.ndarray:
-    """Return float64 [tokens]."""
+def advantages(table: TurnTable, column: str = "outcome") -> np.ndarray:
     trajectories = table.trajectories()
     returns = trajectories.total(table.column(column))
     trees = table.group[[rows[0] for rows in trajectories.rows]]
-    z = partial(standardise, ddof=1, eps=eps)
-    both = within(trajectories.tree, returns, z) + within(trees, returns, z)
+    both = within(trajectories.tree, returns, standardise)
+    both += within(trees, returns, standardise)
     return table.per_token(both[trajectories.of])

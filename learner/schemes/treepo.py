@@ -16,25 +16,24 @@ from coppice.common.declared import SchemeNeeds
 from coppice.learner.forest.segments import segments
 from coppice.learner.update.statistics import whiten
 from coppice.learner.update.table import TurnTable
-from coppice.learner.update.trained import spread, trains_on
+from coppice.learner.update.trained import unequal
+
+trains = unequal("column")
 
 
 def needs(column: str, leave_out_equal: bool, **_: object) -> SchemeNeeds:
-    """The scheme needs at least two whole trajectories of each task."""
     unlike = "" if leave_out_equal else "learner.scheme_options.leave_out_equal = true"
     return SchemeNeeds(
         columns=frozenset({column}), group="task", least=2, pushes_equal=unlike, aggregation="token"
     )
 
 
-@trains_on(spread("column"))
 def advantages(
     table: TurnTable,
     column: str = "outcome",
     weighting: Literal["average", "size"] = "average",
     leave_out_equal: bool = True,
 ) -> np.ndarray:
-    """Return float64 [tokens]."""
     nodes, trajectories = segments(table), table.trajectories()
     returns = trajectories.total(table.column(column))
     mean, result = nodes.mean(returns), np.zeros(len(returns))

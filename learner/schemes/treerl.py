@@ -17,19 +17,18 @@ from coppice.common.declared import SchemeNeeds
 from coppice.learner.forest.segments import segments
 from coppice.learner.update.statistics import leave_one_out, within
 from coppice.learner.update.table import TurnTable
-from coppice.learner.update.trained import scored, trains_on
+from coppice.learner.update.trained import scored
+
+trains = scored("column")
 
 
 def needs(column: str, **_: object) -> SchemeNeeds:
-    """The scheme needs at least two whole trajectories of each task."""
     return SchemeNeeds(columns=frozenset({column}), group="task", least=2, aggregation="trajectory")
 
 
-@trains_on(scored("column"))
 def advantages(
     table: TurnTable, column: str = "outcome", form: Literal["released", "paper"] = "released"
 ) -> np.ndarray:
-    """Return float64 [tokens]."""
     steps, trajectories = segments(table), table.trajectories()
     value = steps.mean(
         within(trajectories.tree, trajectories.total(table.column(column)), leave_one_out)

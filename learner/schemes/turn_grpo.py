@@ -9,37 +9,34 @@ population's (ddof = 0). gamma = 0, so a turn's tokens share one advantage.
 import numpy as np
 
 from coppice.common.declared import SchemeNeeds
-from coppice.common.numbers import Count, Positive
+from coppice.common.numbers import Count
 from coppice.learner.update.statistics import Ddof, standardise
 from coppice.learner.update.table import TurnTable
 
 
 def needs(column: str, **_: object) -> SchemeNeeds:
-    """The scheme needs all turns of whole trajectories."""
     return SchemeNeeds(columns=frozenset({column}), group="batch", aggregation="token")
 
 
 def advantages(
-    table: TurnTable, column: str = "reward", n_min: Count = 4, ddof: Ddof = 0, eps: Positive = 1e-8
+    table: TurnTable, column: str = "reward", n_min: Count = 4, ddof: Ddof = 0
 ) -> np.ndarray:
-    """Return float64 [tokens]. A turn whose score is missing enters no statistic and gets 0."""
-    return table.per_token(by_turn(table.turn, table.column(column), n_min, eps, ddof))
+    """A turn whose score is missing enters no statistic and gets 0."""
+    return table.per_token(by_turn(table.turn, table.column(column), n_min, ddof))
 
 
-def by_turn(
-    turn: np.ndarray, rewards: np.ndarray, n_min: int, eps: float, ddof: int = 0
-) -> np.ndarray:
+def by_turn(turn: np.ndarray, rewards: np.ndarray, n_min: int, ddof: int = 0) -> np.ndarray:
     """Return the rewards standardised over the turns of the batch with equal turn numbers [turns]."""
     scored = ~np.isnan(rewards)
     normalised = np.zeros(len(rewards))
     if not scored.any():
         return normalised
     whole = np.zeros(len(rewards))
-    whole[scored] = standardise(rewards[scored], True, ddof, eps)
+    whole[scored] = standardise(rewards[scored], True, ddof, 1e-8)
     for t in np.unique(turn[scored]):
         active = scored & (turn == t)
         r = rewards[active]
         normalised[active] = (
-            standardise(r, True, ddof, eps) if len(r) >= max(2, n_min) else whole[active]
+            standardise(r, True, ddof, 1e-8) if len(r) >= max(2, n_min) else whole[active]
         )
     return normalised

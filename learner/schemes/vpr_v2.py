@@ -9,13 +9,12 @@ advantages are 0. A KL or entropy term of the config acts all the same.
 import numpy as np
 
 from coppice.common.declared import SchemeNeeds
-from coppice.common.numbers import Positive, Share
+from coppice.common.numbers import Share
 from coppice.learner.update.statistics import Ddof, centre, within
 from coppice.learner.update.table import TurnTable
 
 
 def needs(column: str, **_: object) -> SchemeNeeds:
-    """The scheme compares at least two candidates of one state."""
     return SchemeNeeds(columns=frozenset({column}), group="step", least=2, aggregation="token")
 
 
@@ -24,13 +23,9 @@ def advantages(
     column: str = "reward",
     most_equal: Share = 1.0,
     ddof: Ddof = 0,
-    eps: Positive = 1e-8,
 ) -> np.ndarray:
-    """Return float64 [tokens]. most_equal: if a larger share of the groups is equal, all advantages
-    are 0 (the v2 code has 0.93 on Sudoku).
-
-    A candidate without a reward enters no statistic and gets 0.
-    """
+    """most_equal: if a larger share of the groups is equal, all advantages are 0 (the v2 code has
+    0.93 on Sudoku). A candidate without a reward enters no statistic and gets 0."""
     rewards = table.column(column)
     scored = ~np.isnan(rewards)
     if not scored.any():
@@ -41,5 +36,5 @@ def advantages(
     advantage = np.zeros(len(table))
     if spread.any() and (~spread[first]).mean() <= most_equal:
         centred = within(groups, rewards[scored], centre)
-        advantage[scored] = np.where(spread, centred / (centred[spread].std(ddof=ddof) + eps), 0.0)
+        advantage[scored] = np.where(spread, centred / (centred[spread].std(ddof=ddof) + 1e-8), 0.0)
     return table.per_token(advantage)

@@ -20,12 +20,7 @@ from coppice.wire.messages import TrainGroup, TreeClosed, TreeNode
 class Inbox:
     """Groups, nodes and closed trees that wait for an update. Life cycle: ``add`` and ``close``
     until ``ready`` names trees, then ``take``. trained: the version that trained each group, by the
-    group's id. shards: the number of schedulers.
-
-    Example with questions = 1: after ``add(group)`` and ``close(TreeClosed(group.tree,
-    [group.id]))``, ``ready()`` is [group.tree], and ``take([group.tree], 0)`` returns the batch
-    that trains version 0 to version 1.
-    """
+    group's id. shards: the number of schedulers."""
 
     def __init__(self, questions: int, trained: dict[int, int], shards: int = 1):
         self.share, self.trained = questions // shards, trained
@@ -67,11 +62,8 @@ class Inbox:
         shares = [
             [tree for tree in whole if shard.owns(tree)][: self.share] for shard in self.shards
         ]
-        return (
-            sorted(itertools.chain(*shares))
-            if all(len(share) == self.share for share in shares)
-            else None
-        )
+        complete = all(len(share) == self.share for share in shares)
+        return sorted(itertools.chain(*shares)) if complete else None
 
     def take(self, trees: list[int], version: int) -> Batch:
         """Remove the trees, and all complete replaced trees, from the inbox and return them as a
@@ -86,19 +78,17 @@ class Inbox:
             left = self._leave(tree, self._closed)
             groups += left[0]
             nodes += [(tree, node) for node in left[1].values()]
-        self.trained.update(
-            dict.fromkeys([*replaced, *(group.id for group in groups)], version + 1)
-        )
+        left_ids = [*replaced, *(group.id for group in groups)]
+        self.trained.update(dict.fromkeys(left_ids, version + 1))
         return Batch(version, len(trees), groups, nodes, replaced)
 
     def _whole(self, closed: OrderedDict[int, list[int]]) -> list[int]:
         """Return the trees whose groups are all here or trained."""
-        here = (self._groups.keys(), self.trained)
-        return [
-            tree
-            for tree, groups in closed.items()
-            if all(any(group in one for one in here) for group in groups)
-        ]
+
+        def here(group: int) -> bool:
+            return group in self._groups or group in self.trained
+
+        return [tree for tree, groups in closed.items() if all(map(here, groups))]
 
     def _leave(
         self, tree: int, closed: OrderedDict[int, list[int]]

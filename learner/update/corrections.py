@@ -3,16 +3,14 @@ surrogate that is maximised.
 
 Notation, per sampled token: current (with gradient), proximal (the policy when the update began)
 and behaviour (the policy that sampled the token, as the engine recorded it); r = current /
-behaviour. ``level`` names the segment of a ratio: "token", "turn" (one action) or "sequence" (all
-tokens of a trajectory that the policy sampled). A segment's ratio is the product over its tokens,
-and each of these tokens carries this ratio. The gradient of a term is C A grad log current, where C
-is the correction's coefficient, so any split into micro-batches gives the same gradient. On-policy,
-every coefficient is 1 and every correction has the gradient of ``none``.
+behaviour. ``level`` names the segment whose tokens' ratios are multiplied: "token", "turn" (one
+action) or "sequence" (all tokens of a trajectory that the policy sampled). The gradient of a term
+is C A grad log current, where C is the correction's coefficient, so any split into micro-batches
+gives the same gradient. On-policy, every C is 1.
 
-A user's own correction is a function ``(logprobs, advantage, level=.., **options)`` in any file,
-named "module:function" (docs/extend.md). ``declares`` states what the rest of the learner must know
-about the correction. All corrections use only the methods of tensors, so the launcher can check
-their options without importing torch.
+A user's own correction is a function ``(logprobs, advantage, level=.., **options)``, named
+"module:function" (docs/extend.md). Corrections use only the methods of tensors, so the launcher can
+check their options without importing torch.
 """
 
 import inspect
@@ -35,12 +33,9 @@ Level = Literal["token", "turn", "sequence"]
 
 
 class Segments(msgspec.Struct, frozen=True):
-    """Segments of one level among the tokens of a micro-batch.
-
-    ids: int64 [tokens], the segment of each token. outside: float32 [segments], log current (log
-    proximal for a weight proximal / behaviour) - log behaviour, summed over the segment's tokens in
-    other micro-batches. tokens: float32 [segments], the number of all tokens of the segment.
-    """
+    """Segments of one level among the tokens of a micro-batch. ids: int64 [tokens], the segment of
+    each token. outside: float32 [segments], log (current or proximal) - log behaviour, summed over
+    the segment's tokens in other micro-batches. tokens: float32 [segments], those of all."""
 
     ids: Tensor
     outside: Tensor
@@ -58,9 +53,9 @@ class Logprobs(msgspec.Struct, frozen=True):
 
 
 class Surrogate(msgspec.Struct, frozen=True):
-    """The result of a correction. term: [tokens], maximised, with gradient. coefficient: [tokens],
-    the weight of a token's score function; 0 if its gradient is cut. clipped, masked: bool
-    [tokens], cut because the step would go too far, or because the data is too far off-policy."""
+    """The result of a correction, each [tokens]. term: maximised, with gradient. coefficient: C, 0
+    if the gradient is cut. clipped, masked: bool, cut because the step would go too far, or because
+    the data is too far off-policy."""
 
     term: Tensor
     coefficient: Tensor
@@ -70,25 +65,21 @@ class Surrogate(msgspec.Struct, frozen=True):
 
 Correction = Callable[..., Surrogate]
 DualClip = Annotated[float, Meta(gt=1)] | None
-"""Lower bound of the clipped term as a multiple of a negative advantage (Ye et al. 2020). Without
-it ("null" in a config) a token with a negative advantage and a log-ratio of 20 has a weight of
-4.9e8. The default 3 is that of verl and of the code that OPRL released."""
+"""Lower bound of the clipped term as a multiple of a negative advantage (Ye et al. 2020), "null" in
+a config for none. The default 3 is that of verl and of the code that OPRL released."""
 
 
 class Declared(msgspec.Struct, frozen=True):
-    """What the learner must know about a correction.
-
-    ratio: the policy in the numerator of the ratio over a segment: "current" (moves with every
-    optimizer step), "proximal" (fixed during the update), or "" for a correction without a ratio.
-    bounds_step: whether the correction limits how far several optimizer steps of one update may
-    move the policy. aggregation: the learner.aggregation with which the method is defined; "" for
-    any. near: the options that bound current / proximal, which is 1 in the first step of an update.
-    """
+    """What the learner must know about a correction."""
 
     ratio: Literal["current", "proximal", ""] = "current"
+    """The policy in the numerator of a segment's ratio; "" for a correction without a ratio."""
     bounds_step: bool = False
+    """Whether it limits how far several optimizer steps of one update may move the policy."""
     aggregation: Aggregation | Literal[""] = ""
+    """The learner.aggregation with which the method is defined; "" for any."""
     near: tuple[str, ...] = ()
+    """The options that bound current / proximal, which is 1 in the first step of an update."""
 
 
 def declares(**declared: Any) -> Callable[[Correction], Correction]:
@@ -108,7 +99,11 @@ def log_ratio(
     """Return the log of (current or proximal) / behaviour over each token's segment [tokens],
     without gradient."""
     newer = logprobs.current.detach() if against == "current" else logprobs.proximal
-    return _over(newer - logprobs.behaviour, logprobs, level)
+    token = newer - logprobs.behaviour
+    if level == "token":
+        return token
+    segments = logprobs.segments[level]
+    return segments.outside.index_add(0, segments.ids, token)[segments.ids]
 
 
 def mean_log_ratio(logprobs: Logprobs, level: Level) -> Tensor:
@@ -121,13 +116,6 @@ def mean_log_ratio(logprobs: Logprobs, level: Level) -> Tensor:
     return total / segments.tokens[segments.ids]
 
 
-def _over(token: Tensor, logprobs: Logprobs, level: Level) -> Tensor:
-    if level == "token":
-        return token
-    segments = logprobs.segments[level]
-    return segments.outside.index_add(0, segments.ids, token)[segments.ids]
-
-
 def _ratio(log: Tensor) -> Tensor:
     return log.clamp(-20, 20).exp()  # keeps products finite; e^20 is above every bound
 
@@ -138,23 +126,14 @@ def _weighted(
     """Return the weighted score function, coefficient x A x exp(current - stop_gradient(current))."""
     through = (logprobs.current - logprobs.current.detach()).exp()
     nothing = advantage.new_zeros(advantage.shape).bool()
-    return Surrogate(
-        coefficient * advantage * through,
-        coefficient,
-        nothing,
-        nothing if masked is None else masked,
-    )
+    term = coefficient * advantage * through
+    return Surrogate(term, coefficient, nothing, nothing if masked is None else masked)
 
 
 def _clipped(
-    logprobs: Logprobs,
-    advantage: Tensor,
-    ratio: Tensor,
-    clip_low: float,
-    clip_high: float,
-    dual_clip: DualClip,
-    weight: Tensor | float = 1.0,
-) -> Surrogate:
+    logprobs: Logprobs, advantage: Tensor, ratio: Tensor,
+    clip_low: float, clip_high: float, dual_clip: DualClip, weight: Tensor | float = 1.0,
+) -> Surrogate:  # fmt: skip
     """Return weight x min(ratio A, clip(ratio, 1 - low, 1 + high) A). If dual_clip is set, the
     minimum is at least dual_clip A where A < 0."""
     through = (logprobs.current - logprobs.current.detach()).exp()
@@ -175,18 +154,13 @@ def none(logprobs: Logprobs, advantage: Tensor, level: Level = "token") -> Surro
 
 @declares(bounds_step=True)
 def ppo_clip(
-    logprobs: Logprobs,
-    advantage: Tensor,
-    level: Level = "token",
-    clip_low: NotNegative = 0.2,
-    clip_high: NotNegative = 0.2,
-    dual_clip: DualClip = 3.0,
-) -> Surrogate:
+    logprobs: Logprobs, advantage: Tensor, level: Level = "token",
+    clip_low: NotNegative = 0.2, clip_high: NotNegative = 0.2, dual_clip: DualClip = 3.0,
+) -> Surrogate:  # fmt: skip
     """Maximise min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) (Schulman et al. 2017). dual_clip c
     > 1 keeps it above c A where A < 0."""
-    return _clipped(
-        logprobs, advantage, _ratio(log_ratio(logprobs, level)), clip_low, clip_high, dual_clip
-    )
+    ratio = _ratio(log_ratio(logprobs, level))
+    return _clipped(logprobs, advantage, ratio, clip_low, clip_high, dual_clip)
 
 
 _decouples = declares(
@@ -203,54 +177,45 @@ def decoupled(
 ) -> Surrogate:  # fmt: skip
     """Decoupled PPO (Hilton et al. 2022) as AReaL trains it: w = proximal / behaviour up to
     ``upper``, and 0 above it. For w = min(proximal / behaviour, upper) take ``tis``."""
-    weight = _ratio(log_ratio(logprobs, level, "proximal"))
-    return _near(logprobs, advantage, weight, weight > upper, clip_low, clip_high, dual_clip)
+    weight = _weight(logprobs, level)
+    return _near(logprobs, advantage, weight, 0.0, upper, clip_low, clip_high, dual_clip)
 
 
 @_decouples
 def tis(
-    logprobs: Logprobs, advantage: Tensor, level: Level = "token", lower: NotNegative = 0.0, upper: Positive = 2.0,
+    logprobs: Logprobs, advantage: Tensor, level: Level = "token",
+    lower: NotNegative = 0.0, upper: Positive = 2.0,
     clip_low: NotNegative = 0.2, clip_high: NotNegative = 0.2, dual_clip: DualClip = 3.0,
 ) -> Surrogate:  # fmt: skip
     """Truncated importance sampling (Yao et al. 2025): w = clip(proximal / behaviour, lower,
     upper), times PPO's clip of current / proximal."""
-    weight = _ratio(log_ratio(logprobs, level, "proximal")).clamp(lower, upper)
-    return _near(
-        logprobs,
-        advantage,
-        weight,
-        weight.new_zeros(weight.shape).bool(),
-        clip_low,
-        clip_high,
-        dual_clip,
-    )
+    weight = _weight(logprobs, level).clamp(lower, upper)
+    return _near(logprobs, advantage, weight, lower, upper, clip_low, clip_high, dual_clip)
 
 
 @_decouples
 def icepop(
-    logprobs: Logprobs, advantage: Tensor, level: Level = "token", lower: NotNegative = 0.5, upper: Positive = 5.0,
+    logprobs: Logprobs, advantage: Tensor, level: Level = "token",
+    lower: NotNegative = 0.5, upper: Positive = 5.0,
     clip_low: NotNegative = 0.2, clip_high: NotNegative = 0.2, dual_clip: DualClip = 3.0,
 ) -> Surrogate:  # fmt: skip
     """w = proximal / behaviour within [lower, upper], else 0, times PPO's clip of current /
     proximal (IcePop 2025)."""
-    weight = _ratio(log_ratio(logprobs, level, "proximal"))
-    return _near(
-        logprobs,
-        advantage,
-        weight,
-        (weight < lower) | (weight > upper),
-        clip_low,
-        clip_high,
-        dual_clip,
-    )
+    weight = _weight(logprobs, level)
+    return _near(logprobs, advantage, weight, lower, upper, clip_low, clip_high, dual_clip)
+
+
+def _weight(logprobs: Logprobs, level: Level) -> Tensor:
+    return _ratio(log_ratio(logprobs, level, "proximal"))
 
 
 def _near(
-    logprobs: Logprobs, advantage: Tensor, weight: Tensor, outside: Tensor,
+    logprobs: Logprobs, advantage: Tensor, weight: Tensor, lower: float, upper: float,
     clip_low: float, clip_high: float, dual_clip: DualClip,
 ) -> Surrogate:  # fmt: skip
-    """Return weight x PPO's clipped term of current / proximal, and 0 for the tokens ``outside``
-    the weight's bounds."""
+    """Return weight x PPO's clipped term of current / proximal, and 0 for the tokens whose weight
+    is outside [lower, upper]."""
+    outside = (weight < lower) | (weight > upper)
     ratio = _ratio(logprobs.current.detach() - logprobs.proximal)
     weight = weight.masked_fill(outside, 0.0)
     surrogate = _clipped(logprobs, advantage, ratio, clip_low, clip_high, dual_clip, weight)
@@ -265,12 +230,9 @@ def aipo(
 
 
 def cispo(
-    logprobs: Logprobs,
-    advantage: Tensor,
-    level: Level = "token",
-    clip_low: NotNegative = 1.0,
-    clip_high: NotNegative = 0.28,
-) -> Surrogate:
+    logprobs: Logprobs, advantage: Tensor, level: Level = "token",
+    clip_low: NotNegative = 1.0, clip_high: NotNegative = 0.28,
+) -> Surrogate:  # fmt: skip
     """C = clip(r, 1 - clip_low, 1 + clip_high). Only the weight is clipped, so no token loses its
     gradient (MiniMax-M1 2025)."""
     ratio = _ratio(log_ratio(logprobs, level))
@@ -278,12 +240,9 @@ def cispo(
 
 
 def sequence_mask(
-    logprobs: Logprobs,
-    advantage: Tensor,
-    level: Level = "sequence",
-    lower: NotNegative = 0.0,
-    upper: Positive = 2.0,
-) -> Surrogate:
+    logprobs: Logprobs, advantage: Tensor, level: Level = "sequence",
+    lower: NotNegative = 0.0, upper: Positive = 2.0,
+) -> Surrogate:  # fmt: skip
     """C = R where the segment's ratio R is within [lower, upper], else 0: masked importance
     sampling of whole segments."""
     ratio = _ratio(log_ratio(logprobs, level))
@@ -292,12 +251,9 @@ def sequence_mask(
 
 
 def geometric_mask(
-    logprobs: Logprobs,
-    advantage: Tensor,
-    level: Level = "sequence",
-    lower: NotNegative = 0.9,
-    upper: Positive = 1.1,
-) -> Surrogate:
+    logprobs: Logprobs, advantage: Tensor, level: Level = "sequence",
+    lower: NotNegative = 0.9, upper: Positive = 1.1,
+) -> Surrogate:  # fmt: skip
     """C = r per token where the geometric mean of the segment's token ratios is within [lower,
     upper], else 0. Long segments are not rejected more often than short ones."""
     mean = _ratio(mean_log_ratio(logprobs, level))
@@ -308,35 +264,17 @@ def geometric_mask(
 
 @declares(bounds_step=True, aggregation="trajectory")
 def gspo(
-    logprobs: Logprobs,
-    advantage: Tensor,
-    level: Level = "sequence",
-    clip_low: NotNegative = 3e-4,
-    clip_high: NotNegative = 4e-4,
-    dual_clip: DualClip = 3.0,
-) -> Surrogate:
+    logprobs: Logprobs, advantage: Tensor, level: Level = "sequence",
+    clip_low: NotNegative = 3e-4, clip_high: NotNegative = 4e-4, dual_clip: DualClip = 3.0,
+) -> Surrogate:  # fmt: skip
     """Maximise min(s A, clip(s) A), where s is the geometric mean of the segment's token ratios
     (GSPO in its token form; Zheng et al. 2025, whose objective has no dual clip)."""
-    return _clipped(
-        logprobs, advantage, _ratio(mean_log_ratio(logprobs, level)), clip_low, clip_high, dual_clip
-    )
+    ratio = _ratio(mean_log_ratio(logprobs, level))
+    return _clipped(logprobs, advantage, ratio, clip_low, clip_high, dual_clip)
 
 
-CORRECTIONS: dict[str, Correction] = {
-    function.__name__: function
-    for function in (
-        none,
-        ppo_clip,
-        decoupled,
-        tis,
-        aipo,
-        cispo,
-        icepop,
-        sequence_mask,
-        geometric_mask,
-        gspo,
-    )
-}
+_ALL = (none, ppo_clip, decoupled, tis, aipo, cispo, icepop, sequence_mask, geometric_mask, gspo)
+CORRECTIONS: dict[str, Correction] = {function.__name__: function for function in _ALL}
 LEVELS: tuple[Level, ...] = ("token", "turn", "sequence")
 
 
@@ -353,9 +291,9 @@ class Corrected(msgspec.Struct, frozen=True):
         return self.function(logprobs, advantage, **self.options)
 
     def needs_proximal(self, steps: int) -> bool:
-        """True if all tokens must be forwarded before the first of ``steps`` optimizer steps, for
-        the log-probabilities that the policy has when the update begins. With one step these are
-        the current ones, so only a sequence needs those of its tokens in other micro-batches."""
+        """True if all tokens must be forwarded before the first of ``steps`` optimizer steps. With
+        one step the proximal policy is the current one, so only a sequence needs the
+        log-probabilities of its tokens in other micro-batches."""
         return self.level == "sequence" or (self.declared.ratio == "proximal" and steps > 1)
 
     @property
@@ -371,8 +309,7 @@ class Corrected(msgspec.Struct, frozen=True):
         return sorted(set(self.declared.near) & chosen) if steps == 1 else []
 
     def doubts(self, steps: int, aggregation: str) -> list[str]:
-        """Return warnings about legal settings that do not do what the correction's name promises.
-        steps: optimizer steps per update. aggregation: the setting."""
+        """Return warnings about legal settings that do not do what the correction promises."""
         doubts = []
         if steps > 1 and not self.declared.bounds_step:
             doubts.append(
@@ -395,12 +332,9 @@ def load(name: str, options: dict[str, Any]) -> Corrected:
     if ":" not in name:
         known(setting, name, CORRECTIONS, ", or module:function")
     function = CORRECTIONS.get(name) or imported(setting, name)
+    others = ("logprobs", "advantage")
     options = checked(
-        "learner.correction_options",
-        f"correction {name!r}",
-        function,
-        options,
-        ("logprobs", "advantage"),
+        "learner.correction_options", f"correction {name!r}", function, options, others
     )
     values = {p.name: p.default for p in inspect.signature(function).parameters.values()} | options
     if "level" not in values:
@@ -412,9 +346,8 @@ def load(name: str, options: dict[str, Any]) -> Corrected:
             f"learner.correction_options.lower = {lower}: expected at most upper = {upper}"
         )
     declared = getattr(function, "declared", Declared())
-    return Corrected(
-        name, function, options, values["level"] if declared.ratio else "token", declared
-    )
+    level = values["level"] if declared.ratio else "token"
+    return Corrected(name, function, options, level, declared)
 
 
 def k3(current: Tensor, reference: Tensor) -> Tensor:

@@ -25,14 +25,9 @@ class Critic:
     then ``learn`` for each step."""
 
     def __init__(
-        self,
-        folder: str,
-        learner: LearnerConfig,
-        config: CriticConfig,
-        lora: LoraConfig,
-        ranks: Ranks,
-        seed: int,
-    ):
+        self, folder: str, learner: LearnerConfig, config: CriticConfig, lora: LoraConfig,
+        ranks: Ranks, seed: int,
+    ):  # fmt: skip
         self.config, self.ranks = config, ranks
         self.model = TreeModel(folder, learner, lora, 1.0, ranks, seed, values=True)
         optimizer = OptimizerConfig(
@@ -43,19 +38,12 @@ class Critic:
     def values(self, rows: Rows, steps: Plan) -> np.ndarray:
         """Return the value of each token's state, float32 [tokens]."""
         with self.model.inference():
-            return sweep(
-                rows, steps, self.ranks, lambda forest: self.model.read(self.model.row(forest))[0]
-            )
+            return sweep(rows, steps, self.ranks, lambda forest: self.model.read(forest)[0])
 
     def learn(
-        self,
-        rows: Rows,
-        steps: Plan,
-        chosen: np.ndarray,
-        old: np.ndarray,
-        returns: np.ndarray,
+        self, rows: Rows, steps: Plan, chosen: np.ndarray, old: np.ndarray, returns: np.ndarray,
         version: int,
-    ) -> dict[str, float]:
+    ) -> dict[str, float]:  # fmt: skip
         """Make one optimizer step towards ``returns`` on the tokens of ``chosen`` (bool [tokens]).
         Returns the step's metrics."""
         device = self.ranks.device
@@ -63,22 +51,24 @@ class Critic:
         total = torch.zeros(1, dtype=torch.float64)
         for some, filler in steps.mine:
             index = rows.index(some)
-            values = self.model.read(self.model.row(rows.forest(some)))[0]
-            weight = torch.as_tensor(
-                chosen[index].astype(np.float32) * (0.0 if filler else 1.0 / count), device=device
+            weight, before, target = (
+                torch.as_tensor(column[index], dtype=torch.float32, device=device)
+                for column in (chosen, old, returns)
             )
-            before, target = (
-                torch.as_tensor(a[index], dtype=torch.float32, device=device)
-                for a in (old, returns)
-            )
-            loss = (weight * value_loss(values, before, target, self.config.value_clip)).sum()
+            values = self.model.read(rows.forest(some))[0]
+            losses = value_loss(values, before, target, self.config.value_clip)
+            loss = (0.0 if filler else 1.0 / count) * (weight * losses).sum()
             (self.config.loss_factor * loss).backward()
             total += float(loss.detach())
-        spread = float(np.var(returns[chosen])) if chosen.any() else 0.0
-        error = float(np.mean((returns - old)[chosen] ** 2)) if chosen.any() else 0.0
-        return {
+        metrics = {
             "critic/grad_norm": self.stepper.step(version),
             "critic/loss": float(self.ranks.add(total)),
-            "critic/value_mean": float(old[chosen].mean()) if chosen.any() else 0.0,
-            "critic/explained_variance": 1 - error / spread if spread > 0 else 0.0,
+            "critic/value_mean": 0.0,
+            "critic/explained_variance": 0.0,
         }
+        if chosen.any():
+            variance, error = np.var(returns[chosen]), np.mean((returns - old)[chosen] ** 2)
+            metrics["critic/value_mean"] = float(old[chosen].mean())
+            if variance > 0:
+                metrics["critic/explained_variance"] = float(1 - error / variance)
+        return metrics

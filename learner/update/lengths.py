@@ -1,9 +1,6 @@
 """The watch on PPR's length side effect (methods.md 5): trajectories grow while a turn earns
-reward, and shrink while a turn costs reward.
-
-If a turn's reward includes the outcome, the turn earns after success and costs after failure.
-Without the outcome the turn always earns. In both cases the policy may learn the number of turns.
-The watch compares the mean length of the last updates with that of the first ones.
+reward, and shrink while a turn costs reward. It compares the mean length of the last updates with
+that of the first ones.
 """
 
 from collections import deque

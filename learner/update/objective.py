@@ -33,23 +33,20 @@ def token_weights(
     sampled = sampled.astype(np.float64)
     if aggregation == "token":
         return sampled / max(1.0, sampled.sum())
-    row, questions = np.repeat(np.arange(len(table)), table.tokens), len(np.unique(table.tree))
-    counts = np.bincount(row, weights=sampled, minlength=len(table))
+    questions = len(np.unique(table.tree))
+    counts = np.bincount(table.row(), weights=sampled, minlength=len(table))
     scale = np.empty(len(table))
     for group in np.unique(table.group):
         rows = np.flatnonzero(table.group == group)
         names, member = np.unique(table.trajectory[rows], return_inverse=True)
-        if aggregation == "constant":
+        tokens = counts[rows]
+        if aggregation == "trajectory":
+            tokens = np.bincount(member, weights=tokens)[member]
+        elif aggregation == "constant":
             tokens = np.full(len(rows), float(constant_tokens))
-        else:
-            tokens = (
-                np.bincount(member, weights=counts[rows])[member]
-                if aggregation == "trajectory"
-                else counts[rows]
-            )
         scale[rows] = 1.0 / (np.maximum(tokens, 1.0) * len(names) * questions)
     if mean_over_steps:
         for tree in np.unique(table.tree):
             rows = table.tree == tree
             scale[rows] /= len(np.unique(table.group[rows]))
-    return sampled * np.repeat(scale, table.tokens)
+    return sampled * table.per_token(scale)

@@ -13,24 +13,20 @@ import torch
 
 from coppice.learner.forest.trees import Forest, Path, Trie, balanced, share
 from coppice.learner.model.ranks import Ranks
-from coppice.learner.update.table import TurnTokens
 
 
-class Rows(msgspec.Struct, frozen=True):
-    """The turns of an update as paths, with their trie. spans[i]: the slice of path i's action
-    tokens on the flat token axis.
+class Rows:
+    """The paths of an update with their trie. spans[i]: the slice of path i's action tokens on the
+    flat token axis. behaviour, sampled, versions: the sampling records [tokens]."""
 
-    forests: the forests that were packed so far. Passes that cut the batch in the same way read the
-    same forests.
-    """
-
-    paths: list[Path]
-    trie: Trie
-    spans: list[slice]
-    behaviour: np.ndarray
-    sampled: np.ndarray
-    versions: np.ndarray
-    forests: dict[tuple[int, ...], Forest] = {}
+    def __init__(self, paths: Sequence[Path]):
+        self.paths, self.trie = paths, Trie(paths)
+        ends = np.cumsum([len(path.sampled) for path in paths]).tolist()
+        self.spans = [slice(end - len(p.sampled), end) for end, p in zip(ends, paths, strict=True)]
+        self.behaviour = np.concatenate([path.logprobs for path in paths]).astype(np.float32)
+        self.sampled = np.concatenate([path.sampled for path in paths])
+        self.versions = np.concatenate([path.versions for path in paths])
+        self.forests: dict[tuple[int, ...], Forest] = {}
 
     @property
     def tokens(self) -> int:
@@ -43,33 +39,12 @@ class Rows(msgspec.Struct, frozen=True):
         return np.concatenate([np.arange(self.spans[i].start, self.spans[i].stop) for i in rows])
 
     def forest(self, rows: Sequence[int]) -> Forest:
-        """Return some paths packed. Their prefixes are shared if that saves time."""
+        """Return some paths packed, with shared prefixes if that saves time. Passes that cut the
+        batch in the same way read the same forest."""
         key = tuple(rows)
         if key not in self.forests:
             self.forests[key] = self.trie.forest(key)
         return self.forests[key]
-
-
-def rows_of(turns: list[TurnTokens]) -> Rows:
-    """Return the rows of a batch."""
-    ends = np.cumsum([len(turn.action) for turn in turns]).tolist()
-    paths = [
-        Path(
-            np.concatenate([t.prefix, t.action]).astype(np.int64),
-            len(t.prefix),
-            t.pictures,
-            t.support,
-        )
-        for t in turns
-    ]
-    return Rows(
-        paths,
-        Trie(paths),
-        [slice(end - len(turn.action), end) for end, turn in zip(ends, turns, strict=True)],
-        np.concatenate([turn.logprobs for turn in turns]).astype(np.float32),
-        np.concatenate([turn.sampled for turn in turns]),
-        np.concatenate([turn.versions for turn in turns]),
-    )
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -87,20 +62,17 @@ class Plan(msgspec.Struct, frozen=True):
 
 
 def plan(trie: Trie, rows: Sequence[int], budget: int, ranks: Ranks) -> Plan:
-    """Cut the paths ``rows`` into micro-batches of at most ``budget`` packed tokens. The cut with
-    the smallest load of the busiest rank wins, and the largest micro-batch goes first to the least
-    busy rank."""
+    """Cut the paths ``rows`` into micro-batches of at most ``budget`` packed tokens, and give each
+    to a rank (``balanced``, ``share``)."""
     where = trie.cuts(rows)
     batches, sizes = balanced(where, budget, ranks.count)
     shares = share(sizes, ranks.count)
     mine = [(batches[b], False) for b in shares[ranks.rank]]
     if ranks.sharded:
-        lightest = batches[min(range(len(sizes)), key=sizes.__getitem__)]
-        mine += [(lightest, True)] * (max(map(len, shares)) - len(mine))
-    ratios = [
-        sum(len(trie.spines[i]) for i in b) / size for b, size in zip(batches, sizes, strict=True)
-    ]
-    return Plan(batches[int(np.argmax(ratios))], mine, sum(sizes), where.whole)
+        mine += [(batches[int(np.argmin(sizes))], True)] * (max(map(len, shares)) - len(mine))
+    path_tokens = [sum(len(trie.spines[i]) for i in batch) for batch in batches]
+    densest = int(np.argmax(np.divide(path_tokens, sizes)))
+    return Plan(batches[densest], mine, sum(sizes), where.whole)
 
 
 def sweep(

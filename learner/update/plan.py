@@ -66,37 +66,18 @@ def plan_of(config: LearnerConfig) -> LearnerPlan:
     proximal |= prm is not None and prm.reference == "recomputed"
     again = config.steps - 1 if correct.follows else 0
     lora = config.lora
-    models: dict[str, ModelPlan] = {
-        "policy": ModelPlan(
-            lora, proximal + reference + again, config.epochs, copy=reference and not lora.rank
-        )
-    }
+    copy, forwards = reference and not lora.rank, proximal + reference + again
+    models = {"policy": ModelPlan(lora, forwards, config.epochs, copy=copy)}
     if critic is not None:
-        models["critic"] = ModelPlan(
-            critic.lora or lora, 1, config.epochs * critic.steps, vocabulary=False
-        )
+        backwards = config.epochs * critic.steps
+        models["critic"] = ModelPlan(critic.lora or lora, 1, backwards, vocabulary=False)
     if prm is not None:
         models["prm"] = ModelPlan(prm.lora or lora, _scorings(prm), prm.epochs)
-    return LearnerPlan(
-        scheme,
-        correct,
-        models,
-        critic,
-        prm,
-        kl,
-        reference,
-        proximal,
-        _aggregation(config, scheme, correct),
-    )
-
-
-def _aggregation(config: LearnerConfig, scheme: Scheme, correct: Corrected) -> Aggregation:
-    """Return how the tokens are weighed. For "auto" a correction that declares it comes before the
-    scheme: the correction's surrogate is defined by it, while a scheme's advantages are defined
-    without it."""
+    # A correction's surrogate is defined by its aggregation, a scheme's advantages are without it.
+    aggregation = correct.declared.aggregation or scheme.needs.aggregation
     if config.aggregation != "auto":
-        return config.aggregation
-    return correct.declared.aggregation or scheme.needs.aggregation
+        aggregation = config.aggregation
+    return LearnerPlan(scheme, correct, models, critic, prm, kl, reference, proximal, aggregation)
 
 
 def _scorings(prm: PrmConfig) -> float:

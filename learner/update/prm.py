@@ -3,9 +3,9 @@ variant, 4.5).
 
 phi starts from the policy. A token's reward is beta (log pi_phi - log pi_reference), a step's score
 is the sum over its sampled tokens, and a trajectory's score S is the sum (or mean) over its steps.
-The loss depends only on the scores S, so its gradient is sum_i dL/dS_i dS_i/dphi. A first pass
-computes the scores and the exact coefficients dL/dS_i, and a second pass is linear in the
-log-probabilities. Any split into micro-batches and ranks therefore gives the same exact gradient.
+The loss depends only on the scores, so a first pass computes the exact coefficients dL/dS_i, and a
+second pass is linear in the log-probabilities: any split into micro-batches and ranks gives the
+same gradient.
 """
 
 import msgspec
@@ -31,8 +31,7 @@ class Preference(msgspec.Struct, frozen=True):
 
 
 def dpo(scores: np.ndarray, positive: np.ndarray, group: np.ndarray) -> Preference:
-    """Return the mean of -log sigmoid(S+ - S-) over all positive x negative pairs of each group. A
-    group with only one class has no pair.
+    """Return the mean of -log sigmoid(S+ - S-) over all positive x negative pairs of each group.
 
     scores: float64. positive: bool. group: the group of each trajectory. All are [trajectories].
     """
@@ -71,16 +70,11 @@ class ImplicitPrm:
     update."""
 
     def __init__(
-        self, folder: str, learner: LearnerConfig, config: PrmConfig, lora: LoraConfig, ranks: Ranks, seed: int,
-        temperature: float,
+        self, folder: str, learner: LearnerConfig, config: PrmConfig, lora: LoraConfig,
+        ranks: Ranks, seed: int, temperature: float,
     ):  # fmt: skip
-        self.config, self.ranks, self.seed, self.micro_tokens = (
-            config,
-            ranks,
-            seed,
-            learner.micro_tokens,
-        )
-        self.updates = 0
+        self.config, self.ranks, self.seed = config, ranks, seed
+        self.micro_tokens, self.updates = learner.micro_tokens, 0
         self.model = Policy(folder, learner, temperature, ranks, seed, lora)
         optimizer = OptimizerConfig(
             config.lr, config.warmup_updates, 0, learner.betas, 0.0, config.grad_clip
@@ -92,9 +86,8 @@ class ImplicitPrm:
         [tokens]."""
         with self.model.inference():
             current = sweep(rows, steps, self.ranks, lambda forest: self.model.logprobs(forest)[0])
-        return np.where(
-            rows.sampled, self.config.beta * (current.astype(np.float64) - reference), 0.0
-        )
+        ratio = current.astype(np.float64) - reference
+        return np.where(rows.sampled, self.config.beta * ratio, 0.0)
 
     def score_and_learn(
         self, table: TurnTable, rows: Rows, steps: Plan, reference: np.ndarray, version: int
@@ -118,32 +111,26 @@ class ImplicitPrm:
         """Return the loss of a batch, or of some of its ``questions``, and dL / d(log pi_phi) per
         token [tokens]."""
         trajectories = table.trajectories()
-        scores = trajectories.total(table.per_turn(rewards))
-        scale = np.ones(len(scores))
-        if self.config.score == "mean":
-            scale = 1.0 / np.array([len(r) for r in trajectories.rows])
-        outcomes, tree = trajectories.total(table.column(self.config.outcome)), trajectories.tree
+        mean, tree = self.config.score == "mean", trajectories.tree
+        scale = 1.0 / np.array([len(rows) if mean else 1 for rows in trajectories.rows])
+        scores = trajectories.total(table.per_turn(rewards)) * scale
+        outcomes = trajectories.total(table.column(self.config.outcome))
         # a missing outcome is neither class
         positive, some = outcomes > self.config.threshold, ~np.isnan(outcomes)
         if questions is not None:
             some &= np.isin(tree, questions)
         if self.config.loss == "dpo":
-            loss = dpo((scores * scale)[some], positive[some], tree[some])
+            loss = dpo(scores[some], positive[some], tree[some])
         else:
-            loss = cross_entropy((scores * scale)[some], positive[some])
+            loss = cross_entropy(scores[some], positive[some])
         slope = np.zeros(len(tree))
         slope[some] = loss.slope * scale[some] * self.config.beta
         return loss, table.per_token(slope[trajectories.of]) * table.mask()
 
     def _learn(
-        self,
-        table: TurnTable,
-        rows: Rows,
-        steps: Plan,
-        reference: np.ndarray,
-        rewards: np.ndarray,
-        version: int,
-    ) -> dict[str, float]:
+        self, table: TurnTable, rows: Rows, steps: Plan, reference: np.ndarray,
+        rewards: np.ndarray, version: int,
+    ) -> dict[str, float]:  # fmt: skip
         """Make epochs x minibatches optimizer steps. Metrics are those of the batch before the
         first; a part without a comparison has no step."""
         loss, _ = self.preference(table, rewards)
@@ -164,19 +151,15 @@ class ImplicitPrm:
                     rewards = self.rewards(rows, steps, reference)
                 loss, slope = self.preference(table, rewards, part)
                 if loss.used:
-                    metrics["prm/grad_norm"], skipped = (
-                        self._step(rows, steps, slope, version),
-                        False,
-                    )
+                    metrics["prm/grad_norm"] = self._step(rows, steps, slope, version)
+                    skipped = False
         return metrics | ({"prm/skipped": 1.0} if skipped else {})
 
     def _step(self, rows: Rows, steps: Plan, slope: np.ndarray, version: int) -> float:
         """Backward the linear pass, make an optimizer step, and return the norm of the gradient."""
         for some, filler in steps.mine:
             current = self.model.logprobs(rows.forest(some))[0]
-            pull = torch.as_tensor(
-                slope[rows.index(some)], dtype=torch.float32, device=self.ranks.device
-            )
+            pull = torch.as_tensor(slope[rows.index(some)], dtype=torch.float32).to(current.device)
             ((0.0 if filler else 1.0) * pull * current).sum().backward()
         self.updates += 1
         return self.stepper.step(version)

@@ -15,19 +15,21 @@ from coppice.learner.update.table import TurnTable
 
 
 def shaped(table: TurnTable, column: str, config: LearnerConfig) -> TurnTable:
-    """Return the table with the changed reward ``column``. The KL penalty reads the token column
-    "kl"."""
-    scores, penalties = table.column(column) * config.reward_scale, np.zeros(len(table))
-    if config.reward_clip:
-        scores = np.clip(scores, -config.reward_clip, config.reward_clip)
-    if config.soft_overlong is not None:
-        limit, cache = config.soft_overlong.max_tokens, config.soft_overlong.cache_tokens
-        penalties += overlong(table.per_turn(np.ones(len(table.mask()))), limit, cache)
-    if config.kl_reward_coef:
-        penalties += config.kl_reward_coef * table.per_turn(table.token_column("kl"))
-    return msgspec.structs.replace(
-        table, scores={**table.scores, column: charged(table, scores, penalties)}
-    )
+    """Return the table with the changed reward ``column``, or the same if nothing changes it. The
+    KL penalty reads the token column "kl"."""
+    c, long, penalties = config, config.soft_overlong, np.zeros(len(table))
+    if c.reward_scale == 1 and not (c.reward_clip or long or c.kl_reward_coef):
+        return table
+    scores = table.column(column) * c.reward_scale
+    if c.reward_clip:
+        scores = np.clip(scores, -c.reward_clip, c.reward_clip)
+    if long is not None:
+        tokens = table.per_turn(np.ones(len(table.mask())))
+        penalties += overlong(tokens, long.max_tokens, long.cache_tokens)
+    if c.kl_reward_coef:
+        penalties += c.kl_reward_coef * table.per_turn(table.token_column("kl"))
+    scores = charged(table, scores, penalties)
+    return msgspec.structs.replace(table, scores={**table.scores, column: scores})
 
 
 def overlong(tokens: np.ndarray, max_tokens: int, cache_tokens: int) -> np.ndarray:

@@ -2,42 +2,33 @@
 axis of action tokens."""
 
 import zlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import msgspec
 import numpy as np
 
-from coppice.common.support import Support, decode
+from coppice.common.support import decode
+from coppice.learner.forest.trees import Path
 from coppice.wire.messages import TrainGroup, TreeNode, Turn
 
 
 class Trajectories(msgspec.Struct, frozen=True):
-    """The trajectories of a table, numbered 0, 1, .. without gaps.
-
-    of: int64 [turns], the trajectory of each turn. tree: int64 [trajectories], the question of each
-    trajectory. rows: for each trajectory, the indices of its turns, first turn first.
-    """
+    """The trajectories of a table, numbered 0, 1, .. without gaps. of: int64 [turns], the
+    trajectory of each turn. tree: int64 [trajectories], the question of each. rows: the indices of
+    each trajectory's turns, first turn first."""
 
     of: np.ndarray
     tree: np.ndarray
     rows: list[np.ndarray]
 
     def total(self, values: np.ndarray) -> np.ndarray:
-        """Sum a column over the turns of each trajectory [trajectories]; NaN if the score of a
-        trajectory is missing.
-
-        A column that only last turns have, such as an outcome, is missing where a trajectory has
-        none. A column that earlier turns have too, such as a reward, is missing where one turn of a
-        trajectory lacks it, because the sum would count that turn as 0.
-        """
+        """Sum a column over the turns of each trajectory [trajectories]; NaN if its score is
+        missing: of a column that only last turns have, such as an outcome, if there is none; of one
+        that earlier turns have too, such as a reward, if one turn lacks it."""
         lacking = np.isnan(values)
-        sums = np.bincount(
-            self.of, weights=np.where(lacking, 0.0, values), minlength=len(self.tree)
-        )
+        sums = np.bincount(self.of, weights=np.where(lacking, 0.0, values))
         most = 0 if (~lacking & ~self.last()).any() else np.bincount(self.of) - 1
-        return np.where(
-            np.bincount(self.of, weights=lacking, minlength=len(self.tree)) > most, np.nan, sums
-        )
+        return np.where(np.bincount(self.of, weights=lacking) > most, np.nan, sums)
 
     def last(self) -> np.ndarray:
         """Return, as bool [turns], whether each turn is the last of its trajectory."""
@@ -53,11 +44,10 @@ class TurnTable(msgspec.Struct, frozen=True):
     group; turns count from 1). tokens: int64, the action tokens of each turn. scores: name ->
     float64, NaN where a turn lacks the score. anchor: int64, equal for turns of a tree in which the
     policy answered the same observation, or in which the environment says that it did. sampled:
-    bool [tokens], False for forced tokens. token_scores: name -> float64 [tokens], values that the
-    learner's models give each token: "value" (critic), "prm" (beta x log-ratio of the implicit
-    reward model), "kl" (log behaviour
-    - log reference), "log_ratio" (log proximal - log behaviour). actions: the tokens of each turn,
-      for schemes that compare token by token.
+    bool [tokens], False for forced tokens. token_scores: name -> float64 [tokens], values of the
+    learner's models: "value" (critic), "prm" (beta x log-ratio of the implicit reward model), "kl"
+    (log behaviour - log reference), "log_ratio" (log proximal - log behaviour). paths: the tokens
+    of each turn, for schemes that compare token by token.
     """
 
     tree: np.ndarray
@@ -69,7 +59,7 @@ class TurnTable(msgspec.Struct, frozen=True):
     anchor: np.ndarray | None = None
     sampled: np.ndarray | None = None
     token_scores: dict[str, np.ndarray] = {}
-    actions: list["TurnTokens"] = []
+    paths: list[Path] = []
 
     def __len__(self) -> int:
         return len(self.tree)
@@ -77,41 +67,34 @@ class TurnTable(msgspec.Struct, frozen=True):
     def only(self, kept: np.ndarray) -> "TurnTable":
         """Return the table of some of the turns. kept: bool [turns]."""
         tokens = self.per_token(kept)
+        identities = (self.tree, self.group, self.trajectory, self.turn, self.tokens)
         return TurnTable(
-            self.tree[kept], self.group[kept], self.trajectory[kept], self.turn[kept], self.tokens[kept],
+            *(column[kept] for column in identities),
             {name: column[kept] for name, column in self.scores.items()},
             None if self.anchor is None else self.anchor[kept],
             None if self.sampled is None else self.sampled[tokens],
             {name: column[tokens] for name, column in self.token_scores.items()},
-            [turn for turn, keep in zip(self.actions, kept, strict=True) if keep] if self.actions else [],
-        )  # fmt: skip
+            [self.paths[row] for row in np.flatnonzero(kept)] if self.paths else [],
+        )
 
     def column(self, name: str) -> np.ndarray:
         """Return one score column. Raises KeyError that names the existing columns."""
-        if name not in self.scores:
-            raise KeyError(f"no score column {name!r} in this batch: it has {sorted(self.scores)}")
-        return self.scores[name]
+        return _named(self.scores, "score", name)
 
     def token_column(self, name: str) -> np.ndarray:
         """Return one token column. Raises KeyError that names the existing columns."""
-        if name not in self.token_scores:
-            raise KeyError(
-                f"no token column {name!r} in this batch: it has {sorted(self.token_scores)}"
-            )
-        return self.token_scores[name]
+        return _named(self.token_scores, "token", name)
 
     def per_token(self, values: np.ndarray) -> np.ndarray:
         """Broadcast one value per turn [turns] to all tokens of the turn [tokens]."""
         return np.repeat(values, self.tokens)
 
     def per_turn(self, values: np.ndarray) -> np.ndarray:
-        """Sum one value per token [tokens] over the tokens of each turn that the policy sampled
-        [turns]."""
+        """Sum one value per token over the sampled tokens of each turn [turns]."""
         return np.bincount(self.row(), weights=values * self.mask(), minlength=len(self))
 
     def at_last_token(self, values: np.ndarray) -> np.ndarray:
-        """Put one value per turn [turns] on the last token of the turn. All other tokens get 0
-        [tokens]."""
+        """Put one value per turn [turns] on the turn's last token; the others get 0 [tokens]."""
         placed = np.zeros(int(self.tokens.sum()))
         placed[np.cumsum(self.tokens) - 1] = values
         return placed
@@ -134,74 +117,69 @@ class TurnTable(msgspec.Struct, frozen=True):
         return Trajectories(of, names[:, 0], rows)
 
     def questions(self, parts: int, seed: Sequence[int]) -> list[np.ndarray]:
-        """Return the questions (values of ``tree``) of each minibatch, int64: at most ``parts``
-        random parts of equal size, or one in order."""
+        """Return the questions (values of ``tree``) of each minibatch: at most ``parts`` random
+        parts of equal size."""
         trees = np.unique(self.tree)
         if parts > 1:
             trees = np.random.default_rng(seed).permutation(trees)
         return np.array_split(trees, min(parts, len(trees)))
 
     def token_spans(self) -> list[np.ndarray]:
-        """Return, for each trajectory, the indices of its tokens on the flat token axis in the
-        order of their generation."""
+        """Return the indices of each trajectory's tokens in the order of their generation."""
         turns = np.split(np.arange(int(self.tokens.sum())), np.cumsum(self.tokens)[:-1])
         return [np.concatenate([turns[row] for row in rows]) for rows in self.trajectories().rows]
 
+    def to_go(self, values: np.ndarray) -> np.ndarray:
+        """Return the sum of ``values`` from each token to the end of its trajectory [tokens]."""
+        sums = np.zeros_like(values)
+        for span in self.token_spans():
+            sums[span] = np.cumsum(values[span][::-1])[::-1]
+        return sums
 
-class TurnTokens(msgspec.Struct, frozen=True):
-    """The tokens of one row: prefix (all that the policy saw) and action, int32, and the action's
-    sampling record, each [action tokens].
 
-    pictures: the PNG bytes of the batch's pictures by number, the same mapping for all rows.
-    support: see ``learner.trees.Path``.
-    """
-
-    prefix: np.ndarray
-    action: np.ndarray
-    logprobs: np.ndarray
-    versions: np.ndarray
-    sampled: np.ndarray
-    pictures: dict[int, bytes] = {}
-    support: Support | None = None
+def _named(columns: dict[str, np.ndarray], kind: str, name: str) -> np.ndarray:
+    if name not in columns:
+        raise KeyError(f"no {kind} column {name!r} in this batch: it has {sorted(columns)}")
+    return columns[name]
 
 
 def build(
     groups: list[TrainGroup], nodes: dict[tuple[int, int], TreeNode], columns: Collection[str] = ()
-) -> tuple[TurnTable, list[TurnTokens]]:
-    """Return the table and the tokens of a batch. nodes: (tree, node id) -> node; it must hold
-    every ancestor of every turn. columns: scores that the table has even if no turn has them, as
-    while a judge fails."""
+) -> TurnTable:
+    """Return the table of a batch. nodes: (tree, node id) -> node; it must hold every ancestor of
+    every turn. columns: scores that the table has even if no turn has them, as while a judge
+    fails."""
     rows = [(group, turn, nodes[group.tree, turn.node]) for group in groups for turn in group.turns]
     names = sorted({name for _, turn, _ in rows for name in turn.scores}.union(columns))
     pictures = {number: png for node in nodes.values() for number, png in node.images.items()}
-    turns = [_tokens(group.tree, node, nodes, pictures) for group, _, node in rows]
-    table = TurnTable(
-        tree=np.array([group.tree for group, _, _ in rows], np.int64),
-        group=np.array([group.id for group, _, _ in rows], np.int64),
-        trajectory=np.array([turn.trajectory for _, turn, _ in rows], np.int64),
-        turn=np.array([turn.turn for _, turn, _ in rows], np.int64),
-        tokens=np.array([len(node.tokens) for _, _, node in rows], np.int64),
+    paths = [_path(group.tree, node, nodes, pictures) for group, _, node in rows]
+
+    def column(values: Iterable[float], kind: type = np.int64) -> np.ndarray:
+        return np.array(list(values), kind)
+
+    return TurnTable(
+        tree=column(group.tree for group, _, _ in rows),
+        group=column(group.id for group, _, _ in rows),
+        trajectory=column(turn.trajectory for _, turn, _ in rows),
+        turn=column(turn.turn for _, turn, _ in rows),
+        tokens=column(len(node.tokens) for _, _, node in rows),
         scores={
-            n: np.array([turn.scores.get(n, np.nan) for _, turn, _ in rows], np.float64)
-            for n in names
+            n: column((t.scores.get(n, np.nan) for _, t, _ in rows), np.float64) for n in names
         },
-        anchor=np.array(
-            [_anchor(turn, nodes[group.tree, node.parent]) for group, turn, node in rows], np.int64
-        ),
-        sampled=np.concatenate([turn.sampled for turn in turns]) if turns else np.zeros(0, bool),
-        actions=turns,
+        anchor=column(_anchor(turn, nodes[group.tree, node.parent]) for group, turn, node in rows),
+        sampled=np.concatenate([path.sampled for path in paths]) if paths else np.zeros(0, bool),
+        paths=paths,
     )
-    return table, turns
 
 
 def _anchor(turn: Turn, observation: TreeNode) -> int:
     return zlib.crc32(observation.tokens.tobytes()) if turn.anchor is None else turn.anchor
 
 
-def _tokens(
+def _path(
     tree: int, node: TreeNode, nodes: dict[tuple[int, int], TreeNode], pictures: dict[int, bytes]
-) -> TurnTokens:
-    pieces, parent = [], node.parent
+) -> Path:
+    pieces, parent = [node.tokens], node.parent
     while parent >= 0:
         ancestor = nodes[tree, parent]
         pieces.append(ancestor.tokens)
@@ -217,5 +195,6 @@ def _tokens(
         raise ValueError(
             f"tree {tree}, node {node.id}: a sampled token is not among those that top-p and top-k left: mend the engine's Sample.support"
         )
-    prefix = np.concatenate(pieces[::-1])
-    return TurnTokens(prefix, node.tokens, node.logprobs, node.versions, sampled, pictures, support)
+    tokens = np.concatenate(pieces[::-1]).astype(np.int64)
+    start = len(tokens) - len(node.tokens)
+    return Path(tokens, start, pictures, support, node.logprobs, node.versions, sampled)

@@ -45,14 +45,9 @@ def gae(
 
 
 def vtrace(
-    rewards: np.ndarray,
-    values: np.ndarray,
-    log_ratio: np.ndarray,
-    gamma: float,
-    lam: float,
-    rho_max: float = 1.0,
-    c_max: float = 1.0,
-) -> tuple[np.ndarray, np.ndarray]:
+    rewards: np.ndarray, values: np.ndarray, log_ratio: np.ndarray, gamma: float, lam: float,
+    rho_max: float = 1.0, c_max: float = 1.0,
+) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
     """Return the advantages r_t + gamma v_{t+1} - V_t and the targets v_t = V_t + rho_t delta_t +
     gamma lam c_t (v_{t+1} - V_{t+1}), where rho and c are the ratio cut at rho_max and c_max
     (Espeholt et al. 2018, eq. 1 and 4 without its rho_t)."""
@@ -94,23 +89,14 @@ def needs(targets: Kind, kl_coef: float, rho_max: float = 1.0, c_max: float = 1.
         raise ValueError(
             f"{bounds}: expected c_max of at most rho_max (Espeholt et al. 2018, section 4.1)"
         )
-    return (
-        {"value"} | ({"kl"} if kl_coef else set()) | ({"log_ratio"} if targets != "gae" else set())
-    )
+    read = {"value": True, "kl": kl_coef > 0, "log_ratio": targets != "gae"}
+    return {column for column, reads in read.items() if reads}
 
 
 def estimate(
-    table: TurnTable,
-    rewards: np.ndarray,
-    gamma: float,
-    lam: float,
-    whiten: bool,
-    targets: Kind,
-    kl_coef: float = 0.0,
-    rho_max: float = 1.0,
-    c_max: float = 1.0,
-    whiten_ddof: int = 0,
-) -> Estimate:
+    table: TurnTable, rewards: np.ndarray, gamma: float, lam: float, whiten: bool, targets: Kind,
+    kl_coef: float = 0.0, rho_max: float = 1.0, c_max: float = 1.0, whiten_ddof: int = 0,
+) -> Estimate:  # fmt: skip
     """Return the advantages and value targets of every trajectory. whiten: whiten the advantages
     over the sampled tokens of the batch.
 
@@ -123,20 +109,16 @@ def estimate(
     values = table.token_column("value")
     advantages, returns = np.zeros_like(rewards), np.zeros_like(rewards)
     for span in table.token_spans():
+        own = rewards[span], values[span]
         if targets == "gae":
-            advantages[span], returns[span] = gae(rewards[span], values[span], gamma, lam)
+            result = gae(*own, gamma, lam)
         else:
-            of_span = (
-                rewards[span],
-                values[span],
-                table.token_column("log_ratio")[span],
-                gamma,
-                lam,
-            )
-            vtraces = targets == "vtrace"
-            advantages[span], returns[span] = (
-                vtrace(*of_span, rho_max, c_max) if vtraces else retrace(*of_span)
-            )
-    return Estimate(
-        whiten_tokens(advantages, table.mask(), whiten_ddof) if whiten else advantages, returns
-    )
+            log_ratio = table.token_column("log_ratio")[span]
+            if targets == "vtrace":
+                result = vtrace(*own, log_ratio, gamma, lam, rho_max, c_max)
+            else:
+                result = retrace(*own, log_ratio, gamma, lam)
+        advantages[span], returns[span] = result
+    if whiten:
+        advantages = whiten_tokens(advantages, table.mask(), whiten_ddof)
+    return Estimate(advantages, returns)

@@ -20,9 +20,9 @@ from coppice.learner.model.ranks import Ranks
 from coppice.learner.update import kl, rewards, watch
 from coppice.learner.update.critic import Critic
 from coppice.learner.update.objective import token_weights
-from coppice.learner.update.passes import Plan, Rows, plan, rows_of, sweep
+from coppice.learner.update.passes import Plan, Rows, plan, sweep
 from coppice.learner.update.plan import plan_of
-from coppice.learner.update.policy_step import MEASURES, Known, PolicyStep, measured
+from coppice.learner.update.policy_step import MEASURES, Objective, PolicyStep, measured
 from coppice.learner.update.prm import ImplicitPrm
 from coppice.learner.update.stopwatch import Stopwatch
 from coppice.learner.update.table import TurnTable, build
@@ -105,39 +105,30 @@ class Trainer:
         self.warnings = []
         if any(group.turns for group in batch.groups):
             with self.timed("pack"):
-                table, turns = build(batch.groups, nodes, self.scheme.needs.columns)
+                table = build(batch.groups, nodes, self.scheme.needs.columns)
                 kept = self.scheme.trains(table)
-                trajectories = table.trajectories()
-            metrics["learner/left_out_trajectories"] = float(len(np.unique(trajectories.of[~kept])))
-            if not kept.any():
-                metrics["learner/skipped"] = 1.0
-            else:
-                with self.timed("pack"):
-                    rows = rows_of([turn for turn, keep in zip(turns, kept, strict=True) if keep])
-                metrics |= self._train(table.only(kept), rows)
+                left_out = table.trajectories().of[~kept]
+                table = table.only(kept)
+            metrics["learner/left_out_trajectories"] = float(len(np.unique(left_out)))
+            metrics |= self._train(table) if len(table) else {"learner/skipped": 1.0}
             self.warnings = self.watch.warnings(metrics, metrics.get("learner/grad_norm"))
         self.version = batch.version + 1
         self._busy_s, self._since = self.busy_s, None
         metrics |= self.timed.take() | {"learner/seconds": time.monotonic() - start}
         return metrics
 
-    def _train(self, table: TurnTable, rows: Rows) -> dict[str, float]:
+    def _train(self, table: TurnTable) -> dict[str, float]:
         c = self.config
         with self.timed("pack"):
-            everything = plan(rows.trie, range(len(rows.paths)), c.micro_tokens, self.ranks)
+            rows = Rows(table.paths)
+            everything = plan(rows.trie, range(len(table)), c.micro_tokens, self.ranks)
         if not self.checked:
             with self.timed("check"):
                 self.checked = check(self.policy, [rows.paths[i] for i in everything.densest])
         with self.timed("score"):
             columns, prm_metrics = self._token_columns(table, rows, everything)
         table = msgspec.structs.replace(table, token_scores=columns)
-        column, shapes = (
-            self.scheme.needs.reward_column,
-            c.reward_scale != 1 or c.reward_clip or c.soft_overlong,
-        )
-        estimate = self.scheme(
-            rewards.shaped(table, column, c) if shapes or c.kl_reward_coef else table
-        )
+        estimate = self.scheme(rewards.shaped(table, self.scheme.needs.reward_column, c))
         _check_finite(self.scheme.name, estimate)
         trained = rows.sampled if estimate.trained is None else rows.sampled & estimate.trained
         if c.overlong_filter:
@@ -145,18 +136,16 @@ class Trainer:
         weights = token_weights(
             table, trained, self.plan.aggregation, c.mean_over_steps, c.constant_tokens
         )
-        known = self._known(table, rows, estimate, weights, columns)
-        metrics = _table_metrics(table, rows, known, self.version) | prm_metrics
-        metrics["learner/over_stale"] = float(
-            (oldest(table, rows, self.version) > self.process.max_staleness).sum()
-        )
+        objective = self._objective(table, rows, estimate, weights)
+        metrics = _table_metrics(table, objective, self.version) | prm_metrics
+        over = oldest(table, rows, self.version) > self.process.max_staleness
+        metrics["learner/over_stale"] = float(over.sum())
         metrics |= self.scheme.metrics(table) | watch.explained_variance(table)
-        metrics |= self._steps(table, known, estimate, everything)
+        metrics |= self._steps(table, objective, estimate, everything)
         if c.adaptive_kl is not None and "learner/kl" in metrics:
             metrics["learner/kl_factor"] = self.kl_factor
-            trajectories = len(table.trajectories().tree)
             self.kl_factor = kl.adapted(
-                self.kl_factor, metrics["learner/kl"], c.adaptive_kl, trajectories
+                self.kl_factor, metrics["learner/kl"], c.adaptive_kl, len(table.trajectories().tree)
             )
         return metrics
 
@@ -196,33 +185,28 @@ class Trainer:
         with self.timed("score"), self.policy.inference():
             return sweep(rows, steps, self.ranks, lambda forest: self.policy.logprobs(forest)[0])
 
-    def _known(
-        self,
-        table: TurnTable,
-        rows: Rows,
-        estimate: Estimate,
-        weights: np.ndarray,
-        columns: dict[str, np.ndarray],
-    ) -> Known:
-        turn = table.row()
-        by_level = {"token": turn, "turn": turn, "sequence": table.trajectories().of[turn]}
+    def _objective(
+        self, table: TurnTable, rows: Rows, estimate: Estimate, weights: np.ndarray
+    ) -> Objective:
+        columns, turn = table.token_scores, table.row()
+        sequence = self.correct.level == "sequence"
         proximal = columns.get("proximal", rows.behaviour).astype(np.float32)
         advantages = estimate.advantages * self.config.advantage_scale
         if clip := self.config.advantage_clip:
             advantages = np.clip(advantages, -clip, clip)
-        return Known(
+        return Objective(
             rows,
             advantages.astype(np.float32),
             weights.astype(np.float32),
             proximal,
             columns["reference"].astype(np.float32) if "reference" in columns else None,
-            by_level[self.correct.level],
+            table.trajectories().of[turn] if sequence else turn,
             proximal,
             self.config.kl_coef * self.kl_factor,
         )
 
     def _steps(
-        self, table: TurnTable, known: Known, estimate: Estimate, everything: Plan
+        self, table: TurnTable, objective: Objective, estimate: Estimate, everything: Plan
     ) -> dict[str, float]:
         """Make epochs x minibatches optimizer steps of the policy, and of the critic if there is
         one. Returns their metrics.
@@ -230,67 +214,57 @@ class Trainer:
         The policy makes none while the critic warms up, and none after a step that would begin
         further than target_kl from the proximal policy.
         """
-        c, rows = self.config, known.rows
-        noted = torch.zeros(MEASURES, rows.tokens)
+        c, critic, rows = self.config, self.critic, objective.rows
+        record = torch.zeros(MEASURES, rows.tokens)
         metrics: dict[str, float] = {"learner/skipped": 1.0}
-        stepped, stopped, untouched, questions = False, 0, np.zeros(len(table), bool), 0
-        frozen = self.critic is not None and self.version < self.critic.config.policy_frozen_updates
+        stepped, stopped, first, questions = False, 0, np.zeros(len(table), bool), 0
+        frozen = critic is not None and self.version < critic.config.policy_frozen_updates
         for epoch in range(c.epochs):
-            for turns, scale in self._minibatches(table, known.weights, epoch):
+            for turns, scale in self._minibatches(table, objective.weights, epoch):
                 with self.timed("pack"):
-                    steps = None if frozen else self.policy_step.plan(known, turns)
-                untouched[turns] |= not stepped
+                    steps = None if frozen else self.policy_step.plan(objective, turns)
+                first[turns] |= not stepped
                 if steps is not None and stopped:
                     stopped += 1
                 elif steps is not None:
                     if stepped and self.correct.follows:
-                        known = msgspec.structs.replace(
-                            known, standing=self._proximal(rows, everything)
-                        )
+                        latest = self._proximal(rows, everything)
+                        objective = msgspec.structs.replace(objective, latest=latest)
                     stepped = True
-                    result = self.policy_step.step(
-                        known, steps, scale, self.version, noted if epoch == 0 else None
-                    )
+                    watched = record if epoch == 0 else None
+                    result = self.policy_step.step(objective, steps, scale, self.version, watched)
                     if "learner/grad_norm" in result:
                         metrics, questions = result, len(np.unique(table.tree[turns]))
                     else:
                         metrics, stopped = metrics | result, 1
-                if self.critic is not None:
-                    assert estimate.returns is not None, (
-                        "a scheme that needs a critic has targets for it"
-                    )
-                    chosen = np.isin(table.row(), turns) & (known.weights > 0)
+                if critic is not None:
+                    assert estimate.returns is not None, "a scheme with a critic has its targets"
+                    chosen = np.isin(table.row(), turns) & (objective.weights > 0)
                     steps = plan(rows.trie, turns, c.micro_tokens, self.ranks)
                     old = table.token_column("value")
                     with self.timed("critic"):
-                        for _ in range(self.critic.config.steps):
-                            metrics |= self.critic.learn(
+                        for _ in range(critic.config.steps):
+                            metrics |= critic.learn(
                                 rows, steps, chosen, old, estimate.returns, self.version
                             )
         if c.target_kl:
             metrics["learner/stopped_steps"] = float(stopped)
         metrics |= self.watch.noise_scale(metrics, questions)
-        return metrics | watch.metrics(
-            measured(table, known, untouched, self.ranks.add(noted).numpy(), self.version)
-        )
+        whole = self.ranks.add(record).numpy()
+        return metrics | watch.metrics(measured(table, objective, first, whole, self.version))
 
     def _minibatches(
         self, table: TurnTable, weights: np.ndarray, epoch: int
     ) -> list[tuple[list[int], float]]:
         """Return the turns of each optimizer step and the factor of their weights. The turns of a
         question stay together."""
-        minibatches, parts = (
-            [],
-            table.questions(self.config.minibatches, [self.process.seed, self.version, epoch]),
-        )
+        seed, minibatches = [self.process.seed, self.version, epoch], []
+        parts = table.questions(self.config.minibatches, seed)
         for part in parts:
-            chosen = np.isin(table.tree, part)
+            chosen, trained = np.isin(table.tree, part), weights > 0
+            scale = sum(map(len, parts)) / len(part)
             if self.plan.aggregation == "token":
-                scale = (weights > 0).sum() / max(
-                    1, ((weights > 0) & table.per_token(chosen)).sum()
-                )
-            else:
-                scale = sum(map(len, parts)) / len(part)
+                scale = trained.sum() / max(1, (trained & table.per_token(chosen)).sum())
             minibatches.append((np.flatnonzero(chosen).tolist(), float(scale)))
         return minibatches
 
@@ -308,24 +282,21 @@ def _check_finite(scheme: str, estimate: Estimate) -> None:
 def oldest(table: TurnTable, rows: Rows, version: int) -> np.ndarray:
     """Return the staleness of each tree's oldest token in updates, int64 (trees,), in the order of
     their ids."""
-    tree = np.repeat(table.tree, [span.stop - span.start for span in rows.spans])
-    _, index = np.unique(tree, return_inverse=True)
+    _, index = np.unique(table.per_token(table.tree), return_inverse=True)
     ages = np.zeros(index.max(initial=-1) + 1, np.int64)
     np.maximum.at(ages, index, version - rows.versions)
     return ages
 
 
-def _table_metrics(table: TurnTable, rows: Rows, known: Known, version: int) -> dict[str, float]:
-    stale, trained = version - rows.versions, known.weights > 0
+def _table_metrics(table: TurnTable, objective: Objective, version: int) -> dict[str, float]:
+    stale, trained = version - objective.rows.versions, objective.weights > 0
+    zeros = objective.advantages[trained] == 0
     metrics = {
         "learner/turns": float(len(table)),
         "learner/trained_tokens": float(trained.sum()),
-        "learner/zero_advantage_share": float(np.mean(known.advantages[trained] == 0))
-        if trained.any()
-        else 1.0,
+        "learner/zero_advantage_share": float(np.mean(zeros)) if trained.any() else 1.0,
         "learner/staleness_mean": float(stale.mean()),
         "learner/staleness_max": float(stale.max()),
     }
-    return metrics | {
-        f"score/{n}": float(np.nanmean(v)) for n, v in table.scores.items() if not np.isnan(v).all()
-    }
+    scores = {name: values for name, values in table.scores.items() if not np.isnan(values).all()}
+    return metrics | {f"score/{name}": float(np.nanmean(scores[name])) for name in scores}

@@ -1,9 +1,5 @@
 """The numerics watch: do engine and learner agree, how far off-policy is the data, and is the
-update still sane?
-
-The watch measures the tokens of every update, together and in groups (by staleness and by turn). A
-value beyond its threshold gives a warning that says what to do. The functions are pure: they take
-arrays and return numbers and sentences.
+update still sane? A value beyond its threshold gives a warning that says what to do.
 """
 
 from collections import deque
@@ -20,10 +16,10 @@ class Measured(msgspec.Struct, frozen=True):
     """Measurements of the policy pass, each [tokens that carried weight].
 
     current, behaviour: log-probabilities. entropy: nats. kl: KL to the initial policy (0 if not
-    measured). coefficient: the correction's coefficient. clipped, masked: bool. staleness: updates
-    between sampling and training. turn: number of the token's turn. fresh: bool, whether the
-    version being trained sampled the whole turn. Engine and learner must agree only on fresh turns,
-    since a turn that spans a weight update attends to keys and values of the older weights.
+    measured). coefficient, clipped, masked: the correction's. staleness: updates between sampling
+    and training. fresh: bool, whether the version being trained sampled the whole turn. Engine and
+    learner must agree only on fresh turns, since a turn that spans a weight update attends to keys
+    and values of the older weights.
     """
 
     current: np.ndarray
@@ -51,58 +47,45 @@ def metrics(m: Measured) -> dict[str, float]:
     gap = m.current - m.behaviour
     ratio = np.exp(np.clip(gap, -20, 20))
     results = {
-        "learner/ratio_mean": float(ratio.mean()),
-        "learner/ratio_max": float(ratio.max()),
-        "learner/logprob_gap_mean": float(np.abs(gap).mean()),
-        "learner/logprob_gap_max": float(np.abs(gap).max()),
-        "learner/clip_share": float(m.clipped.mean()),
-        "learner/mask_share": float(m.masked.mean()),
-        "learner/entropy": float(m.entropy.mean()),
-        "learner/kl": float(m.kl.mean()),
+        "learner/ratio_mean": ratio.mean(),
+        "learner/ratio_max": ratio.max(),
+        "learner/logprob_gap_mean": np.abs(gap).mean(),
+        "learner/logprob_gap_max": np.abs(gap).max(),
+        "learner/clip_share": m.clipped.mean(),
+        "learner/mask_share": m.masked.mean(),
+        "learner/entropy": m.entropy.mean(),
+        "learner/kl": m.kl.mean(),
         "watch/sample_share": effective_share(ratio),
-        "watch/coefficient_mean": float(m.coefficient.mean()),
+        "watch/coefficient_mean": m.coefficient.mean(),
     }
-    results |= {
-        f"watch/ratio_p{q:02d}": float(np.quantile(ratio, q / 100)) for q in (1, 10, 50, 90, 99)
-    }
+    for q in (1, 10, 50, 90, 99):
+        results[f"watch/ratio_p{q:02d}"] = np.quantile(ratio, q / 100)
     fresh = np.abs(gap[m.fresh])
     if len(fresh):
-        results |= {
-            "watch/engine_gap_mean": float(fresh.mean()),
-            "watch/engine_gap_p99": float(np.quantile(fresh, 0.99)),
-            "watch/engine_gap_max": float(fresh.max()),
-        }
-    for name, groups in (
-        ("staleness", np.minimum(m.staleness, 8)),
-        ("turn", np.minimum(m.turn, 8)),
-    ):
+        results["watch/engine_gap_mean"] = fresh.mean()
+        results["watch/engine_gap_p99"] = np.quantile(fresh, 0.99)
+        results["watch/engine_gap_max"] = fresh.max()
+    for name, values in (("staleness", m.staleness), ("turn", m.turn)):
+        groups = np.minimum(values, 8)
         for group in np.unique(groups):
-            results |= _group(f"watch/{name}_{int(group)}", groups == group, gap, ratio, m)
-    return results
-
-
-def _group(
-    name: str, chosen: np.ndarray, gap: np.ndarray, ratio: np.ndarray, m: Measured
-) -> dict[str, float]:
-    return {
-        f"{name}/tokens": float(chosen.sum()),
-        f"{name}/gap_mean": float(np.abs(gap[chosen]).mean()),
-        f"{name}/sample_share": effective_share(ratio[chosen]),
-        f"{name}/clip_share": float(m.clipped[chosen].mean()),
-        f"{name}/entropy": float(m.entropy[chosen].mean()),
-    }
+            prefix, chosen = f"watch/{name}_{int(group)}", groups == group
+            results[f"{prefix}/tokens"] = chosen.sum()
+            results[f"{prefix}/gap_mean"] = np.abs(gap[chosen]).mean()
+            results[f"{prefix}/sample_share"] = effective_share(ratio[chosen])
+            results[f"{prefix}/clip_share"] = m.clipped[chosen].mean()
+            results[f"{prefix}/entropy"] = m.entropy[chosen].mean()
+    return {name: float(value) for name, value in results.items()}
 
 
 def gradient_noise(
     whole: float, parts: float, share: float, squared_shares: float
 ) -> dict[str, float]:
     """Return unbiased estimates of |mean gradient|^2 and of the noise in |gradient|^2 (McCandlish
-    et al. 2018, appendix A.1, for unequal parts).
+    et al. 2018, appendix A.1, for unequal parts); empty where one part is the whole.
 
     whole: squared norm of an optimizer step's gradient. parts: the sum of the squared norms of
     disjoint parts of it, which carry the shares s of the loss weights. share, squared_shares: sum
-    of s and of s^2. E whole = signal + noise and E parts = signal sum s^2 + noise sum s. Undefined,
-    so empty, where one part is the whole.
+    of s and of s^2. E whole = signal + noise and E parts = signal sum s^2 + noise sum s.
     """
     if share - squared_shares < 1e-6:
         return {}
@@ -112,30 +95,23 @@ def gradient_noise(
 
 def explained_variance(table: TurnTable, outcome: str = "outcome") -> dict[str, float]:
     """Return the share of the outcome's variance that each score column explains: r^2 of a
-    trajectory's mean score and its outcome.
-
-    A column is left out if it or the outcome is constant, or if fewer than 3 trajectories have
-    both.
-    """
+    trajectory's mean score and its outcome, if neither is constant and 3 trajectories have both."""
     if outcome not in table.scores:
         return {}
-    trajectories = table.trajectories()
+    of = table.trajectories().of
 
     def mean(column: np.ndarray) -> np.ndarray:
-        scored = np.bincount(
-            trajectories.of, weights=~np.isnan(column), minlength=len(trajectories.tree)
-        )
-        total = np.bincount(trajectories.of, weights=np.nan_to_num(column), minlength=len(scored))
+        scored = np.bincount(of, weights=~np.isnan(column))
+        total = np.bincount(of, weights=np.nan_to_num(column))
         return np.where(scored > 0, total / np.maximum(1, scored), np.nan)
 
     results, outcomes = {}, mean(table.column(outcome))
     for name in sorted(set(table.scores) - {outcome}):
         scores = mean(table.column(name))
         both = ~np.isnan(scores) & ~np.isnan(outcomes)
-        if both.sum() >= 3 and np.ptp(scores[both]) > 0 and np.ptp(outcomes[both]) > 0:
-            results[f"watch/explained_{name}"] = float(
-                np.corrcoef(scores[both], outcomes[both])[0, 1] ** 2
-            )
+        x, y = scores[both], outcomes[both]
+        if len(x) >= 3 and np.ptp(x) > 0 and np.ptp(y) > 0:
+            results[f"watch/explained_{name}"] = float(np.corrcoef(x, y)[0, 1] ** 2)
     return results
 
 
@@ -177,16 +153,15 @@ class Watch:
     def noise_scale(self, values: dict[str, float], questions: int) -> dict[str, float]:
         """Return the simple noise scale B = tr(Sigma) / |G|^2 in questions: at this batch size,
         noise and signal of the gradient are equal (McCandlish et al. 2018, eq. 2.9). It is the
-        ratio of the means over the last 20 updates, because a ratio of two noisy numbers is biased.
+        ratio of the means over the last 20 updates, because a ratio of two noisy numbers is biased;
+        empty without an estimate, or where the mean signal is not positive.
 
-        values: metrics of an optimizer step on this many questions. Empty where the step has no
-        estimate, or where the mean signal is not positive.
+        values: metrics of an optimizer step on this many questions.
         """
         if "watch/gradient_noise" not in values:
             return {}
-        self._noise.append(
-            (values["watch/gradient_signal"], values["watch/gradient_noise"] * questions)
-        )
+        noise = values["watch/gradient_noise"] * questions
+        self._noise.append((values["watch/gradient_signal"], noise))
         signal, noise = np.mean(self._noise, axis=0)
         return {"watch/noise_scale": float(noise / signal)} if signal > 0 else {}
 

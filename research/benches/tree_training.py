@@ -125,12 +125,12 @@ def make(folder: FilePath, lora: int = 0) -> TreeModel:
 
 def forest(model: TreeModel, paths: Sequence[Path]) -> None:
     """Compute as the learner does, which shares prefixes where sharing pays."""
-    model.read(model.row(pack(paths, share=None)))[0].sum().backward()
+    model.read(pack(paths, share=None))[0].sum().backward()
 
 
 def varlen(model: TreeModel, paths: Sequence[Path]) -> None:
     """Compute packed rows without sharing."""
-    model.read(model.row(pack(paths, share=False)))[0].sum().backward()
+    model.read(pack(paths, share=False))[0].sum().backward()
 
 
 def padded(model: TreeModel, paths: Sequence[Path]) -> None:

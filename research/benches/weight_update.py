@@ -34,8 +34,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from coppice.actors.engines.local import LocalEngine
 from coppice.actors.engines.sglang import SGLangEngine
-from coppice.learner.model.giver import Giver, Snapshot
 from coppice.learner.model.publish import Published, fingerprint, publish
+from coppice.learner.weight_server import Snapshot, WeightServer
 from coppice.research.benches import prefill as shape
 from coppice.research.benches.gpu_sglang import SHAPES, random_model, started
 from coppice.tools.defaults.models import DEFAULT
@@ -182,7 +182,7 @@ async def updates(
     """Return the seconds by transport for a started engine of the model in ``folder``, and print
     each as soon as it is measured."""
     seconds: dict[str, float] = {}
-    giver = Giver()
+    giver = WeightServer()
     try:
         for version, transport in enumerate(transports, engine.version + 1):
             with tempfile.TemporaryDirectory() as scratch:
@@ -203,7 +203,13 @@ async def updates(
 
 
 def _published(
-    version: int, transport: str, model: Path, scratch: Path, giver: Giver, device: str, rank: int
+    version: int,
+    transport: str,
+    model: Path,
+    scratch: Path,
+    giver: WeightServer,
+    device: str,
+    rank: int,
 ) -> Published:
     """Publish the version as the learner does."""
     if transport in ("adapter", "merged"):

@@ -18,6 +18,7 @@ from coppice.actors.engines.sglang import SGLangEngine
 from coppice.actors.engines.sglang_api import linear_layers
 from coppice.common import vision
 from coppice.learner.forest.trees import Path as Tokens
+from coppice.learner.forest.trees import alone
 from coppice.learner.model.model import Policy
 from coppice.learner.model.publish import publish
 from coppice.learner.model.ranks import Ranks
@@ -75,7 +76,7 @@ def assert_equal(learner: Policy, request: GenerateRequest, result: GenerateResu
             PICTURES,
         )
         with torch.no_grad():
-            expected = learner.read(learner.plain_row(path))[0].numpy()
+            expected = learner.read(alone(path), attention="causal")[0].numpy()
         assert np.abs(expected - sample.logprobs).max() < BOUND
 
 

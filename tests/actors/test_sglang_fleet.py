@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 
 from coppice.actors.config import ActorsConfig, SGLangConfig
 from coppice.actors.engines import sglang, sglang_pull
-from coppice.learner.model.giver import Giver, Snapshot
+from coppice.learner.weight_server import Snapshot, WeightServer
 from coppice.wire.faults import DataFault, InfrastructureFault
 from coppice.wire.messages import GenerateRequest, GenerateResult, LoadRequest, Sampling
 from coppice.wire.published import Manifest
@@ -334,7 +334,7 @@ async def test_a_server_that_joins_during_an_update_gets_the_new_version(fleet: 
 async def test_what_a_joining_server_has_cached_goes_also_where_updates_keep_caches(
     fleet: Fleet, chosen: Any
 ) -> None:
-    giver = Giver(timeout_s=5.0)
+    giver = WeightServer(timeout_s=5.0)
     third = Server()
     try:
         fleet.engine.weights.config = SGLangConfig(
@@ -513,7 +513,7 @@ async def test_an_adapter_reaches_a_server_that_joins(
 async def test_a_version_that_can_no_longer_be_had_leaves_a_joining_server_out_until_the_next(
     fleet: Fleet, caplog: pytest.LogCaptureFixture
 ) -> None:
-    giver = Giver(timeout_s=5.0)
+    giver = WeightServer(timeout_s=5.0)
     fleet.engine.weights.config = SGLangConfig(weights="tensor", update_timeout_s=5.0)
     request = in_memory(fleet, giver, 2)
     for server in fleet.servers:
@@ -536,7 +536,7 @@ async def test_a_version_that_can_no_longer_be_had_leaves_a_joining_server_out_u
     assert third.weights == 3
 
 
-def in_memory(fleet: Fleet, giver: Giver, number: int) -> LoadRequest:
+def in_memory(fleet: Fleet, giver: WeightServer, number: int) -> LoadRequest:
     """A version that only the giver holds, in three buckets."""
     tensors = {name: torch.full((4,), float(number)) for name in ("a", "b", "c")}
     folder = fleet.folder / f"m{number}"
@@ -569,7 +569,7 @@ async def test_weights_reach_all_servers_side_by_side_and_bucket_by_bucket(
     for server in fleet.servers:
         server.at[path] = lambda server=server: moved(server)
         server.calls.clear()
-    giver = Giver(timeout_s=1.0)
+    giver = WeightServer(timeout_s=1.0)
     try:
         fleet.engine.weights.config = SGLangConfig(weights=chosen, update_timeout_s=WAIT_S)
         request = version(fleet.folder, 2) if chosen == "disk" else in_memory(fleet, giver, 2)

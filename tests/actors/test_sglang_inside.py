@@ -14,7 +14,7 @@ import torch
 
 from coppice.actors.config import ActorsConfig
 from coppice.actors.engines.sglang_inside import Inside
-from coppice.learner.model.giver import Giver
+from coppice.learner.weight_server import WeightServer
 from coppice.tools.bootstrap import ROOT
 from tests.actors.test_engine_contract import adapter_folder
 from tests.actors.test_local_engine import (
@@ -42,7 +42,7 @@ class Drive:
         base, base_digest, _ = version_folder(folder, llama, 0, noise=0.0)
         _, _, remembered = version_folder(folder, llama, 5)
         self.models: dict[str, Any] = {"full": model, "adapter": adapted, "memory": remembered}
-        giver = Giver(timeout_s=60.0)
+        giver = WeightServer(timeout_s=60.0)
         tensors = {name: p.detach() for name, p in remembered.named_parameters()}
         memory = in_memory(folder, giver, 5, tensors, 20_000)
         plan = {

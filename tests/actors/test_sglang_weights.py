@@ -18,8 +18,8 @@ from coppice.actors.config import ActorsConfig, SGLangConfig
 from coppice.actors.engines import sglang_transport as transport
 from coppice.actors.engines.sglang import SGLangEngine
 from coppice.actors.engines.sglang_api import Facts, arguments, linear_layers
-from coppice.learner.model.giver import Giver, Snapshot
 from coppice.learner.model.publish import fingerprint
+from coppice.learner.weight_server import Snapshot, WeightServer
 from coppice.wire import digest
 from coppice.wire.faults import InfrastructureFault
 from coppice.wire.messages import GenerateRequest, LoadRequest, Sampling
@@ -46,7 +46,7 @@ async def engine(sglang_server: Server, llama: Path, tmp_path: Path) -> AsyncIte
 
 
 def test_the_rendezvous_listens_on_its_host_alone_and_ends() -> None:
-    giver = Giver(timeout_s=5.0)
+    giver = WeightServer(timeout_s=5.0)
     port = int(giver.address.rpartition(":")[2])
     found = [
         c
@@ -58,7 +58,7 @@ def test_the_rendezvous_listens_on_its_host_alone_and_ends() -> None:
 
 
 def in_memory(
-    tmp_path: Path, giver: Giver, version: int, tensors: dict[str, Any], bucket_bytes: int
+    tmp_path: Path, giver: WeightServer, version: int, tensors: dict[str, Any], bucket_bytes: int
 ) -> LoadRequest:
     """A version that only the giver holds."""
     folder = tmp_path / f"m{version}"
@@ -79,7 +79,7 @@ async def test_weights_out_of_the_learners_memory(
     # where a learner beside GPU servers holds them
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tensors = {name: p.detach().to(device) for name, p in model.named_parameters()}
-    giver = Giver(timeout_s=60.0)
+    giver = WeightServer(timeout_s=60.0)
     try:
         # The rendezvous is on a CPU, where "auto" would take the tensors: the test names its
         # transport.
@@ -173,7 +173,7 @@ async def test_a_version_the_learner_no_longer_gives_is_an_error_that_says_so(
     engine: SGLangEngine, llama: Path, tmp_path: Path
 ) -> None:
     tensors = {name: p.detach() * 1.01 for name, p in reference(llama).named_parameters()}
-    giver = Giver(timeout_s=10.0)
+    giver = WeightServer(timeout_s=10.0)
     try:
         engine.weights.config = msgspec.structs.replace(engine.weights.config, weights="tensor")
         old = in_memory(tmp_path, giver, 7, tensors, 20_000)

@@ -15,7 +15,8 @@ import msgspec
 import numpy as np
 
 from coppice.learner import schemes
-from coppice.learner.update.table import TurnTable, TurnTokens
+from coppice.learner.update.table import TurnTable
+from tests.learner.tables import acted
 
 Key = tuple[int, ...]
 """The question, and the tokens up to and including one of them."""
@@ -94,26 +95,22 @@ def table(questions: Sequence[Node]) -> TurnTable:
         turn=np.ones(len(rows), np.int64),
         tokens=np.array(list(map(len, tokens))),
         scores={"outcome": np.array([path[-1].outcome for _, path in rows]), "weight": np.array(weight)},
-        actions=[
-            TurnTokens(
-                np.zeros(1, np.int32), action, np.array([-1.0 if unsure(x) else -0.01 for x in action], np.float32),
-                np.zeros(len(action), np.int32), np.ones(len(action), bool),
-            )
-            for action in tokens
-        ],
+        paths=[acted([0], action, [-1.0 if unsure(x) else -0.01 for x in action]) for action in tokens],
     )  # fmt: skip
 
 
 def ours(questions: Sequence[Node], scheme: str, **options: object) -> Push:
     """Return the push of one of this project's schemes with ``aggregation = "token"``."""
     batch = table(questions)
-    estimate = schemes.load(scheme, options)(batch)
-    trained = batch.mask() if estimate.trained is None else estimate.trained
-    kept = trained & batch.per_token(schemes.load(scheme, options).trains(batch))
+    loaded = schemes.load(scheme, options)
+    batch = batch.only(loaded.trains(batch))
+    estimate = loaded(batch)
+    kept = batch.mask() if estimate.trained is None else estimate.trained
     push, at = defaultdict[Key, float](float), 0
-    for tree, turn in zip(batch.tree, batch.actions, strict=True):
-        for i in range(len(turn.action)):
-            push[(int(tree), *turn.action[: i + 1].tolist())] += (
+    for tree, path in zip(batch.tree, batch.paths, strict=True):
+        action = path.tokens[path.start :]
+        for i in range(len(action)):
+            push[(int(tree), *action[: i + 1].tolist())] += (
                 estimate.advantages[at] * kept[at] / kept.sum()
             )
             at += 1

@@ -14,7 +14,8 @@ from torch.nn.attention.flex_attention import create_mask, flex_attention
 from coppice.learner.config import LearnerConfig, LoraConfig
 from coppice.learner.forest import attention
 from coppice.learner.forest.attention import Layout, ancestor_rule, blocks, tree_attention
-from coppice.learner.forest.trees import Forest, Path, filled, pack
+from coppice.learner.forest.head import token_logprobs
+from coppice.learner.forest.trees import Forest, Path, alone, filled, pack
 from coppice.learner.model import model as model_module
 from coppice.learner.model.model import Policy, TreeModel
 from coppice.learner.model.ranks import Ranks
@@ -200,14 +201,14 @@ def compare(
     ) in model.trained().values():
         if not parameter.any():
             parameter.data.normal_(0, 0.1)
-    row = model.row(pack(paths))
-    assert row.nodes < sum(len(p.tokens) for p in paths)
-    together = model.read(row)[0]
+    forest = pack(paths)
+    assert forest.nodes < forest.path_tokens
+    together = model.read(forest)[0]
     scale = torch.linspace(-1, 2, len(together), dtype=together.dtype)
     (together * scale).sum().backward()
     gradients = {n: p.grad.clone() for n, p in model.trained().items() if p.grad is not None}
     model.tower.zero_grad()
-    pieces = [model.read(model.plain_row(path))[0] for path in paths]
+    pieces = [model.read(alone(path), attention="causal")[0] for path in paths]
     (torch.cat(pieces) * scale).sum().backward()
     assert (together - torch.cat(pieces)).abs().max() < logprob_bound
     assert gradients
@@ -292,9 +293,8 @@ def test_any_random_tree_trains_as_its_paths_do(
         compare(model, forest(seed, trees=3, steps=steps), LOGPROB_BOUND, GRADIENT_BOUND)
 
 
-@pytest.mark.parametrize("values", [False, True], ids=["policy", "critic"])
 def test_trained_tokens_that_paths_share_pass_the_head_once(
-    folders: dict[str, FilePath], values: bool, monkeypatch: pytest.MonkeyPatch
+    folders: dict[str, FilePath], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whole trajectories that fork, each trained from its prompt on: the first five tokens of the
     action are those of three leaves."""
@@ -302,14 +302,13 @@ def test_trained_tokens_that_paths_share_pass_the_head_once(
     prompt, trunk = list(rng.integers(0, 50, 7)), list(rng.integers(0, 50, 5))
     paths = [Path(prompt + trunk + list(rng.integers(0, 50, 4)), 7) for _ in range(3)]
     passed: list[int] = []
-    original = model_module.Tower.forward
 
-    def counted(self: Any, row: Any, *rest: Any) -> Any:
-        passed.append(len(row.target))
-        return original(self, row, *rest)
+    def counted(hidden: torch.Tensor, *rest: Any) -> Any:
+        passed.append(len(hidden))
+        return token_logprobs(hidden, *rest)
 
-    monkeypatch.setattr(model_module.Tower, "forward", counted)
+    monkeypatch.setattr(model_module, "token_logprobs", counted)
     config = LearnerConfig(dtype="float32", lora=LoraConfig(0, 8.0))
-    model = TreeModel(str(folders["llama"]), config, LoraConfig(0), 1.0, Ranks(60), values=values)
+    model = TreeModel(str(folders["llama"]), config, LoraConfig(0), 1.0, Ranks(60))
     compare(model, paths, LOGPROB_BOUND, GRADIENT_BOUND)
     assert passed == [5 + 3 * 4, 9, 9, 9]

@@ -10,11 +10,9 @@ import pytest
 import torch
 
 from coppice.learner.forest.trees import Forest
-from coppice.learner.forest.trees import Path as Tokens
-from coppice.learner.model.model import Row, TreeModel
-from coppice.learner.update.table import build
+from coppice.learner.model.model import TreeModel
 from coppice.learner.update.trainer import Trainer
-from tests.updates import episodes, everything, steady, trainer
+from tests.updates import episodes, everything, steady, table_of, trainer
 
 BATCH = episodes(6, 0, trees=2, turns=3, fresh=True)
 
@@ -22,11 +20,13 @@ BATCH = episodes(6, 0, trees=2, turns=3, fresh=True)
 def one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """From here on every model reads a single path by its own causal attention."""
 
-    def row(self: TreeModel, forest: Forest) -> Row:
-        assert forest.depth.tolist() == list(range(len(forest.tokens)))
-        return self.plain_row(Tokens(forest.tokens, len(forest.tokens) - len(forest.target)))
+    read = TreeModel.read
 
-    monkeypatch.setattr(TreeModel, "row", row)
+    def causal(self: TreeModel, forest: Forest, initial: bool = False) -> Any:
+        assert forest.depth.tolist() == list(range(len(forest.tokens)))
+        return read(self, forest, initial, attention="causal")
+
+    monkeypatch.setattr(TreeModel, "read", causal)
 
 
 def shaken(made: Trainer) -> Trainer:
@@ -45,16 +45,8 @@ def gradients(
     found: dict[str, torch.Tensor] = {}
     for part, (_, stepper) in made.parts().items():
 
-        def keep(
-            part: str = part, parameters: dict[str, torch.nn.Parameter] = stepper.parameters
-        ) -> None:
-            found.update(
-                {
-                    f"{part}/{name}": p.grad.clone()
-                    for name, p in parameters.items()
-                    if p.grad is not None
-                }
-            )
+        def keep(part: str = part, parameters: dict[str, Any] = stepper.parameters) -> None:
+            found.update({f"{part}/{name}": p.grad.clone() for name, p in parameters.items()})
 
         monkeypatch.setattr(stepper.adamw, "step", keep)
     return found, made.update(BATCH)
@@ -62,18 +54,19 @@ def gradients(
 
 def test_the_turns_of_a_fresh_batch_share_the_root_and_do_not_extend_each_other() -> None:
     growing = episodes(6, 0, trees=2, turns=3)
-    (table, turns), (_, chained) = (
-        build(b.groups, {(t, n.id): n for t, n in b.nodes}) for b in (BATCH, growing)
-    )
+    table, chained = table_of(BATCH), table_of(growing)
     trajectories = table.trajectories()
     assert max(map(len, trajectories.rows)) == 3
     for rows in trajectories.rows:
         for earlier, later in itertools.pairwise(rows):
-            before = [*turns[earlier].prefix, *turns[earlier].action]
-            assert turns[later].prefix[: len(before)].tolist() != before
-            assert turns[later].prefix[:6].tolist() == turns[earlier].prefix[:6].tolist()
-    assert [turn.action.tolist() for turn in turns] == [turn.action.tolist() for turn in chained]
-    assert [len(turn.prefix) for turn in turns] == [10] * len(turns)
+            before, after = (list(table.paths[turn].tokens) for turn in (earlier, later))
+            assert after[: len(before)] != before
+            assert after[:6] == before[:6]
+    actions, expected = (
+        [path.tokens[path.start :].tolist() for path in some.paths] for some in (table, chained)
+    )
+    assert actions == expected
+    assert [path.start for path in table.paths] == [10] * len(table)
 
 
 @pytest.mark.slow
@@ -86,36 +79,27 @@ def test_the_turns_of_a_fresh_batch_share_the_root_and_do_not_extend_each_other(
     ],
 )
 def test_the_packed_gradient_of_a_fresh_batch_is_the_path_by_path_gradient_also_of_a_critic(
-    tmp_path: Path,
-    llama: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    scheme: str,
-    correction: str,
-    level: str,
-) -> None:
+    tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch,
+    scheme: str, correction: str, level: str,
+) -> None:  # fmt: skip
     settings: dict[str, Any] = {
-        "scheme": scheme,
-        "correction": correction,
-        "correction_options": {"level": level},
-    }
-    settings |= {"kl_coef": 0.05, "entropy_coef": 0.01, "grad_clip": 1e9}
+        "scheme": scheme, "correction": correction, "correction_options": {"level": level},
+        "kl_coef": 0.05, "entropy_coef": 0.01, "grad_clip": 1e9,
+    }  # fmt: skip
     if scheme == "gae":
         settings["critic"] = {"grad_clip": 1e9}
-    packed, metrics = gradients(shaken(trainer(llama, tmp_path, **settings)), monkeypatch)
-    cut, few = gradients(shaken(trainer(llama, tmp_path, micro_tokens=30, **settings)), monkeypatch)
+
+    def update(micro_tokens: int) -> tuple[dict[str, torch.Tensor], float]:
+        made = trainer(llama, tmp_path, micro_tokens=micro_tokens, **settings)
+        found, metrics = gradients(shaken(made), monkeypatch)
+        return found, metrics["learner/forwarded_tokens"]
+
+    packed, fewest = update(1536)
+    cut, few = update(30)
     one_by_one(monkeypatch)
-    plain, alone = gradients(
-        shaken(trainer(llama, tmp_path, micro_tokens=1, **settings)), monkeypatch
-    )
-    assert (
-        metrics["learner/forwarded_tokens"]
-        < few["learner/forwarded_tokens"]
-        < alone["learner/forwarded_tokens"]
-    )
-    assert alone["learner/forwarded_tokens"] == alone["learner/path_tokens"]
-    assert {name.split("/")[0] for name in plain} == (
-        {"policy", "critic"} if scheme == "gae" else {"policy"}
-    )
+    plain, most = update(1)
+    assert fewest < few < most == sum(len(path.tokens) for path in table_of(BATCH).paths)
+    assert any(name.startswith("critic") for name in plain) == (scheme == "gae")
     assert packed.keys() == cut.keys() == plain.keys()
     for name, value in plain.items():
         assert value.norm() > 0, name
@@ -129,12 +113,10 @@ def test_sequence_ratios_follow_the_policy_through_two_epochs_of_minibatches_of_
 ) -> None:
     """A trajectory's turns lie in different forests; its ratio must still be that of the policy as
     it stands."""
-    settings: dict[str, Any] = {"scheme": "gae", "correction": "gspo", "critic": {"lr": 1e-2}}
-    settings |= {
+    settings: dict[str, Any] = {
+        "scheme": "gae", "correction": "gspo", "critic": {"lr": 1e-2}, "epochs": 2, "minibatches": 2,
         "correction_options": {"clip_low": 0.1, "clip_high": 0.1},
-        "epochs": 2,
-        "minibatches": 2,
-    }
+    }  # fmt: skip
 
     def trained(micro_tokens: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         made = steady(shaken(trainer(llama, tmp_path, micro_tokens=micro_tokens, **settings)))

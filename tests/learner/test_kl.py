@@ -11,9 +11,8 @@ import torch
 from coppice.learner.config import AdaptiveKl
 from coppice.learner.model import checkpoint
 from coppice.learner.update.kl import Estimator, adapted, estimated
-from coppice.learner.update.passes import plan, rows_of, sweep
-from coppice.learner.update.table import build
-from tests.updates import batch, state, trainer
+from coppice.learner.update.passes import Rows, plan, sweep
+from tests.updates import batch, state, table_of, trainer
 
 
 @pytest.mark.parametrize(
@@ -109,8 +108,8 @@ def test_the_proximal_kl_of_the_second_step_is_the_mean_of_its_tokens(
     tmp_path: Path, llama: Path
 ) -> None:
     some = batch(0, 0)
-    table, turns = build(some.groups, {(tree, node.id): node for tree, node in some.nodes})
-    rows = rows_of(turns)
+    table = table_of(some)
+    rows = Rows(table.paths)
     one, two = (
         trainer(llama, tmp_path, kl_coef=0.0, correction="none", epochs=epochs, target_kl=1e9)
         for epochs in (1, 2)

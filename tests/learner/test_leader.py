@@ -33,15 +33,13 @@ async def learner(
     """A leader at work as the service ``learner``; stopped and checkpointed at the end."""
     made = trainer(model, run, **settings)
     leader = Leader(made, run, Inbox(3, {}), Published(0, "", ""))
-    stop = asyncio.Event()
     async with bench(run) as here:
         await here.work("learner", {"train": leader.train, "close": leader.close}, capacity=64)
-        working = asyncio.create_task(leader.work(stop))
+        working = asyncio.create_task(leader.work())
         try:
             yield leader, here.dispatcher
         finally:
-            stop.set()
-            leader._news.set()
+            leader.stop()
             await working
 
 
@@ -54,15 +52,19 @@ async def close(dispatcher: Dispatcher, some: list[TrainGroup]) -> None:
         await dispatcher.call("close", TreeClosed(group.tree, [group.id]), deadline=LONG_S)
 
 
+async def trained(dispatcher: Dispatcher, some: list[TrainGroup]) -> list[Trained]:
+    """The answers to the groups of closed trees."""
+    calls = send(dispatcher, some)
+    await close(dispatcher, some)
+    return await asyncio.gather(*calls)
+
+
 async def test_every_group_is_answered_with_the_published_version_that_holds_it(
     tmp_path: Path, llama: Path
 ) -> None:
     async with learner(llama, tmp_path) as (leader, dispatcher):
         for version in (1, 2):
-            some, _ = groups(version)
-            calls = send(dispatcher, some)
-            await close(dispatcher, some)
-            answers = await asyncio.gather(*calls)
+            answers = await trained(dispatcher, groups(version)[0])
             assert [answer.version for answer in answers] == [version] * 3
             assert answers[0].metrics["learner/groups"] == 3
             kind, _ = weights.verified_file(Path(answers[0].path), answers[0].digest)
@@ -107,9 +109,7 @@ async def test_a_trained_group_is_answered_at_once_also_before_a_checkpoint_hold
     async with learner(llama, tmp_path, checkpoint_every=2) as (_, dispatcher):
         for version, saved in ((1, False), (2, True)):
             some, _ = groups(version)
-            calls = send(dispatcher, some)
-            await close(dispatcher, some)
-            await asyncio.gather(*calls)
+            await trained(dispatcher, some)
             assert (checkpoint.newest(tmp_path) is not None) == saved
             (again,) = await asyncio.gather(*send(dispatcher, some[:1]))
             assert again.version == version
@@ -125,10 +125,7 @@ async def test_a_resumed_learner_knows_which_version_trained_a_group_and_the_met
     async with learner(llama, tmp_path, checkpoint_every=2) as (_, dispatcher):
         told: list[Trained] = []
         for version in (1, 2):
-            some, _ = groups(version)
-            calls = send(dispatcher, some)
-            await close(dispatcher, some)
-            told += (await asyncio.gather(*calls))[:1]
+            told += (await trained(dispatcher, groups(version)[0]))[:1]
     resumed = trainer(llama, tmp_path)
     state, _ = checkpoint.restore_newest(resumed, tmp_path)
     assert set(state.groups().values()) == {1, 2}
@@ -149,9 +146,7 @@ async def test_a_scheduler_that_starts_beside_the_learner_reads_what_no_checkpoi
     async with learner(llama, tmp_path, checkpoint_every=2) as (_, dispatcher):
         for version, known in ((1, {1}), (2, {1, 2}), (3, {3})):
             some, _ = groups(version)
-            calls = send(dispatcher, some)
-            await close(dispatcher, some)
-            await asyncio.gather(*calls)
+            await trained(dispatcher, some)
             announced = msgspec.json.decode((tmp_path / "learner.json").read_bytes(), type=Frontier)
             assert (announced.version, set(announced.groups().values())) == (version, known)
             assert {group.id for group in some} <= set(announced.groups())
@@ -165,18 +160,14 @@ async def test_a_group_whose_ancestors_never_came_is_refused_and_taken_with_them
         orphan = msgspec.structs.replace(some[0], nodes=some[0].nodes[1:])
         with pytest.raises(InfrastructureFault, match="resent"):
             await dispatcher.call("train", orphan, deadline=LONG_S)
-        calls = send(dispatcher, some)
-        await close(dispatcher, some)
-        assert {answer.version for answer in await asyncio.gather(*calls)} == {1}
+        assert {answer.version for answer in await trained(dispatcher, some)} == {1}
 
 
 async def test_a_tree_without_groups_counts_as_a_question(tmp_path: Path, llama: Path) -> None:
     async with learner(llama, tmp_path) as (_, dispatcher):
         some, _ = groups(0)
         await dispatcher.call("close", TreeClosed(77, []), deadline=LONG_S)
-        calls = send(dispatcher, some[:2])
-        await close(dispatcher, some[:2])
-        (first, _) = await asyncio.gather(*calls)
+        (first, _) = await trained(dispatcher, some[:2])
         assert (first.metrics["learner/questions"], first.metrics["learner/groups"]) == (3, 2)
 
 
@@ -187,15 +178,14 @@ async def test_the_groups_of_a_replaced_tree_are_answered_by_the_next_update_wit
     for replaced in (0, 1):
         run = tmp_path / str(replaced)
         leader = Leader(trainer(llama, run), run, Inbox(3, {}), Published(0, "", ""))
-        stop, call = asyncio.Event(), cast(Any, None)
+        call = cast(Any, None)
         some, _ = groups(0, trees=3 + replaced)
-        working = asyncio.create_task(leader.work(stop))
+        working = asyncio.create_task(leader.work())
         calls = [asyncio.create_task(leader.train(group, call)) for group in some]
         for group in reversed(some):
             await leader.close(TreeClosed(group.tree, [group.id], replaced=group.id == 3), call)
         answers = await asyncio.gather(*calls)
-        stop.set()
-        leader._news.set()
+        leader.stop()
         await working
         assert [answer.version for answer in answers] == [1] * (3 + replaced)
         assert answers[0].metrics["learner/questions"] == answers[0].metrics["learner/groups"] == 3
@@ -211,9 +201,7 @@ async def test_stopping_leaves_a_checkpoint_of_the_last_version(
 ) -> None:
     async with learner(llama, tmp_path, checkpoint_every=10) as (_, dispatcher):
         some, _ = groups(0)
-        calls = send(dispatcher, some)
-        await close(dispatcher, some)
-        await asyncio.gather(*calls)
+        await trained(dispatcher, some)
         assert checkpoint.newest(tmp_path) is None
     found = checkpoint.newest(tmp_path)
     assert found is not None

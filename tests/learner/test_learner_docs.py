@@ -8,10 +8,6 @@ from coppice.learner.update import corrections
 PAGE = (Path(__file__).parent.parent.parent / "docs" / "learner.md").read_text()
 
 
-def test_the_page_names_every_scheme() -> None:
-    assert all(f"`{name}`" in PAGE for name in schemes.names())
-
-
 def test_the_page_of_corrections_names_every_correction() -> None:
     page = (Path(__file__).parent.parent.parent / "docs" / "corrections.md").read_text()
     assert all(f"`{name}`" in page for name in corrections.CORRECTIONS)

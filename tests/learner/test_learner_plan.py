@@ -38,7 +38,7 @@ def agrees(made: Trainer, planned: LearnerPlan) -> None:
     for name, (model, _) in parts.items():
         ranks = {p.shape[0] for key, p in model.trained().items() if "lora_A" in key} or {0}
         assert ranks == {planned.models[name].lora.rank}
-    copies = int(made.policy._reference is not None)
+    copies = int(made.policy.initial is not made.policy)
     assert copies == sum(model.copy for model in planned.models.values())
     adapted = sum(model.lora for model, _ in parts.values())
     few = msgspec.structs.replace(made.config, micro_tokens=1, sharding="replicate")

@@ -31,48 +31,42 @@ def said(series: list[tuple[float, ...]], limit: float = LIMIT) -> list[str]:
     return [s for row in series for s in lengths.warnings(dict(zip(KEYS, row, strict=True)), limit)]
 
 
-@pytest.mark.parametrize("arm", ["w/o Norm", "Rescale"])
-def test_a_farmed_process_reward_is_told_with_its_remedy(arm: str) -> None:
-    sentences = said(RECORDED[arm])
-    assert sentences
-    assert all("normalisation = 'constant'" in sentence for sentence in sentences)
-    assert "watch.turns = 1.3" in sentences[0]
-
-
-def test_wrong_trajectories_that_shrink_because_turns_cost_are_told() -> None:
-    sentences = said(RECORDED["ReNorm"])
-    assert sentences
-    assert all(
-        sentence.startswith("wrong trajectories") and "acts less" in sentence
-        for sentence in sentences
-    )
-
-
-def test_success_that_grows_while_failure_costs_points_to_the_normalisation() -> None:
-    sentences = said([(2.0, 2.0, 0.5, -0.3)] * FIRST + [(2.7, 2.0, 0.5, -0.3)] * 3)
-    assert len(sentences) == 1
-    assert "correct trajectories have 2.7 turns, 1.35 times" in sentences[0]
-    assert "normalisation = 'sample'" in sentences[0]
+PLAIN = (2.0, 2.0, 0.5, -0.3)
 
 
 @pytest.mark.parametrize(
-    "later",
+    ("arm", "told"),
     [
-        (2.59, 2.0, 0.5, -0.3),  # within the factor
-        (3.0, 3.0, -0.1, -0.3),  # longer, and turns do not pay: they are needed
-        (1.0, 2.0, 0.5, -0.3),  # success in fewer turns
+        ("w/o Norm", "normalisation = 'constant'"),
+        ("Rescale", "normalisation = 'constant'"),
+        ("ReNorm", "wrong trajectories"),  # they shrink because turns cost
     ],
 )
-def test_what_is_no_side_effect_is_not_told(later: tuple[float, ...]) -> None:
-    assert said([(2.0, 2.0, 0.5, -0.3)] * FIRST + [later] * 6) == []
+def test_what_the_arms_did_is_told_with_its_remedy(arm: str, told: str) -> None:
+    sentences = said(RECORDED[arm])
+    assert sentences
+    assert all(told in sentence for sentence in sentences)
+    assert "watch.turns = 1.3" in sentences[0]
 
 
-def test_one_odd_update_is_not_told_and_zero_switches_it_off() -> None:
-    series = [(2.0, 2.0, 0.5, -0.3)] * FIRST
-    assert (
-        said([*series, (2.0, 2.0, 0.5, -0.3), (3.5, 2.0, 0.5, -0.3), (2.0, 2.0, 0.5, -0.3)]) == []
-    )
-    assert said([*series, *[(9.0, 0.1, 0.5, -0.3)] * 5], limit=0.0) == []
+def test_success_that_grows_while_failure_costs_points_to_the_normalisation() -> None:
+    (sentence,) = said([PLAIN] * FIRST + [(2.7, 2.0, 0.5, -0.3)] * 3)
+    assert "correct trajectories have 2.7 turns, 1.35 times" in sentence
+    assert "normalisation = 'sample'" in sentence
+
+
+@pytest.mark.parametrize(
+    ("later", "limit"),
+    [
+        ([(2.59, 2.0, 0.5, -0.3)] * 6, LIMIT),  # within the factor
+        ([(3.0, 3.0, -0.1, -0.3)] * 6, LIMIT),  # longer, and turns do not pay: they are needed
+        ([(1.0, 2.0, 0.5, -0.3)] * 6, LIMIT),  # success in fewer turns
+        ([PLAIN, (3.5, 2.0, 0.5, -0.3), PLAIN], LIMIT),  # one odd update
+        ([(9.0, 0.1, 0.5, -0.3)] * 5, 0.0),
+    ],
+)
+def test_what_is_no_side_effect_is_not_told(later: list[tuple[float, ...]], limit: float) -> None:
+    assert said([PLAIN] * FIRST + later, limit) == []
 
 
 def test_a_batch_without_a_group_changes_nothing() -> None:

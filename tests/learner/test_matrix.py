@@ -8,8 +8,6 @@ objective and all values are known exactly.
 """
 
 import functools
-from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -18,18 +16,13 @@ import pytest
 import torch
 
 from coppice.learner import schemes
-from coppice.learner.config import LearnerConfig
-from coppice.learner.forest.trees import Forest
-from coppice.learner.model.ranks import Ranks
+from coppice.learner.forest.trees import Path
 from coppice.learner.update import corrections
 from coppice.learner.update.corrections import Corrected, Level, Logprobs, Segments
 from coppice.learner.update.objective import token_weights
-from coppice.learner.update.passes import Plan, Rows, rows_of
-from coppice.learner.update.policy_step import Known, PolicyStep
 from coppice.learner.update.prm import cross_entropy, dpo
-from coppice.learner.update.table import TurnTable, TurnTokens, build
-from coppice.learner.update.trainer import Batch
-from tests import updates
+from coppice.learner.update.table import TurnTable
+from tests.learner.tables import acted
 
 TURNS, PROGRESS = 3, 3
 RIGHT = np.array([[0, 1], [1, 1], [1, 0]])  # the right pair at each progress
@@ -80,11 +73,6 @@ SCHEMES = {
 }
 
 
-PROMPTS_COMPARED = {"gigpo", "spo", "treepo", "treerl"}
-"""These compare turns or trajectories that saw the same prompts; the prompts of ``fresh`` differ
-within a question."""
-
-
 def probabilities(logits: np.ndarray) -> np.ndarray:
     """Token probabilities [places, 2]. Places 0..2: first token at each progress; 3 + 2 p + a:
     second token after a."""
@@ -101,12 +89,9 @@ def place_values(policy: np.ndarray, goal: Goal) -> tuple[np.ndarray, np.ndarray
     for t in range(TURNS - 1, -1, -1):
         for p in range(PROGRESS):
             for a in (0, 1):
-                ends = [
-                    goal.step + after[t + 1, min(p + 1, 2)]
-                    if (a, b) == tuple(RIGHT[p])
-                    else after[t + 1, p]
-                    for b in (0, 1)
-                ]
+                ends = np.full(2, after[t + 1, p])
+                if a == RIGHT[p][0]:
+                    ends[RIGHT[p][1]] = goal.step + after[t + 1, min(p + 1, 2)]
                 before[t, 3 + 2 * p + a] = policy[3 + 2 * p + a] @ ends
             before[t, p] = after[t, p] = policy[p] @ before[t, [3 + 2 * p, 4 + 2 * p]]
     return before, after
@@ -166,7 +151,7 @@ def episodes(rng: np.random.Generator, policy: np.ndarray, each: int = 16) -> Ep
         },
         anchor=np.stack(at, 1).reshape(-1),
         sampled=np.ones(n * TURNS * 2, bool),
-        actions=[
+        paths=[
             tokens_of(int(STARTS[tree[i]]), tokens[i], t, policy[places[i, t], tokens[i, t]])
             for i in range(n)
             for t in range(TURNS)
@@ -175,11 +160,10 @@ def episodes(rng: np.random.Generator, policy: np.ndarray, each: int = 16) -> Ep
     return Episodes(table, places.reshape(-1), tokens.reshape(-1), time)
 
 
-def tokens_of(start: int, episode: np.ndarray, t: int, probability: np.ndarray) -> TurnTokens:
+def tokens_of(start: int, episode: np.ndarray, t: int, probability: np.ndarray) -> Path:
     """Turn ``t`` of an episode [TURNS, 2]: all that was sampled before it is its prefix."""
-    prefix = np.append(start, episode[:t]).astype(np.int32)
-    action, two = episode[t].astype(np.int32), np.zeros(2, np.int32)
-    return TurnTokens(prefix, action, np.log(probability).astype(np.float32), two, np.ones(2, bool))
+    prefix = np.append(start, episode[:t])
+    return acted(prefix, episode[t], np.log(probability))
 
 
 def candidates(rng: np.random.Generator, policy: np.ndarray, k: int = 8) -> Episodes:
@@ -221,12 +205,10 @@ class TabularPrm:
             scores = torch.zeros(len(trajectories.tree), dtype=torch.float64).index_add(
                 0, of, self.log_ratio(batch, reference)
             )
-            known = scores.detach().numpy()
-            made = (
-                dpo(known, positive, trajectories.tree)
-                if self.loss == "dpo"
-                else cross_entropy(known, positive)
-            )
+            own = scores.detach().numpy()
+            made = cross_entropy(own, positive)
+            if self.loss == "dpo":
+                made = dpo(own, positive, trajectories.tree)
             (slope,) = torch.autograd.grad((torch.as_tensor(made.slope) * scores).sum(), self.phi)
             self.phi = (self.phi - 2.0 * slope).detach().requires_grad_()
         return self.log_ratio(batch, reference).detach().numpy()
@@ -300,12 +282,8 @@ class Run:
         table = msgspec.structs.replace(batch.table, token_scores=made)
         weights = token_weights(table, table.mask(), "turn")
         self.behaviour = policy
-        by_level = {
-            "token": table.row(),
-            "turn": table.row(),
-            "sequence": table.trajectories().of[table.row()],
-        }
-        advantage = self.scheme(table).advantages
+        turn, advantage = table.row(), self.scheme(table).advantages
+        by_level = {"token": turn, "turn": turn, "sequence": table.trajectories().of[turn]}
         segments: dict[Level, Segments] = {
             level: whole(torch.as_tensor(by_level[level])) for level in corrections.LEVELS
         }
@@ -374,144 +352,3 @@ def test_updates_on_data_one_version_old_raise_the_exact_objective_further_and_f
     assert reached[2] > reached[0], reached
     assert reached[4] > reached[2], reached
     assert reached[6] > reached[4], reached
-
-
-# ------------------------------------------------------------------------------------------ fresh
-# prompts
-
-
-class Fresh(msgspec.Struct, frozen=True):
-    """A batch in the games' layout, what a scheme makes of it, and log-probabilities of three
-    policies, each [tokens]."""
-
-    table: TurnTable
-    rows: Rows
-    advantages: np.ndarray
-    weights: np.ndarray
-    current: np.ndarray
-    proximal: np.ndarray
-
-
-def told(batch: Batch) -> tuple[TurnTable, Rows]:
-    """The table of a batch with random token columns, and its rows."""
-    table, turns = build(batch.groups, {(tree, node.id): node for tree, node in batch.nodes})
-    rng, n = np.random.default_rng(3), int(table.tokens.sum())
-    columns = {name: rng.normal(0, 0.3, n) for name in ("value", "prm", "kl", "log_ratio")}
-    return msgspec.structs.replace(table, token_scores=columns), rows_of(turns)
-
-
-@functools.cache
-def fresh(name: str) -> Fresh:
-    table, rows = told(updates.episodes(8, 0, turns=3, fresh=True))
-    advantages = schemes.load(name, SCHEMES[name].options)(table).advantages
-    rng = np.random.default_rng(4)
-    proximal = (rows.behaviour + rng.normal(0, 0.1, rows.tokens)).astype(np.float32)
-    current = (proximal + rng.normal(0, 0.05, rows.tokens)).astype(np.float32)
-    weights = token_weights(table, rows.sampled, "turn").astype(np.float32)
-    return Fresh(table, rows, advantages.astype(np.float32), weights, current, proximal)
-
-
-def stepped(
-    batch: Fresh, correct: Corrected, forwards: Sequence[Sequence[int]], epochs: int = 2
-) -> np.ndarray:
-    """The slope of the objective by each current log-probability when the paths are forwarded in
-    these portions."""
-    ids = (
-        batch.table.trajectories().of[batch.table.row()]
-        if correct.level == "sequence"
-        else batch.table.row()
-    )
-    standing = batch.current if correct.follows else batch.proximal
-    known = Known(
-        batch.rows,
-        batch.advantages,
-        batch.weights,
-        batch.proximal,
-        batch.rows.behaviour,
-        ids,
-        standing,
-    )
-    leaf = torch.tensor(batch.current, requires_grad=True)
-
-    class Says:
-        device = "cpu"
-
-        def logprobs(self, forest: Forest) -> tuple[torch.Tensor, torch.Tensor]:
-            chosen = next(rows for rows, packed in batch.rows.forests.items() if packed is forest)
-            made = leaf[torch.as_tensor(batch.rows.index(chosen))]
-            return made, torch.zeros_like(made)
-
-    stepper: Any = SimpleNamespace(
-        step=lambda version: 0.0, rate=lambda version: 0.0, local_square=lambda: 0.0
-    )
-    policy: Any = Says()
-    step = PolicyStep(
-        policy,
-        stepper,
-        correct,
-        LearnerConfig(kl_coef=0.0, entropy_coef=0.0, epochs=epochs),
-        Ranks(60),
-    )
-    step.step(known, Plan([], [(list(rows), False) for rows in forwards], 1, 1), 1.0, 0, None)
-    assert leaf.grad is not None
-    return -leaf.grad.numpy()
-
-
-@pytest.mark.parametrize(("name", "direct"), [("tis", "aipo"), ("icepop", "sequence_mask")])
-def test_with_one_optimizer_step_the_current_policy_is_the_proximal_one(
-    name: str, direct: str
-) -> None:
-    """Nothing is forwarded for it, so the update costs no more than with current / behaviour as the
-    weight."""
-    batch, options = fresh("grpo"), {"upper": 1.1} | ({"lower": 0.9} if name == "icepop" else {})
-    unknown = msgspec.structs.replace(batch, proximal=np.full_like(batch.proximal, np.nan))
-    correct, plain = (
-        corrections.load(which, {"level": "token", **options}) for which in (name, direct)
-    )
-    forwards = [range(0, len(batch.table), 2), range(1, len(batch.table), 2)]
-    assert not correct.needs_proximal(1)
-    expected = stepped(batch, plain, forwards)
-    assert np.abs(expected).max() > 1e-3
-    np.testing.assert_allclose(
-        stepped(unknown, correct, forwards, epochs=1), expected, rtol=1e-6, atol=1e-9
-    )
-
-
-@pytest.mark.parametrize("name", SCHEMES)
-def test_advantages_on_fresh_prompts_are_those_on_growing_text(name: str) -> None:
-    scheme = schemes.load(name, SCHEMES[name].options)
-    chained = scheme(told(updates.episodes(8, 0, turns=3))[0]).advantages
-    assert np.abs(fresh(name).advantages).max() > 0.1
-    if name not in PROMPTS_COMPARED:
-        np.testing.assert_allclose(fresh(name).advantages, chained, rtol=1e-6, atol=1e-7)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("correction", corrections.CORRECTIONS)
-@pytest.mark.parametrize("name", SCHEMES)
-def test_on_fresh_prompts_the_turns_of_a_trajectory_may_lie_in_any_forests(
-    name: str, correction: str
-) -> None:
-    batch = fresh(name)
-    n = len(batch.table)
-    trajectories = batch.table.trajectories()
-    assert max(map(len, trajectories.rows)) == 3
-    by_level = {"token": batch.table.row(), "turn": batch.table.row()}
-    by_level["sequence"] = trajectories.of[batch.table.row()]
-    options = {"clip_low": 0.05, "clip_high": 0.05} if correction == "gspo" else {}
-    for level in corrections.LEVELS:
-        correct = corrections.load(correction, {"level": level, **options})
-        segments: dict[str, Segments] = {
-            correct.level: whole(torch.as_tensor(by_level[correct.level]))
-        }
-        leaf = torch.tensor(batch.current, requires_grad=True)
-        behaviour, proximal = torch.tensor(batch.rows.behaviour), torch.tensor(batch.proximal)
-        made = correct(
-            Logprobs(leaf, proximal, behaviour, segments), torch.tensor(batch.advantages)
-        )
-        (expected,) = torch.autograd.grad((torch.tensor(batch.weights) * made.term).sum(), leaf)
-        assert expected.abs().max() > 1e-3
-        for forwards in ([range(n)], [range(0, n, 2), range(1, n, 2)], [[i] for i in range(n)]):
-            np.testing.assert_allclose(
-                stepped(batch, correct, forwards), expected.numpy(), rtol=2e-4, atol=1e-6
-            )

@@ -7,27 +7,26 @@ import pytest
 import torch
 
 from coppice.learner.config import LearnerConfig
-from coppice.learner.update.corrections import Logprobs, k3, none, ppo_clip
+from coppice.learner.forest.trees import Path as Tokens
+from coppice.learner.update.corrections import k3
 from coppice.learner.update.objective import Aggregation, token_weights
 from coppice.learner.update.plan import plan_of
-from coppice.learner.update.table import TurnTable, TurnTokens
+from coppice.learner.update.table import TurnTable
+from tests.learner.tables import acted
 
 
 def batch(
     tokens: list[int], group: list[int], trajectory: list[int], tree: list[int]
-) -> tuple[TurnTable, list[TurnTokens]]:
+) -> tuple[TurnTable, list[Tokens]]:
     n = len(tokens)
     t = TurnTable(
         np.array(tree), np.array(group), np.array(trajectory), np.ones(n), np.array(tokens), {}
     )
-    turns = [
-        TurnTokens(np.array([1]), np.array([2] * k), np.zeros(k), np.zeros(k), np.ones(k, bool))
-        for k in tokens
-    ]
+    turns = [acted([1], [2] * k) for k in tokens]
     return t, turns
 
 
-def sampled(turns: list[TurnTokens]) -> np.ndarray:
+def sampled(turns: list[Tokens]) -> np.ndarray:
     return np.concatenate([turn.sampled for turn in turns])
 
 
@@ -52,13 +51,7 @@ def test_trajectory_weights_are_token_mean_over_a_whole_trajectory() -> None:
 
 def test_forced_tokens_weigh_nothing_and_do_not_dilute_the_others() -> None:
     t, _ = batch([4], [0], [0], [0])
-    forced = TurnTokens(
-        np.array([1]),
-        np.array([2] * 4),
-        np.zeros(4),
-        np.zeros(4),
-        np.array([True, False, False, True]),
-    )
+    forced = acted([1], [2] * 4, sampled=[True, False, False, True])
     assert token_weights(t, sampled([forced]), "turn").tolist() == [0.5, 0, 0, 0.5]
 
 
@@ -86,43 +79,6 @@ def test_auto_is_the_aggregation_of_the_scheme_s_source_unless_the_correction_de
         "trajectory"
     }
     assert auto("grpo", correction="gspo", aggregation="token") == "token"
-
-
-def test_the_weight_of_a_trajectory_does_not_grow_with_its_turns_under_grpo() -> None:
-    t, turns = batch([2, 4, 3, 5], [0] * 4, [0, 0, 0, 1], [0] * 4)  # three turns, and one
-    weights = token_weights(t, sampled(turns), plan_of(LearnerConfig(scheme="grpo")).aggregation)
-    assert weights[:9].sum() == pytest.approx(weights[9:].sum())
-
-
-def test_on_policy_the_clipped_and_the_plain_surrogate_have_the_same_gradient() -> None:
-    behaviour, advantage = torch.tensor([-1.0, -2.0, -0.5]), torch.tensor([1.0, -2.0, 0.5])
-    gradients = []
-    for correction in (none, ppo_clip):
-        current = behaviour.clone().requires_grad_()
-        correction(Logprobs(current, behaviour, behaviour), advantage).term.sum().backward()
-        gradients.append(current.grad)
-    torch.testing.assert_close(gradients[0], gradients[1])
-    torch.testing.assert_close(gradients[0], advantage)
-
-
-def test_clipping_stops_the_gradient_only_where_it_would_move_further_away() -> None:
-    current = torch.tensor([0.5, 0.5, -0.5, -0.5], requires_grad=True)
-    advantage = torch.tensor([1.0, -1.0, 1.0, -1.0])
-    made = ppo_clip(
-        Logprobs(current, torch.zeros(4), torch.zeros(4)), advantage, clip_low=0.2, clip_high=0.3
-    )
-    made.term.sum().backward()
-    assert made.clipped.tolist() == [True, False, False, True]
-    assert current.grad is not None
-    assert (current.grad != 0).tolist() == [False, True, True, False]
-    np.testing.assert_allclose(made.term.detach()[[0, 3]], [1.3, -0.8], atol=1e-6)
-
-
-def test_k3_is_zero_on_equal_policies_positive_elsewhere_and_clamped() -> None:
-    same, far = torch.tensor([-1.0]), torch.tensor([-40.0])
-    assert k3(same, same).item() == 0
-    assert k3(same, same + 0.1).item() > 0
-    assert k3(far, same).item() == 10
 
 
 def test_k3_of_a_policy_that_left_the_reference_far_behind_has_a_finite_gradient() -> None:

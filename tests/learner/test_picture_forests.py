@@ -13,15 +13,14 @@ from coppice.common import vision
 from coppice.common.vision import Vision
 from coppice.learner.forest.selfcheck import PackingError, check
 from coppice.learner.forest.trees import Path as Tokens
-from coppice.learner.forest.trees import pack
+from coppice.learner.forest.trees import alone, pack
 from coppice.learner.main import pack_batch, unpack_batch
 from coppice.learner.model.model import Policy
 from coppice.learner.model.ranks import Ranks
-from coppice.learner.update.table import build
 from coppice.learner.update.trainer import Batch
 from tests import tiny
 from tests.pictures import squares
-from tests.updates import episodes, everything, gradient, process, steady, trainer
+from tests.updates import episodes, everything, gradient, process, steady, table_of, trainer
 
 PICTURES = {1: squares(1, 2, 3), 2: squares(2, 2, 2), 3: squares(3, 2, 2), 4: squares(4, 3, 4)}
 
@@ -78,7 +77,9 @@ def test_a_forest_with_pictures_reads_as_the_models_own_forward(
         packed = policy.logprobs(forest)[0].split([len(p.tokens) - p.start for p in paths])
         for path, logprobs in zip(paths, packed, strict=True):
             np.testing.assert_allclose(logprobs, by_transformers(folder, path), atol=2e-5)
-            np.testing.assert_allclose(policy.read(policy.plain_row(path))[0], logprobs, atol=2e-5)
+            np.testing.assert_allclose(
+                policy.read(alone(path), attention="causal")[0], logprobs, atol=2e-5
+            )
 
 
 def test_each_picture_of_a_forest_is_encoded_once(seeing: Path) -> None:
@@ -100,7 +101,7 @@ def test_another_picture_of_the_same_size_changes_what_follows_it(
     path = seen()[1]
     other = msgspec.structs.replace(path, pictures={**PICTURES, 2: squares(9)})
     with torch.no_grad():
-        a, b = (policy.read(policy.plain_row(one))[0] for one in (path, other))
+        a, b = (policy.read(alone(one), attention="causal")[0] for one in (path, other))
     assert (a - b).abs().max() > 1e-3
 
 
@@ -144,9 +145,10 @@ def pictured(seed: int, version: int) -> Batch:
 
 def test_pictures_reach_the_rows_of_a_batch_also_on_other_ranks() -> None:
     batch = unpack_batch(pack_batch(pictured(6, 0)))
-    _, turns = build(batch.groups, {(tree, node.id): node for tree, node in batch.nodes})
-    assert all(turn.pictures == {n: PICTURES[n] for n in (1, 2, 3)} for turn in turns)
-    assert {run.number for turn in turns for run in vision.runs(turn.prefix)} == {1, 2, 3}
+    paths = table_of(batch).paths
+    assert all(path.pictures == {n: PICTURES[n] for n in (1, 2, 3)} for path in paths)
+    shown = [run.number for path in paths for run in vision.runs(path.tokens[: path.start])]
+    assert set(shown) == {1, 2, 3}
 
 
 @pytest.mark.parametrize("rank", [0, 4])
@@ -170,7 +172,7 @@ def test_a_trained_vision_tower_has_the_gradient_of_the_plain_paths(
     policy = trainer(seeing, tmp_path, rank, train_vision=True).policy
     assert any("visual" in name for name in policy.trained())
     assert check(policy, seen() + seen(1))
-    policy.read(policy.row(pack(seen())))[0].sum().backward()
+    policy.read(pack(seen()))[0].sum().backward()
     assert all(
         p.grad is not None for name, p in policy.trained().items() if "visual.blocks" in name
     )

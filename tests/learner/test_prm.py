@@ -2,15 +2,17 @@
 steps were good."""
 
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
-from coppice.learner.update.passes import Plan, Rows, plan, rows_of, sweep
-from coppice.learner.update.table import build
-from coppice.learner.update.trainer import Batch
+from coppice.learner.update.passes import Plan, Rows, plan, sweep
+from coppice.learner.update.prm import ImplicitPrm
+from coppice.learner.update.trainer import Batch, Trainer
 from coppice.wire.messages import TrainGroup, TreeNode, Turn
-from tests.updates import trainer
+from tests.updates import action, table_of, trainer
 
 GOOD, BAD = range(10, 14), range(20, 24)
 STEPS, PER_QUESTION = 3, 4
@@ -29,17 +31,8 @@ def planted(seed: int, questions: int = 6) -> tuple[Batch, np.ndarray]:
         for trajectory in range(PER_QUESTION):
             worth, parent = rng.choice([-1.0, 1.0], STEPS), 0
             for step in range(STEPS):
-                tokens = rng.choice(GOOD if worth[step] > 0 else BAD, 2).astype(np.int32)
-                own.append(
-                    TreeNode(
-                        len(own),
-                        parent,
-                        "action",
-                        tokens,
-                        np.full(2, -5.5, np.float32),
-                        np.zeros(2, np.int32),
-                    )
-                )
+                tokens = rng.choice(GOOD if worth[step] > 0 else BAD, 2)
+                own.append(action(len(own), parent, tokens))
                 scores = {"outcome": float(worth.sum() > 0)} if step == STEPS - 1 else {}
                 turns.append(Turn(own[-1].id, trajectory, step + 1, scores))
                 parent = own[-1].id
@@ -49,25 +42,25 @@ def planted(seed: int, questions: int = 6) -> tuple[Batch, np.ndarray]:
     return Batch(0, questions, groups, nodes), np.array(values)
 
 
+def oprl(
+    model: Path, run: Path, prm: dict[str, Any], **settings: Any
+) -> tuple[Trainer, ImplicitPrm]:
+    made = trainer(model, run, scheme="oprl", kl_coef=0.0, prm=prm, **settings)
+    assert made.prm is not None
+    return made, made.prm
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("loss", ["dpo", "cross_entropy"])
 @pytest.mark.parametrize("score", ["sum", "mean"])
 def test_accuracy_rises_and_step_scores_follow_the_planted_values(
     tmp_path: Path, llama: Path, loss: str, score: str
 ) -> None:
-    made = trainer(
-        llama,
-        tmp_path,
-        scheme="oprl",
-        kl_coef=0.0,
-        prm={"loss": loss, "score": score, "lr": 1e-2, "beta": 0.5},
-    )
-    prm = made.prm
-    assert prm is not None
+    made, prm = oprl(llama, tmp_path, {"loss": loss, "score": score, "lr": 1e-2, "beta": 0.5})
 
     def measured(batch: Batch, learn: bool) -> tuple[float, np.ndarray]:
-        table, turns = build(batch.groups, {(tree, node.id): node for tree, node in batch.nodes})
-        rows = rows_of(turns)
+        table = table_of(batch)
+        rows = Rows(table.paths)
         steps = plan(rows.trie, range(len(rows.paths)), 4096, made.ranks)
         # A fresh model against its own log-probabilities, as when the policy that samples is the
         # one phi starts from.
@@ -94,20 +87,11 @@ def test_the_reward_model_makes_epochs_times_minibatches_steps_and_learns_more_f
     tmp_path: Path, llama: Path
 ) -> None:
     def after(folder: str, **more: int) -> tuple[int, float]:
-        made = trainer(
-            llama,
-            tmp_path / folder,
-            scheme="oprl",
-            kl_coef=0.0,
-            lr=1e-9,
-            prm={"lr": 1e-2, "beta": 0.5} | more,
-        )
-        assert made.prm is not None
+        made, prm = oprl(llama, tmp_path / folder, {"lr": 1e-2, "beta": 0.5} | more, lr=1e-9)
         batch, _ = planted(0)
         made.update(batch)
-        return made.prm.updates, made.update(Batch(1, batch.questions, batch.groups, batch.nodes))[
-            "prm/loss"
-        ]
+        steps = prm.updates
+        return steps, made.update(msgspec.structs.replace(batch, version=1))["prm/loss"]
 
     one, six = after("one"), after("six", epochs=2, minibatches=3)
     assert (one[0], six[0]) == (1, 6)
@@ -123,13 +107,10 @@ def test_the_reference_is_one_in_every_number_type(
     dtype: str,
     reference: dict[str, str],
 ) -> None:
-    made = trainer(
-        llama, tmp_path, scheme="oprl", kl_coef=0.0, dtype=dtype, prm={"lr": 1e-3, **reference}
-    )
-    assert made.prm is not None
+    made, prm = oprl(llama, tmp_path, {"lr": 1e-3, **reference}, dtype=dtype)
     seen = []
     monkeypatch.setattr(
-        made.prm, "score_and_learn", lambda *a: (seen.append(a[3]), (np.zeros(len(a[3])), {}))[1]
+        prm, "score_and_learn", lambda *a: (seen.append(a[3]), (np.zeros(len(a[3])), {}))[1]
     )
     batch, _ = planted(0)
     made.update(batch)
@@ -137,46 +118,23 @@ def test_the_reference_is_one_in_every_number_type(
     assert np.all(seen[0] == -5.5) == engine  # what ``planted`` says that the engine recorded
 
 
-def test_a_model_that_never_stepped_gives_exactly_no_step_advantage(
-    tmp_path: Path, llama: Path
+@pytest.mark.parametrize("order", ["score_first", "update_first"])
+def test_the_order_of_scoring_and_updating_is_switchable(
+    tmp_path: Path, llama: Path, order: str
 ) -> None:
-    made = trainer(
-        llama,
-        tmp_path,
-        scheme="oprl",
-        scheme_options={"variant": "process"},
-        kl_coef=0.0,
-        prm={"lr": 1e-3},
-    )
+    """A model that never stepped gives exactly no step advantage."""
+    options = {"variant": "process"}
+    made, _ = oprl(llama, tmp_path, {"order": order, "lr": 1e-3}, scheme_options=options)
     batch, _ = planted(0)
     first = made.update(batch)
-    assert first["learner/skipped"] == 1
+    assert ("learner/skipped" in first) == (order == "score_first")
     assert first["prm/comparisons"] > 0
-    second = made.update(Batch(1, batch.questions, batch.groups, batch.nodes))
-    assert second["learner/grad_norm"] > 0
-
-
-@pytest.mark.parametrize(("order", "skipped"), [("score_first", True), ("update_first", False)])
-def test_the_order_of_scoring_and_updating_is_switchable(
-    tmp_path: Path, llama: Path, order: str, skipped: bool
-) -> None:
-    options = {"variant": "process"}
-    made = trainer(
-        llama,
-        tmp_path,
-        scheme="oprl",
-        scheme_options=options,
-        kl_coef=0.0,
-        prm={"order": order, "lr": 1e-3},
-    )
-    assert ("learner/skipped" in made.update(planted(0)[0])) == skipped
+    assert made.update(msgspec.structs.replace(batch, version=1))["learner/grad_norm"] > 0
 
 
 def test_a_batch_with_one_class_only_leaves_the_reward_model_alone(
     tmp_path: Path, llama: Path
 ) -> None:
-    made = trainer(llama, tmp_path, scheme="oprl", kl_coef=0.0, prm={"threshold": 5.0})
-    assert made.prm is not None
-    metrics = made.update(planted(0)[0])
-    assert metrics["prm/skipped"] == 1
-    assert made.prm.updates == 0
+    made, prm = oprl(llama, tmp_path, {"threshold": 5.0})
+    assert made.update(planted(0)[0])["prm/skipped"] == 1
+    assert prm.updates == 0

@@ -15,11 +15,11 @@ from coppice.common.support import Support, encode
 from coppice.learner.forest.trees import Path as Tokens
 from coppice.learner.forest.trees import pack
 from coppice.learner.main import pack_batch, unpack_batch
-from coppice.learner.update.passes import plan, rows_of
+from coppice.learner.update.passes import Rows, plan
 from coppice.learner.update.table import build
 from coppice.learner.update.trainer import Batch, Trainer
 from coppice.wire.messages import GenerateRequest, Sampling, TrainGroup, TreeNode, Turn
-from tests.updates import trainer
+from tests.updates import table_of, trainer
 
 Dtype = Literal["float32", "bfloat16"]
 CUTS = {"top_p": {"top_p": 0.9}, "top_k": {"top_k": 7}, "both": {"top_p": 0.8, "top_k": 20}}
@@ -55,7 +55,7 @@ async def sampled(model: Path, dtype: Dtype = "float32", **cut: float) -> Batch:
 def tempered(model: Path, run: Path, rank: int = 4, **settings: object) -> Trainer:
     """A trainer at the temperature of the samples."""
     made = trainer(model, run, rank, **settings)
-    for one in (made.policy, made.policy._reference, made.prm and made.prm.model):
+    for one in (made.policy, made.policy.initial, made.prm and made.prm.model):
         if one is not None:
             one.tower.temperature = TEMPERATURE
     return made
@@ -94,8 +94,7 @@ async def test_logprobs_and_gradients_are_those_of_the_masked_softmax(
             for name, parameter in made.policy.trained().items():
                 if "lora_B" in name:
                     parameter.normal_(0, 0.05)  # adapters whose gradient is not zero
-    _, turns = build(some.groups, {(tree, node.id): node for tree, node in some.nodes})
-    rows = rows_of(turns)
+    rows = Rows(table_of(some).paths)
     packed = made.policy.logprobs(rows.forest(range(len(rows.paths))))[0]
     upstream = torch.randn(len(packed), generator=torch.Generator().manual_seed(1))
     (packed * upstream).sum().backward()
@@ -132,8 +131,7 @@ async def test_the_reward_model_begins_with_a_log_ratio_of_zero(
 ) -> None:
     some = await sampled(llama, top_p=0.9)
     made = tempered(llama, tmp_path, scheme="oprl", prm={"lr": 1e-3}, kl_coef=0.0)
-    _, turns = build(some.groups, {(tree, node.id): node for tree, node in some.nodes})
-    rows = rows_of(turns)
+    rows = Rows(table_of(some).paths)
     steps = plan(rows.trie, range(len(rows.paths)), 4096, made.ranks)
     assert made.prm is not None
     assert np.abs(made.prm.rewards(rows, steps, rows.behaviour)).max() < 1e-4
@@ -162,14 +160,11 @@ def test_over_all_tokens_that_are_left_the_policy_gradient_is_that_of_the_expect
 def test_a_token_that_could_not_have_been_sampled_is_refused(tmp_path: Path, llama: Path) -> None:
     record = np.zeros(2, np.float32), np.zeros(2, np.int32), np.ones(2, bool)
     prompt = TreeNode(0, -1, "prompt", np.arange(4, dtype=np.int32))
-    action = TreeNode(
-        1, 0, "action", np.array([7, 8], np.int32), *record, support=encode([[7, 9], [1, 9]])
-    )
-    groups, nodes = (
-        [TrainGroup(0, 0, [prompt, action], [Turn(1, 0, 1, {})])],
-        {(0, 0): prompt, (0, 1): action},
-    )
+    tokens, left = np.array([7, 8], np.int32), encode([[7, 9], [1, 9]])
+    action = TreeNode(1, 0, "action", tokens, *record, support=left)
+    groups = [TrainGroup(0, 0, [prompt, action], [Turn(1, 0, 1, {})])]
+    nodes = {(0, 0): prompt, (0, 1): action}
     with pytest.raises(ValueError, match="tree 0, node 1: a sampled token is not among those"):
         build(groups, nodes)
     forced = msgspec.structs.replace(action, sampled=np.array([True, False]))
-    assert build(groups, nodes | {(0, 1): forced})[1][0].support is not None
+    assert build(groups, nodes | {(0, 1): forced}).paths[0].support is not None

@@ -2,7 +2,7 @@
 
 import asyncio
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -22,7 +22,7 @@ from coppice.learner.update.batches import Inbox
 from coppice.learner.update.statistics import leave_one_out, standardise, whiten
 from coppice.learner.update.table import TurnTable
 from coppice.learner.update.trainer import Batch
-from coppice.wire.messages import TrainGroup
+from coppice.wire.messages import TrainGroup, TreeClosed
 from tests.updates import batch, groups, process, trainer
 
 
@@ -62,16 +62,6 @@ def test_equal_scores_leave_exactly_no_advantage(value: float) -> None:
         whiten(same, same == same),
     ):
         assert not made.any()
-
-
-def test_a_candidate_without_a_reward_gets_nothing_and_the_others_compare_without_it() -> None:
-    made = schemes.load("slate", {})(table(3, reward=[1, np.nan, 0])).advantages
-    np.testing.assert_allclose(made, [np.sqrt(0.5), 0, -np.sqrt(0.5)], atol=1e-5)
-
-
-def test_a_batch_without_judged_turns_still_trains_on_the_outcome() -> None:
-    t = msgspec.structs.replace(table(2, outcome=[1, 0]), token_scores={"value": np.zeros(2)})
-    assert schemes.load("ppr", {"whiten": False})(t).advantages.tolist() == [1, 0]
 
 
 def test_an_infinite_score_is_named_with_the_scheme_that_read_it(
@@ -141,12 +131,11 @@ async def test_idle_ranks_hear_of_rank_0_also_while_groups_trickle_in(
     loop = asyncio.get_running_loop()
     monkeypatch.setattr(made.ranks, "broadcast", lambda _: loop.call_soon_threadsafe(heard.set))
     leader = Leader(made, tmp_path, Inbox(3, {}), Published(0, "", ""))
-    stop = asyncio.Event()
-    working = asyncio.create_task(leader.work(stop))
+    call = cast(Any, None)
+    working = asyncio.create_task(leader.work())
     async with asyncio.timeout(10):
         while not heard.is_set():
-            leader._news.set()  # as when a group arrives that completes no batch
+            await leader.close(TreeClosed(0, []), call)  # completes no batch
             await asyncio.sleep(0.02)
-    stop.set()
-    leader._news.set()
+    leader.stop()
     await working

@@ -11,12 +11,14 @@ from hypothesis import strategies as st
 
 from coppice.learner import schemes
 from coppice.learner.forest.segments import segments
+from coppice.learner.forest.trees import Path as Tokens
 from coppice.learner.schemes import arpo, grpo, sao, spo, tree_grpo, treepo, treerl, vineppo
-from coppice.learner.update.table import TurnTable, TurnTokens, build
+from coppice.learner.update.table import TurnTable
 from coppice.learner.update.targets import Estimate
 from tests.learner import released
 from tests.learner.released import Node, grown, ours
-from tests.updates import episodes, trainer
+from tests.learner.tables import acted, estimated
+from tests.updates import episodes, table_of, trainer
 
 SURE, UNSURE = -0.01, -1.0  # log-probabilities above and below log 0.9
 
@@ -33,7 +35,6 @@ def leaves(
     fresh: a turn has a prompt of its own, which is its number.
     """
     rows = [(i, t, turn) for i, path in enumerate(paths) for t, turn in enumerate(path)]
-    actions = [_tokens(paths[i], t, fresh) for i, t, _ in rows]
     outcome = [outcomes[i] if t == len(paths[i]) - 1 else np.nan for i, t, _ in rows]
     return TurnTable(
         tree=np.full(len(rows), 7),
@@ -42,20 +43,14 @@ def leaves(
         turn=np.array([t + 1 for _, t, _ in rows]),
         tokens=np.array([len(turn) for _, _, turn in rows]),
         scores={"outcome": np.array(outcome)},
-        actions=actions,
+        paths=[_path(paths[i], t, fresh) for i, t, _ in rows],
     )
 
 
-def _tokens(path: list[list[int]], t: int, fresh: bool) -> TurnTokens:
+def _path(path: list[list[int]], t: int, fresh: bool) -> Tokens:
     before = [[t]] if fresh else [[0], *([abs(x) for x in turn] + [99] for turn in path[:t])]
-    turn = path[t]
-    return TurnTokens(
-        np.concatenate(before).astype(np.int32),
-        np.abs(turn).astype(np.int32),
-        np.array([SURE if token < 0 else UNSURE for token in turn], np.float32),
-        np.zeros(len(turn), np.int32),
-        np.ones(len(turn), bool),
-    )
+    logprobs = [SURE if token < 0 else UNSURE for token in path[t]]
+    return acted(np.concatenate(before), np.abs(path[t]), logprobs)
 
 
 # Four leaves: A and B share two tokens of their first turn, A and C the whole first turn but one
@@ -67,43 +62,18 @@ OUTCOMES = [1.0, 0.0, 1.0, 0.0]
 
 def test_segments_end_where_trajectories_part_also_inside_a_turn() -> None:
     tree = segments(leaves(TREE, OUTCOMES))
-    # The tokens in order: A 1, 2, 3, 5; B 1, 2, 4; C 1, 6; D 8. Tokens 1 and 2 are one segment for
-    # A and B only up to C's departure.
-    one, two, three, five, *_ = tree.of
-    assert three == five  # A alone, over the end of its turn
-    assert tree.of.tolist() == [
-        one,
-        two,
-        three,
-        three,
-        one,
-        two,
-        tree.of[6],
-        one,
-        tree.of[8],
-        tree.of[9],
-    ]
-    assert len(set(tree.of.tolist())) == 6
-    assert tree.leaves[[one, two, three, tree.of[6], tree.of[8], tree.of[9]]].tolist() == [
-        3,
-        2,
-        1,
-        1,
-        1,
-        1,
-    ]
-    assert tree.parent[[two, three, tree.of[6], tree.of[8]]].tolist() == [one, two, two, one]
-    root = tree.parent[one]
-    assert tree.parent[root] == -1
-    assert (root, tree.parent[tree.of[9]]) == (0, root)
-    assert tree.leaves[root] == 4
-    assert tree.mean(np.array(OUTCOMES))[[root, one, two]].tolist() == [
-        0.5,
-        pytest.approx(2 / 3),
-        0.5,
-    ]
+    # A 1 | 2 | 3, 5; B 1 | 2 | 4; C 1 | 6; D 8: A alone is one segment over the end of its turn
+    abc, ab, a, _, _, _, b, _, c, d = of = tree.of.tolist()
+    assert of == [abc, ab, a, a, abc, ab, b, abc, c, d]
+    assert len(set(of)) == 6
+    assert tree.leaves[[abc, ab, a, b, c, d]].tolist() == [3, 2, 1, 1, 1, 1]
+    root = int(tree.parent[abc])
+    assert tree.parent[[root, ab, a, b, c, d]].tolist() == [-1, abc, ab, ab, abc, root]
+    assert (root, tree.leaves[root]) == (0, 4)
+    value = tree.mean(np.array(OUTCOMES))
+    np.testing.assert_allclose(value[[root, abc, ab]], [0.5, 2 / 3, 0.5])
     weighted = tree.mean(np.array(OUTCOMES), np.array([1.0, 3.0, 1.0, 1.0]))
-    assert weighted[[root, one, two]].tolist() == [pytest.approx(2 / 6), pytest.approx(2 / 5), 0.25]
+    np.testing.assert_allclose(weighted[[root, abc, ab]], [2 / 6, 2 / 5, 0.25])
 
 
 def test_a_turn_with_its_own_prompt_is_shared_only_if_all_turns_before_it_are() -> None:
@@ -115,7 +85,7 @@ def test_a_turn_with_its_own_prompt_is_shared_only_if_all_turns_before_it_are() 
 
 def test_a_table_without_tokens_has_no_segments() -> None:
     with pytest.raises(ValueError, match=r"learner\.table\.build"):
-        segments(msgspec.structs.replace(leaves(TREE, OUTCOMES), actions=[]))
+        segments(msgspec.structs.replace(leaves(TREE, OUTCOMES), paths=[]))
 
 
 def test_tree_grpo_adds_the_comparison_with_all_leaves_to_that_within_the_tree() -> None:
@@ -132,7 +102,8 @@ def test_tree_grpo_gives_a_lone_leaf_nothing_to_compare() -> None:
     table = leaves([[[1]], [[2]]], [1.0, 0.0], groups=[1, 2])
     np.testing.assert_allclose(tree_grpo.advantages(table), [0.7071, -0.7071], atol=1e-4)
     # one is left
-    assert tree_grpo.advantages(leaves([[[1]], [[2]]], [1.0, np.nan])).tolist() == [0, 0]
+    one_left = leaves([[[1]], [[2]]], [1.0, np.nan])
+    assert estimated(one_left, "tree_grpo").advantages.tolist() == [0, 0]
 
 
 def test_treerl_by_its_equation_adds_what_a_step_gains_over_the_question_and_over_its_parent() -> (
@@ -233,6 +204,10 @@ def test_the_released_forms_are_those_of_a_recursion_over_the_sampled_tree(seed:
             assert push.get(key, 0.0) == pytest.approx(expected.get(key, 0.0), abs=1e-6)
 
 
+EQUAL = Node([], [Node([5, 7], outcome=1.0), Node([8], outcome=1.0)])
+OTHER = Node([], [Node([1, 2, 4], outcome=1.0), Node([10], outcome=0.0)])
+
+
 @pytest.mark.parametrize(
     ("name", "options"),
     [("spo", {}), ("treepo", {}), ("reinforce_pp", {"column": "outcome", "leave_out_equal": True})],
@@ -240,42 +215,32 @@ def test_the_released_forms_are_those_of_a_recursion_over_the_sampled_tree(seed:
 def test_a_question_whose_leaves_are_equal_is_left_out_of_the_whitening(
     name: str, options: dict[str, Any]
 ) -> None:
-    equal = Node([], [Node([5, 7], outcome=1.0), Node([8], outcome=1.0)])
-    other = Node([], [Node([1, 2, 4], outcome=1.0), Node([10], outcome=0.0)])
-    both, alone = (ours(questions, name, **options) for questions in ([other, equal], [other]))
+    both, alone = (ours(questions, name, **options) for questions in ([OTHER, EQUAL], [OTHER]))
     assert {key: value for key, value in both.items() if value} == {
         key: value for key, value in alone.items() if value
     }
 
 
+ENVIRONMENT = {"variant": "environment", "step_reward": "outcome", "alpha": 0.0}
+
+
 @pytest.mark.parametrize(
-    ("name", "options"),
+    ("name", "options", "says"),
     [
-        ("spo", {"form": "paper"}),
-        ("treepo", {"leave_out_equal": False}),
-        ("reinforce_pp", {"column": "outcome"}),
+        ("spo", {"form": "paper"}, True),
+        ("treepo", {"leave_out_equal": False}, True),
+        ("reinforce_pp", {"column": "outcome"}, True),
+        ("oprl", ENVIRONMENT | {"base": "reinforce_pp"}, True),
+        ("oprl", ENVIRONMENT | {"base": "grpo"}, False),
+        ("oprl", ENVIRONMENT | {"base": "rloo"}, False),
     ],
 )
-def test_a_scheme_that_pushes_equal_questions_says_so(name: str, options: dict[str, Any]) -> None:
-    equal = Node([], [Node([5, 7], outcome=1.0), Node([8], outcome=1.0)])
-    other = Node([], [Node([1, 2, 4], outcome=1.0), Node([10], outcome=0.0)])
-    push = ours([other, equal], name, **options)
-    assert any(value for (number, *_), value in push.items() if number == 1)
-    assert schemes.load(name, options).needs.pushes_equal
-
-
-@pytest.mark.parametrize("base", ["grpo", "rloo", "reinforce_pp"])
-def test_oprl_says_that_it_pushes_equal_questions_exactly_on_the_base_that_whitens(
-    base: str,
+def test_a_scheme_that_pushes_equal_questions_says_so(
+    name: str, options: dict[str, Any], says: bool
 ) -> None:
-    equal = Node([], [Node([5, 7], outcome=1.0), Node([8], outcome=1.0)])
-    other = Node([], [Node([1, 2, 4], outcome=1.0), Node([10], outcome=0.0)])
-    options = {"base": base, "variant": "environment", "step_reward": "outcome", "alpha": 0.0}
-    push = ours([other, equal], "oprl", **options)
+    push = ours([OTHER, EQUAL], name, **options)
     pushed = any(value for (number, *_), value in push.items() if number == 1)
-    assert (
-        bool(schemes.load("oprl", options).needs.pushes_equal) == pushed == (base == "reinforce_pp")
-    )
+    assert bool(schemes.load(name, options).needs.pushes_equal) == pushed == says
 
 
 def test_spo_with_the_strategys_weights_has_the_means_of_the_children() -> None:
@@ -334,7 +299,7 @@ def test_tokens_that_a_scheme_leaves_out_are_in_no_mean_of_the_update(
     tmp_path: Path, llama: Path
 ) -> None:
     some = episodes(1, 0)
-    table = build(some.groups, {(tree, node.id): node for tree, node in some.nodes})[0]
+    table = table_of(some)
     options = {"most": 2, "certain": 1.1}
     trained = schemes.load("spo", options)(table).trained
     assert trained is not None
@@ -391,7 +356,7 @@ def test_equal_outcomes_teach_nothing(name: str, seed: int, outcome: float) -> N
         for _ in range(5)
     ]
     table = leaves(paths, [outcome] * 5)
-    np.testing.assert_allclose(schemes.load(name, {})(table).advantages, 0, atol=1e-9)
+    np.testing.assert_allclose(estimated(table, name).advantages, 0, atol=1e-9)
 
 
 @pytest.mark.parametrize("name", ["tree_grpo", "treerl", "treepo", "spo", "arpo", "sao"])
@@ -401,37 +366,8 @@ def test_a_leaf_without_its_outcome_changes_no_other_and_gets_nothing(name: str)
     values = np.random.default_rng(3).random(int(table.tokens.sum()))
     table = msgspec.structs.replace(table, token_scores={"value": values})
     gone = table.trajectory == 3
-    lacking, without = (
-        schemes.load(name, {})(some).advantages for some in (table, table.only(~gone))
-    )
+    lacking, without = (estimated(some, name).advantages for some in (table, table.only(~gone)))
     tokens = table.per_token(gone)
     assert np.abs(without).max() > 0.1
     np.testing.assert_allclose(lacking[~tokens], without, atol=1e-12)
     assert (lacking[tokens] == 0).all()
-
-
-@given(seed=st.integers(0, 2**16))
-def test_means_over_leaves_agree_with_a_count_by_prefixes(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    paths = [
-        [[int(x) for x in rng.integers(1, 3, 2)] for _ in range(rng.integers(1, 4))]
-        for _ in range(6)
-    ]
-    outcomes = rng.random(6)
-    table = leaves(paths, outcomes.tolist())
-    tree, at = segments(table), 0
-    value = tree.mean(outcomes)
-    flat = [[x for turn in path for x in [*turn, 99]] for path in paths]
-    for path in paths:
-        before: list[int] = []
-        for turn in path:
-            for token in turn:
-                before.append(token)
-                below = [
-                    outcome
-                    for other, outcome in zip(flat, outcomes, strict=True)
-                    if other[: len(before)] == before
-                ]
-                assert value[tree.of[at]] == pytest.approx(np.mean(below))
-                at += 1
-            before.append(99)

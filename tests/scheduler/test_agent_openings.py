@@ -148,9 +148,8 @@ async def test_an_opening_is_not_trained_and_what_follows_is(stage: Callable[...
     s = stage(goes_on)
     tree = await s.grow(full, k=2)
     nodes = [node.travels({}) for node in tree.nodes.values()]
-    _, tokens = build(
-        [TrainGroup(0, 0, nodes, s.groups[0])], {(0, node.id): node for node in nodes}
-    )[:2]
+    group = TrainGroup(0, 0, nodes, s.groups[0])
+    tokens = build([group], {(0, node.id): node for node in nodes}).paths
     opened = len(s.text.encode(NAMED)), len(s.text.encode(ANY)), 0
     assert [int((~turn.sampled).sum()) for turn in tokens] == [*opened, *opened]
     assert all(turn.sampled[-1] for turn in tokens)

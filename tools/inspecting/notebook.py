@@ -86,13 +86,13 @@ class Run:
         of = corrections.load(correction, options | {"level": level})
         with self._journal() as (journal, rows):
             _, newest = replay.newest(journal, rows, self.folder)
-            _, turns, places = replay.turns(journal, rows)
+            table, places = replay.turns(journal, rows)
         ratios, weights = {}, {}
-        for place, turn in zip(places, turns, strict=True):
+        for place, turn in zip(places, table.paths, strict=True):
             current, behaviour = (
                 torch.as_tensor(np.array(one)) for one in (newest[place], turn.logprobs)
             )
-            size = len(turn.action)
+            size = len(turn.sampled)
             segment = corrections.Segments(
                 torch.zeros(size, dtype=torch.long), torch.zeros(1), torch.full((1,), float(size))
             )

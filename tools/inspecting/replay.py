@@ -11,7 +11,7 @@ import numpy as np
 from coppice.learner import schemes
 from coppice.learner.config import LearnerConfig, LearnerProcess, LoraConfig
 from coppice.learner.update import rewards
-from coppice.learner.update.table import TurnTable, TurnTokens, build
+from coppice.learner.update.table import TurnTable, build
 from coppice.scheduler.growth.tree import Tree
 from coppice.scheduler.ledger.journal import Journal, TreeRow
 from coppice.wire.messages import TrainGroup, Turn
@@ -28,7 +28,7 @@ def learner(run: Path) -> LearnerProcess | None:
     return msgspec.json.decode(file.read_bytes(), type=LearnerProcess) if file.is_file() else None
 
 
-def turns(journal: Journal, rows: Sequence[TreeRow]) -> tuple[TurnTable, list[TurnTokens], Places]:
+def turns(journal: Journal, rows: Sequence[TreeRow]) -> tuple[TurnTable, Places]:
     """Return the turns of all groups of the trees ``rows``, as the learner received them."""
     return _built(
         journal,
@@ -39,9 +39,7 @@ def turns(journal: Journal, rows: Sequence[TreeRow]) -> tuple[TurnTable, list[Tu
     )
 
 
-def _built(
-    journal: Journal, rows: Sequence[TreeRow], grouped: Any
-) -> tuple[TurnTable, list[TurnTokens], Places]:
+def _built(journal: Journal, rows: Sequence[TreeRow], grouped: Any) -> tuple[TurnTable, Places]:
     groups: list[TrainGroup] = []
     nodes = {}
     for row in rows:
@@ -51,7 +49,7 @@ def _built(
             (tree.id, node.id): node.travels(journal.pictures(node.tokens))
             for node in tree.nodes.values()
         }
-    return *build(groups, nodes), [
+    return build(groups, nodes), [
         (group.tree, turn.node) for group in groups for turn in group.turns
     ]
 
@@ -79,7 +77,7 @@ def advantages(
         raise ValueError(
             f"scheme {of.name!r} reads values of the learner's models, which are not in a journal"
         )
-    table, _, places = turns(journal, rows)
+    table, places = turns(journal, rows)
     if not len(table):
         return {}
     lacking = of.needs.columns - table.scores.keys()
@@ -154,7 +152,7 @@ def newest(
     from coppice.actors.engines import weights  # with torch, which takes seconds
     from coppice.learner.model.model import Policy
     from coppice.learner.model.ranks import Ranks
-    from coppice.learner.update.passes import plan, rows_of, sweep
+    from coppice.learner.update.passes import Rows, plan, sweep
     from coppice.tools.evaluating import versions
     from coppice.wire import published
 
@@ -185,10 +183,10 @@ def newest(
     known: dict[tuple[int, int], np.ndarray] = {}
     with policy.inference():
         for start in range(0, len(rows), TOGETHER):
-            _, tokens, places = _built(journal, rows[start : start + TOGETHER], sampled)
-            if tokens:
-                together = rows_of(tokens)
-                steps = plan(together.trie, range(len(tokens)), process.learner.micro_tokens, ranks)
+            table, places = _built(journal, rows[start : start + TOGETHER], sampled)
+            if len(table):
+                together = Rows(table.paths)
+                steps = plan(together.trie, range(len(table)), process.learner.micro_tokens, ranks)
                 values = sweep(together, steps, ranks, lambda forest: policy.logprobs(forest)[0])
                 known |= {
                     place: values[span] for place, span in zip(places, together.spans, strict=True)

@@ -267,7 +267,7 @@ def _models(config: Config, scheme: Scheme) -> Iterator[str]:
         yield f"learner.scheme = {w.scheme!r} trains its reward model with learner.prm.loss = {needs.prm_loss!r}: set it"
     if "kl" in needs.models and w.kl_coef:
         yield (
-            f"learner.scheme = {w.scheme!r} {_shown(scheme.options)} has the KL in its reward, and learner.kl_coef = {w.kl_coef} would"
+            f"learner.scheme = {w.scheme!r} {_shown(w.scheme_options)} has the KL in its reward, and learner.kl_coef = {w.kl_coef} would"
             " count it again in the loss: set one of them to 0"
         )
 

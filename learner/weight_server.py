@@ -1,4 +1,4 @@
-"""Gives the newest weights out of the learner's memory to inference engines, as handles of shared
+"""Serves the newest weights from the learner's memory to inference engines, as handles of shared
 memory or by broadcasts.
 
 Engines ask through a rendezvous (a TCPStore of torch.distributed): ``asked`` counts the asks,
@@ -31,7 +31,7 @@ from torch.multiprocessing import reductions
 
 from coppice.wire.published import Memory, opened, prefix, sealed
 
-log = logging.getLogger("learner.giver")
+log = logging.getLogger("learner.weight_server")
 
 BUCKET_BYTES = 512 * 2**20
 _LOOK_S = 0.02
@@ -60,13 +60,9 @@ class Snapshot:
             size += tensor.nbytes
 
 
-class Giver:
-    """Owns the rendezvous from construction until ``close``. It gives the two newest offered
-    versions and answers any other ask with an error.
-
-    Example: ``memory = giver.offer(Snapshot(3, tensors))`` gives version 3 from now on; the
-    manifest must then contain ``memory``.
-    """
+class WeightServer:
+    """Owns the rendezvous from construction until ``close``. It serves the two newest offered
+    versions and answers any other ask with an error."""
 
     def __init__(self, host: str = "127.0.0.1", timeout_s: float = 300.0):
         self.host, self.timeout = host, timedelta(seconds=timeout_s)
@@ -75,7 +71,7 @@ class Giver:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         else:
             log.warning(
-                "anyone who reaches %s can disturb the giving of weights and join a broadcast: keep this network closed",
+                "anyone who reaches %s can disturb the serving of weights and join a broadcast: keep this network closed",
                 host,
             )
         self.token = secrets.token_urlsafe(24)
@@ -83,11 +79,11 @@ class Giver:
         self.address = f"{host}:{self._meeting.port}"
         self._snapshots: list[Snapshot] = []
         self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._listen, name="giver", daemon=True)
+        self._thread = threading.Thread(target=self._listen, name="weights", daemon=True)
         self._thread.start()
 
     def offer(self, snapshot: Snapshot) -> Memory:
-        """Give this version from now on, and the version before, which engines may still ask for.
+        """Serve this version from now on, and the one before, which engines may still ask for.
         Returns the entry for the manifest."""
         self._snapshots = [*self._snapshots[-1:], snapshot]
         device = snapshot.buckets[0][0][1].device
@@ -99,16 +95,11 @@ class Giver:
         self._closing.set()
         self._thread.join()
 
-    # ------------------------------------------------------------------------------------------
-    # asks
-
     def _listen(self) -> None:
         store, number, missing = self._client(), 1, 0
         while not self._closing.wait(_LOOK_S):
             while store.check([f"ask/{number}"]):
-                threading.Thread(
-                    target=self._serve, args=(number,), name=f"giver-{number}", daemon=True
-                ).start()
+                threading.Thread(target=self._serve, args=(number,), daemon=True).start()
                 number, missing = number + 1, 0
             missing = missing + 1 if store.add("asked", 0) >= number else 0
             if missing * _LOOK_S > _LOST_S:  # the asker was killed after it had taken the number
@@ -127,8 +118,8 @@ class Giver:
             if snapshot is None:
                 now = ", ".join(str(s.version) for s in self._snapshots) or "none"
                 raise LookupError(f"asked for version {asked['version']}, gives {now}")
-            give = {"tensor": self._hand_over, "distributed": self._broadcast}[asked["transport"]]
-            give(store, number, asked, snapshot)
+            serve = {"tensor": self._hand_over, "distributed": self._broadcast}[asked["transport"]]
+            serve(store, number, asked, snapshot)
         except (RuntimeError, LookupError, ValueError, TypeError) as error:
             log.warning("ask %d failed: %s: %s", number, type(error).__name__, error)
             with contextlib.suppress(RuntimeError):
@@ -146,19 +137,17 @@ class Giver:
     def _ended(self, store: Any, number: int) -> None:
         """Wait until the asker is done, at most for the timeout."""
         end = time.monotonic() + self.timeout.total_seconds()
-        while (
-            time.monotonic() < end
-            and not self._closing.is_set()
-            and not store.check([f"done/{number}"])
-        ):
-            time.sleep(_LOOK_S)
+        while time.monotonic() < end and not store.check([f"done/{number}"]):
+            if self._closing.wait(_LOOK_S):
+                return
 
     def _hand_over(
         self, store: Any, number: int, asked: dict[str, Any], snapshot: Snapshot
     ) -> None:
         """Answer with handles to the snapshot's own memory, which stays until the asker is done."""
+        ranks = range(int(asked["ranks"]))
         buckets = [
-            described(bucket) | {"payloads": [handles(bucket) for _ in range(int(asked["ranks"]))]}
+            described(bucket) | {"payloads": [handles(bucket) for _ in ranks]}
             for bucket in snapshot.buckets
         ]
         self._answer(store, number, {"buckets": buckets})
@@ -169,19 +158,17 @@ class Giver:
     ) -> None:
         """Join a group with the asker's ranks as rank 0, and broadcast each bucket as bytes."""
         meeting = bound_store(self.host, self.timeout)
-        told = {
-            "address": self.host,
-            "port": meeting.port,
-            "buckets": [described(b) for b in snapshot.buckets],
-        }
-        self._answer(store, number, told)
-        group = joined(
-            meeting, asked["group"], asked["backend"], 1 + int(asked["ranks"]), self.timeout
-        )
+        buckets = [described(bucket) for bucket in snapshot.buckets]
+        answer = {"address": self.host, "port": meeting.port, "buckets": buckets}
+        self._answer(store, number, answer)
+        size = 1 + int(asked["ranks"])
+        group = joined(meeting, asked["group"], asked["backend"], size, self.timeout)
+        options = dist.BroadcastOptions()
+        options.rootRank = options.rootTensor = 0
         try:
             for bucket in snapshot.buckets:
                 flat = torch.cat([tensor.flatten().view(torch.uint8) for _, tensor in bucket])
-                if not group.broadcast([flat], _options()).wait(self.timeout):
+                if not group.broadcast([flat], options).wait(self.timeout):
                     raise RuntimeError(f"no broadcast of {flat.nbytes} bytes within {self.timeout}")
                 if flat.is_cuda:
                     torch.cuda.current_stream().synchronize()
@@ -196,14 +183,9 @@ def bound_store(host: str, timeout: timedelta) -> Any:
     listening = socket.socket()
     listening.bind((host, 0))
     listening.listen(128)
-    port = listening.getsockname()[1]
+    address, file = (host, listening.getsockname()[1]), listening.detach()
     return TCPStore(
-        host,
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=timeout,
-        master_listen_fd=listening.detach(),
+        *address, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=file
     )
 
 
@@ -232,16 +214,6 @@ def joined(store: Any, name: str, backend: str, size: int, timeout: timedelta) -
     )
     c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(size)}
     return group
-
-
-def _options() -> Any:
-    options = dist.BroadcastOptions()
-    options.rootRank = options.rootTensor = 0
-    return options
-
-
-# ----------------------------------------------------------------------------------------------
-# handles
 
 
 class _ByUuid:

@@ -11,7 +11,7 @@ import torch
 from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from coppice.actors.engines.sglang_pull import Talk
-from coppice.learner.model.giver import Giver, Snapshot, bound_store
+from coppice.learner.weight_server import Snapshot, WeightServer, bound_store
 from coppice.wire.faults import InfrastructureFault
 from coppice.wire.published import Memory, opened, prefix, sealed
 
@@ -26,7 +26,7 @@ def outsider(memory: Memory) -> TCPStore:
 def test_the_token_is_in_no_key_and_no_value_of_the_store_and_an_ask_without_it_is_not_served() -> (
     None
 ):
-    giver = Giver(timeout_s=20)
+    giver = WeightServer(timeout_s=20)
     try:
         memory = giver.offer(Snapshot(3, {"w": torch.ones(4)}))
         talk = Talk(memory, 20)

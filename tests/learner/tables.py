@@ -1,0 +1,104 @@
+"""Tables of turns for the tests of schemes, weights and watch."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from coppice.learner import schemes
+from coppice.learner.forest.trees import Path
+from coppice.learner.update.table import TurnTable
+from coppice.learner.update.targets import Estimate
+
+NO = np.nan
+
+
+def acted(
+    prefix: Sequence[int] | np.ndarray,
+    action: Sequence[int] | np.ndarray,
+    logprobs: Sequence[float] | np.ndarray | None = None,
+    sampled: Sequence[bool] | None = None,
+) -> Path:
+    """The path of one turn, all of whose tokens were sampled by version 0 unless said otherwise."""
+    n = len(action)
+    return Path(
+        np.concatenate([prefix, action]).astype(np.int64),
+        len(prefix),
+        logprobs=np.zeros(n, np.float32) if logprobs is None else np.array(logprobs, np.float32),
+        versions=np.zeros(n, np.int32),
+        sampled=np.ones(n, bool) if sampled is None else np.array(sampled),
+    )
+
+
+def estimated(table: TurnTable, scheme: str, **options: Any) -> Estimate:
+    """What an update makes of a table: turns on which the scheme does not train get 0."""
+    loaded = schemes.load(scheme, options)
+    kept = loaded.trains(table)
+    tokens = table.per_token(kept)
+
+    def placed(values: np.ndarray) -> np.ndarray:
+        whole = np.zeros(len(tokens), values.dtype)
+        whole[tokens] = values
+        return whole
+
+    if not kept.any():
+        return Estimate(np.zeros(len(tokens)))
+    made = loaded(table.only(kept))
+    returns, trained = (
+        None if part is None else placed(part) for part in (made.returns, made.trained)
+    )
+    return Estimate(placed(made.advantages), returns, trained)
+
+
+def made_of(
+    lengths: list[int],
+    scores: dict[str, list[float]],
+    tree: list[int] | None = None,
+    tokens: list[int] | None = None,
+    sampled: list[bool] | None = None,
+    token_scores: dict[str, list[float]] | None = None,
+    anchor: list[int] | None = None,
+) -> TurnTable:
+    """Whole trajectories, one after the other. lengths, tree: [trajectories]; scores, tokens,
+    anchor: [turns]."""
+    trees = np.repeat(tree or [0] * len(lengths), lengths)
+    columns = {name: np.array(column, np.float64) for name, column in (token_scores or {}).items()}
+    return TurnTable(
+        tree=trees,
+        group=trees,
+        trajectory=np.repeat(np.arange(len(lengths)), lengths),
+        turn=np.concatenate([np.arange(1, n + 1) for n in lengths]),
+        tokens=np.array(tokens or [1] * sum(lengths)),
+        scores={name: np.array(column, np.float64) for name, column in scores.items()},
+        anchor=None if anchor is None else np.array(anchor),
+        sampled=None if sampled is None else np.array(sampled),
+        token_scores=columns,
+    )
+
+
+def random_table(seed: int) -> TurnTable:
+    """One to three questions of one to four trajectories of one to four turns, with every column
+    there is."""
+    rng = np.random.default_rng(seed)
+    tree = np.repeat(np.arange(3), rng.integers(1, 5, 3))[: rng.integers(2, 12)]
+    lengths = rng.integers(1, 5, len(tree))
+    ends = np.cumsum(lengths) - 1
+    n = int(lengths.sum())
+    tokens = rng.integers(1, 4, n)
+    total = int(tokens.sum())
+    score = np.full(n, NO)
+    score[ends] = rng.integers(0, 2, len(ends))
+    process = rng.integers(0, 7, n) / 6
+    process[ends] = NO
+    process[rng.random(n) < 0.2] = NO
+    columns = {
+        "outcome": score.tolist(), "process": process.tolist(), "reward": rng.normal(0, 1, n).tolist(),
+        "mc_value": rng.random(n).tolist(), "valid": rng.integers(0, 2, n).tolist(),
+    }  # fmt: skip
+    models = {
+        name: rng.normal(0, 1, total).tolist() for name in ("prm", "value", "kl", "log_ratio")
+    }
+    return made_of(
+        lengths.tolist(), columns, tree.tolist(), tokens.tolist(),
+        (rng.random(total) < 0.8).tolist(), models, rng.integers(0, 3, n).tolist(),
+    )  # fmt: skip
