@@ -83,7 +83,7 @@ class SchedulerProcess(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     several ("" if the environment makes its tasks). services: the services to wait for, besides
     actors. most: the largest number of samples in one generate call. longest: the most tokens of a
     prompt and its action; 0 sets no limit. reward, equal: the column that dynamic sampling reads,
-    and how it compares (``wire.declared.SchemeNeeds``). deterministic: trees that a crash cut off
+    and how it compares (``common.declared.SchemeNeeds``). deterministic: trees that a crash cut off
     grow anew (docs/reliability.md). shard: which of the run's schedulers this is; the counts of
     ``scheduler`` and ``actors`` are then its share, and ``run`` is the folder of the whole run.
     batch: the samples that an actor decodes together. evidence: whether the judge scores queries by

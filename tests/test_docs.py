@@ -14,6 +14,7 @@ SOURCES = sorted(
     path
     for folder in (
         "wire",
+        "common",
         "scheduler",
         "learner",
         "actors",

@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-ROOMS = {"wire", "scheduler", "learner", "actors", "judges", "tools"}
+ROOMS = {"wire", "common", "scheduler", "learner", "actors", "judges", "tools"}
 MAY_IMPORT: dict[str, set[str]] = {
     "wire": set(),
-    "actors": {"wire"},
-    "judges": {"wire", "actors.environments"},
-    "scheduler": {"wire", "actors.environments"},
-    "learner": {"wire"},
+    "common": {"wire"},
+    "actors": {"wire", "common"},
+    "judges": {"wire", "common", "actors.environments"},
+    "scheduler": {"wire", "common", "actors.environments"},
+    "learner": {"wire", "common"},
     "tools": ROOMS,
 }
 

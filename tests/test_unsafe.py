@@ -14,7 +14,7 @@ ALLOWED = {
     ("learner/model/giver.py", "TCPStore"): "SGLang's rendezvous; on the loopback unless learner.publish_host names an address",
     ("actors/engines/sglang_pull.py", "TCPStore"): "the other end of the same; every answer is checked against the run's token",
     ("actors/engines/sglang_inside.py", "multiprocessing"): "the children that SGLang starts are ended by their handles",
-    ("common/apart.py", "multiprocessing"): "a pipe between a process and its own child",
+    ("common/process.py", "multiprocessing"): "a pipe between a process and its own child",
 }  # fmt: skip
 MODULES = {
     "pickle",
@@ -64,7 +64,7 @@ def dangers(tree: ast.AST) -> Iterator[str]:
 
 
 def used() -> set[tuple[str, str]]:
-    files = [path for room in ("actors", "judges", "learner", "scheduler", "tools", "wire") for path in (ROOT / room).rglob("*")
+    files = [path for room in ("actors", "judges", "learner", "scheduler", "tools", "wire", "common") for path in (ROOT / room).rglob("*")
              if path.is_file() and (path.suffix == ".py" or (not path.suffix and path.read_bytes()[:2] == b"#!"))]  # fmt: skip
     assert len(files) > 200
     return {

@@ -81,6 +81,7 @@ def guided(target: str, seconds: float) -> None:
         "coppice.scheduler.growth.tree",
         "coppice.tools.launching.config",
         "wire",
+        "common",
         "msgspec",
         "tomllib",
         "json",

@@ -35,9 +35,8 @@ async def test_the_judge_of_the_docs_is_served_by_the_command_of_the_docs(tmp_pa
     (code,) = blocks("python")
     assert len([line for line in code.splitlines() if line.strip()]) <= 15
     (tmp_path / "graded.py").write_text(code)
-    tool, *arguments = shlex.split(
-        re.search(r"^coppice serve .*$", TEXT, re.MULTILINE)[0].replace("RUN", str(tmp_path))
-    )  # pyright: ignore[reportOptionalSubscript]
+    (command, *_) = re.findall(r"^coppice serve .*$", TEXT, re.MULTILINE)
+    tool, *arguments = shlex.split(command.replace("RUN", str(tmp_path)))
     async with bench(tmp_path) as b:
         (tmp_path / "endpoint").write_text(b.dispatcher.endpoint)
         serving = await asyncio.create_subprocess_exec(

@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
 FOLDERS = (
     "wire",
+    "common",
     "scheduler",
     "learner",
     "actors/engines",

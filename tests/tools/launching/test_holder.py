@@ -100,7 +100,7 @@ async def test_a_process_of_another_node_is_asked_for_its_stacks_and_survives_th
     begun: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(holder.PLACE, str(tmp_path))
-    begin = "import wire.process; common.process.begin()\n" if begun else ""
+    begin = "import common.process; common.process.begin()\n" if begun else ""
     held, code = (
         Holder(),
         f"{begin}import signal; print('ready', flush=True)\nwhile True: signal.pause()",
