@@ -1,9 +1,5 @@
 """A folder or a file that appears whole or not at all: it is written as a draft beside its place,
-then renamed.
-
-``drafted`` and ``write_whole`` are the whole of it; ``begin`` and ``finish`` are for folders that
-several processes write together. ``fresh`` makes a folder that no other command has.
-"""
+then renamed. ``begin`` and ``finish`` are for folders that several processes write together."""
 
 import contextlib
 import os
@@ -19,8 +15,8 @@ DRAFT = ".draft"
 
 
 def fresh(folder: Path) -> Path:
-    """Make ``folder``, or the first of folder-2, folder-3, ... that nobody has, and return it: two
-    commands may begin in one second. Raises OSError."""
+    """Make ``folder``, or the first of folder-2, folder-3, ... that nobody has, and return it.
+    Raises OSError."""
     place, number = folder, 1
     while True:
         try:
@@ -70,19 +66,18 @@ def finish(draft: Path, out: Path, durable: bool = False) -> None:
 def drafted(
     out: Path, flag: str = "", replace: bool = False, alone: bool = False
 ) -> Iterator[Path]:
-    """A draft folder beside ``out``, made before the work so that an ``out`` that cannot be written
-    is known then; at the end it is ``out``.
+    """A draft folder that becomes ``out`` at the end; an exception removes it. It is made before
+    the work, so that an ``out`` that cannot be written is known then.
 
-    What ends the work early removes it. replace: a folder that is there already gives way;
-    otherwise only an empty one does. Raises OSError; flag: the option that named ``out``; alone:
-    see ``draft_of``.
+    flag: the option that named ``out``. replace: a folder that is there gives way; otherwise only
+    an empty one does. alone: see ``draft_of``. Raises OSError.
     """
-    draft = draft_of(out, alone)
+    draft, name = draft_of(out, alone), f"{flag} {out}".lstrip()
     try:
         begin(draft)
     except OSError as error:
         raise OSError(
-            f"{flag} {out} cannot be written: {error.strerror}; choose another folder".lstrip()
+            f"{name} cannot be written: {error.strerror}; choose another folder"
         ) from None
     try:
         yield draft
@@ -95,9 +90,7 @@ def drafted(
     try:
         finish(draft, out) if replace else draft.rename(out)
     except OSError as error:
-        raise OSError(
-            f"{flag} {out} cannot be written: {error.strerror}; all is in {draft}".lstrip()
-        ) from None
+        raise OSError(f"{name} cannot be written: {error.strerror}; all is in {draft}") from None
 
 
 def as_json(value: Any) -> bytes:

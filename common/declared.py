@@ -18,13 +18,12 @@ class SchemeNeeds(msgspec.Struct, frozen=True, kw_only=True):
     columns: score columns of the turns. group: what the scheme compares. least: the smallest group
     whose advantages can differ from 0. models: columns that the learner's models compute, one value
     per token: "value" (critic), "prm" (implicit reward model), "kl" (divergence from the initial
-    policy), "log_ratio" (log-probability under the policy at the start of the update minus that
-    under the policy that sampled). prm_loss: the loss that must train the implicit reward model; ""
-    allows any loss. reward: the one of several columns that is the reward. equal: which
-    trajectories of a group teach nothing by comparison: those with equal "returns" (sums of
-    rewards), or only those whose "turns" have equal rewards. pushes_equal: the setting that ends
-    it, if a question whose trajectories all earn the same gets an advantage other than 0 (by
-    whitening over the batch); "" if it gets none. aggregation: how the source of the method weighs
+    policy), "log_ratio" (policy at the start of the update over the policy that sampled). prm_loss:
+    the loss that must train the implicit reward model; "" allows any. reward: the one of several
+    columns that is the reward. equal: which trajectories of a group teach nothing by comparison:
+    those with equal "returns" (sums of rewards), or with equal rewards in all "turns".
+    pushes_equal: the setting that ends it, if a question whose trajectories all earn the same gets
+    an advantage other than 0; "" if it gets none. aggregation: how the source of the method weighs
     the tokens of its loss (learner/update/objective.py).
     """
 
@@ -50,14 +49,13 @@ class StrategyGives(msgspec.Struct, frozen=True, kw_only=True):
 
     group: "step" (candidates of one prefix, each trained alone) or "task" (whole trajectories of
     one task). size: members of a group. columns: score columns that the strategy writes itself.
-    purpose: columns that are the reason to use the strategy; the scheme must read one of them.
-    judged: the turns get the judge's columns. rewarded: the turns also get a column "reward" made
-    from the judge's columns. reward_options: options of the strategy that only SLATE's composite
-    reward reads. outcome: the last turn of each trajectory has the outcome. needs_judge: the
-    strategy works only with a judge. needs_outcome_judge: the environment's outcomes must come from
-    a judge. needs_top: the engine must report the most probable tokens (``Sampling.top_logprobs``).
-    selects_as: the scheme by whose advantage the strategy selects; a run with this scheme gives the
-    strategy the scheme's options of the same names.
+    purpose: columns of which the scheme must read one. judged: the turns get the judge's columns.
+    rewarded: they also get a column "reward" made from these. reward_options: options that only
+    SLATE's composite reward reads. outcome: the last turn of each trajectory has the outcome.
+    needs_judge: the strategy works only with a judge. needs_outcome_judge: the environment's
+    outcomes must come from a judge. needs_top: the engine must report the most probable tokens
+    (``Sampling.top_logprobs``). selects_as: the scheme by whose advantage the strategy selects; a
+    run with this scheme gives the strategy the scheme's options of the same names.
     """
 
     group: Literal["step", "task"]

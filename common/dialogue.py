@@ -1,10 +1,9 @@
 """Conversations of agents as they come over HTTP: which of them are the same, and what stands
 between two replies in the policy's tokens.
 
-An agent sends its whole history with every call, as messages that it has stored in its own way:
-arguments of calls parsed and written again, ids of calls of its own, "" for null. ``histories``
-tells equal histories whatever way they are written, so that a reply that was sampled is known again
-and its sampled tokens are taken, never a second rendering of its text.
+An agent sends its whole history with every call, in its own way: arguments of calls parsed and
+written again, ids of calls of its own, "" for null. ``histories`` recognises equal histories, so
+that the sampled tokens of a reply are taken, never a second rendering of its text.
 """
 
 import hashlib
@@ -16,12 +15,12 @@ from typing import Any
 from coppice.common.chat_template import ChatTemplate
 
 Message = dict[str, Any]
+Tools = Sequence[dict[str, Any]]
 REPLY = "\u2063reply\u2063"
 """Stands for a sampled reply where the text after it is rendered. No tokenizer sees it."""
 DEEPEST = 100
 """The most lists and objects inside each other of a JSON value in a conversation. Tools need a
-dozen. Python ends at about 1,000, at a place that depends on who calls, so what one function reads
-another could not write."""
+dozen; Python ends at about 1,000, at a place that depends on who calls."""
 TOO_DEEP = f"lists and objects are nested more than {DEEPEST} deep, which no tool needs"
 THOUGHT = "</think>"
 """Ends the thoughts of a reply. The chat template may have begun them."""
@@ -44,7 +43,7 @@ def until(text: str, stop: Sequence[str]) -> str:
     return text[: min((place for place in map(text.find, stop) if place >= 0), default=len(text))]
 
 
-def histories(messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> list[str]:
+def histories(messages: Sequence[Message], tools: Tools = ()) -> list[str]:
     """Return a digest of every beginning of a conversation, the empty one first. Equal digests mean
     equal roles, texts, calls and tools.
 
@@ -68,12 +67,8 @@ def _canonical(message: Message, ids: dict[str, int]) -> list[Any]:
     answered, text = message.get("tool_call_id"), text_of(message.get("content"))
     if message.get("role") == "assistant":
         text = text.rpartition(THOUGHT)[2].strip()
-    return [
-        message.get("role"),
-        text,
-        calls,
-        None if answered is None else ids.get(str(answered), answered),
-    ]
+    answers = None if answered is None else ids.get(str(answered), answered)
+    return [message.get("role"), text, calls, answers]
 
 
 def arguments(written: Any) -> Any:
@@ -94,10 +89,10 @@ def arguments(written: Any) -> Any:
 
 def is_too_deep(value: Any, left: int = DEEPEST) -> bool:
     """Return whether a JSON value has more than ``left`` lists and objects inside each other."""
-    inside = (
-        value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
-    )
-    return inside is not None and (not left or any(is_too_deep(one, left - 1) for one in inside))
+    if not isinstance(value, dict | list):
+        return False
+    inside = value.values() if isinstance(value, dict) else value
+    return not left or any(is_too_deep(one, left - 1) for one in inside)
 
 
 def _meant(written: Any) -> Any:
@@ -125,16 +120,13 @@ class Renderer:
         self.knows_tools = "tools" in template.variables
 
     def whole(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[dict[str, Any]] = (),
-        switches: Mapping[str, Any] | None = None,
+        self, messages: Sequence[Message], tools: Tools = (), switches: Mapping[str, Any] = {}
     ) -> str:
         """Return the prompt of a conversation. switches: of the template. Raises ValueError when
         the template refuses it."""
         return self._rendered(self._plain(messages, tools), tools, switches)
 
-    def after(self, tail: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> str:
+    def after(self, tail: Sequence[Message], tools: Tools = ()) -> str:
         """Return the text that follows a reply's own text: what ends the reply, the messages of
         ``tail``, and the opening of the next reply.
 
@@ -147,13 +139,10 @@ class Renderer:
             raise ValueError("the chat template does not write replies as they are")
         return after
 
-    def _plain(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[Message]:
+    def _plain(self, messages: Sequence[Message], tools: Tools) -> list[Message]:
         plain = [{**message, "content": text_of(message.get("content"))} for message in messages]
         if self.knows_tools:
-            return [
-                {**m, "tool_calls": _parsed(m["tool_calls"])} if m.get("tool_calls") else m
-                for m in plain
-            ]
+            return [_with_parsed_calls(message) for message in plain]
         plain = [_as_text(message) for message in plain]
         if not tools:
             return plain
@@ -162,47 +151,36 @@ class Renderer:
         return [{"role": "system", "content": f"{system}\n\n{_described(tools)}".strip()}, *rest]
 
     def _rendered(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[dict[str, Any]],
-        switches: Mapping[str, Any] | None = None,
+        self, messages: Sequence[Message], tools: Tools, switches: Mapping[str, Any] = {}
     ) -> str:
-        known = {"tools": list(tools)} if tools and self.knows_tools else {}
-        return self.template.render(messages, {**(switches or {}), **known})
+        offered = {"tools": list(tools)} if tools and self.knows_tools else {}
+        return self.template.render(messages, {**switches, **offered})
 
 
-def _parsed(calls: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Calls with their arguments as values, as templates expect them."""
-    return [
-        {
-            **call,
-            "function": {
-                **call["function"],
-                "arguments": arguments(call["function"].get("arguments")),
-            },
-        }
-        for call in calls
-    ]
+def _with_parsed_calls(message: Message) -> Message:
+    """A message with the arguments of its calls as values, as templates expect them."""
+    calls = []
+    for call in message.get("tool_calls") or []:
+        function = call["function"]
+        parsed = function | {"arguments": arguments(function.get("arguments"))}
+        calls.append(call | {"function": parsed})
+    return message | {"tool_calls": calls} if calls else message
 
 
 def _as_text(message: Message) -> Message:
     """A message without calls, which stand in its text."""
     if message.get("role") == "tool":
-        return {
-            "role": "user",
-            "content": f"<tool_response>\n{message['content']}\n</tool_response>",
-        }
-    calls = [
-        f"<tool_call>\n{json.dumps({'name': call['function']['name'], 'arguments': arguments(call['function'].get('arguments'))})}\n</tool_call>"
-        for call in message.get("tool_calls") or []
-    ]
-    return {
-        "role": message["role"],
-        "content": "\n".join(filter(None, [message["content"], *calls])),
-    }
+        said = f"<tool_response>\n{message['content']}\n</tool_response>"
+        return {"role": "user", "content": said}
+    parts = [message["content"]]
+    for call in message.get("tool_calls") or []:
+        function = call["function"]
+        value = {"name": function["name"], "arguments": arguments(function.get("arguments"))}
+        parts.append(f"<tool_call>\n{json.dumps(value)}\n</tool_call>")
+    return {"role": message["role"], "content": "\n".join(filter(None, parts))}
 
 
-def _described(tools: Sequence[dict[str, Any]]) -> str:
+def _described(tools: Tools) -> str:
     listed = "\n".join(json.dumps(tool) for tool in tools)
     return (
         f"You may call functions. They are:\n<tools>\n{listed}\n</tools>\nFor each call write a JSON object with its name and arguments:\n"

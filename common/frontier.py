@@ -1,8 +1,5 @@
 """The trained frontier of a checkpoint, as ``state.json`` holds it: which version trained each
-group, and the metrics of the newest updates.
-
-The learner writes it and restores from it; the scheduler and ``coppice watch --audit`` read it.
-"""
+group, and the metrics of the newest updates."""
 
 from pathlib import Path
 
@@ -48,11 +45,8 @@ def runs(groups: dict[int, int]) -> list[int | tuple[int, int, int]]:
 def read(run: Path, version: int) -> Frontier:
     """Return the frontier of the newest checkpoint that is not newer than ``version``, empty if
     there is none. Raises ValueError or OSError."""
-    folders = [
-        path for path in (run / "checkpoints").glob("v??????") if path.name <= f"v{version:06d}"
-    ]
-    return (
-        msgspec.json.decode((max(folders) / FILE).read_bytes(), type=Frontier)
-        if folders
-        else Frontier()
-    )
+    folders = (run / "checkpoints").glob("v??????")
+    newest = max((path for path in folders if path.name <= f"v{version:06d}"), default=None)
+    if newest is None:
+        return Frontier()
+    return msgspec.json.decode((newest / FILE).read_bytes(), type=Frontier)

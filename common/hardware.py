@@ -1,5 +1,5 @@
-"""Choose the number type in which this machine computes. The engine and the learner must agree, so
-both ask this module."""
+"""What this machine has: the number type in which it computes, its GPUs and its free memory. The
+engine and the learner must agree on the number type, so both ask here."""
 
 import os
 import shutil
@@ -20,9 +20,8 @@ def dtype_and_reason(setting: str) -> tuple[str, str]:
     """Return the number type for ``setting``, and the reason. "auto" is bfloat16 with an NVIDIA GPU
     or a processor that is faster in bfloat16.
 
-    A processor without bfloat16 instructions emulates them and is several times slower. Intel
-    processors that have AVX-512 but no matrix units (AMX) are also slower in bfloat16 than in
-    float32 (measured in docs/engines.md).
+    A processor without bfloat16 instructions emulates them, and Intel's with AVX-512 but no matrix
+    units (AMX) are slower in bfloat16 than in float32 (docs/engines.md).
     """
     if setting in ("float32", "bfloat16"):
         return setting, "as the config says"
@@ -61,21 +60,13 @@ def free_memory() -> int:
 
 def _left_in_groups() -> Iterator[int]:
     """Yield what each control group around this process leaves (version 2 or 1). Pages of files are
-    given back when memory is short.
-
-    Inside a container the path of a process's group may be that of the machine, and its limit then
-    stands at the root.
-    """
+    given back when memory is short. Inside a container the limit may stand at the root."""
     for line in _OWN_GROUPS.read_text().splitlines() if _OWN_GROUPS.exists() else []:
         _, controllers, path = line.split(":", 2)
         root, limit, used, files = _GROUPS, "memory.max", "memory.current", "inactive_file"
         if controllers:
-            root, limit, used, files = (
-                root / "memory",
-                "memory.limit_in_bytes",
-                "memory.usage_in_bytes",
-                f"total_{files}",
-            )
+            root, files = root / "memory", "total_inactive_file"
+            limit, used = "memory.limit_in_bytes", "memory.usage_in_bytes"
         inner = root / path.lstrip("/")
         for group in (inner, *inner.parents) if controllers in ("", "memory") else ():
             if not group.is_relative_to(root) or not all(

@@ -1,9 +1,9 @@
 """A client of JSON over HTTP: every call ends in the decoded answer or in a classified fault that
 names the URL and the cause.
 
-A call that may work later (a broken connection, no answer in time, status 408, 409, 425, 429 or
-5xx) is tried again after a growing pause, or after the time that ``Retry-After`` asks for. Status
-400, 413 or 422 is a DataFault: every server would refuse the request. Any other failure is an
+A call that may work later (a broken connection, no answer in time, a status of ``_AGAIN`` or 5xx) is
+tried again after a growing pause, or after the time that ``Retry-After`` asks for. A status of
+``_REFUSED`` is a DataFault: every server would refuse the request. Any other failure is an
 InfrastructureFault with its remedy. Redirects are not followed: they would take the key to another
 host. No message has the key.
 """
@@ -75,14 +75,12 @@ class NoAnswer(InfrastructureFault):
 
 
 class JsonClient:
-    """Calls one server: ``start``, any number of calls, ``close``. url: the beginning of every
-    request's URL. api_key_env: the environment variable that holds the key ("" for none). key: the
-    key itself, when this process created it.
+    """Calls one server: ``start``, any number of calls, ``close``. Parameters as in ``Reached``; url:
+    the beginning of every request's URL; key: the key itself, when this process created it;
+    remedies: by status, what the user of this server should do.
 
-    timeout_s: limit of one attempt; it does not include the wait until fewer than ``concurrency``
-    requests are open. backoff_s: the pause after the first failure, doubled after each further one.
-    remedies: by status, what the user of this server should do. ``counts``: requests, retries and
-    failures so far. ``busy_s``: the time of all calls, including their pauses.
+    timeout_s does not include the wait until fewer than ``concurrency`` requests are open.
+    ``counts``: requests, retries and failures. ``busy_s``: the time of all calls, with their pauses.
     """
 
     def __init__(
@@ -106,12 +104,8 @@ class JsonClient:
                 f"{_without_user(url)}: expected a URL without a user or a key; name the key's variable"
             )
         self.url = url.rstrip("/")
-        self.timeout_s, self.attempts, self.backoff_s, self.concurrency = (
-            timeout_s,
-            attempts,
-            backoff_s,
-            concurrency,
-        )
+        self.timeout_s, self.attempts = timeout_s, attempts
+        self.backoff_s, self.concurrency = backoff_s, concurrency
         self.counts: Counter[str] = Counter()
         self.busy_s = 0.0
         self._api_key_env, self._key = api_key_env, key
@@ -141,25 +135,14 @@ class JsonClient:
         if self._session is not None:
             await self._session.close()
 
-    # ------------------------------------------------------------------------------------------
-    # calls
+    async def post(self, path: str, body: Any, **limits: Any) -> Any:
+        """Return the decoded answer. body: anything msgspec encodes. limits: ``timeout_s`` and
+        ``attempts`` of this call. Raises DataFault or InfrastructureFault as the module describes."""
+        return self._decoded(path, await self.send("POST", path, body, **limits))
 
-    async def post(
-        self, path: str, body: Any, *, timeout_s: float | None = None, attempts: int | None = None
-    ) -> Any:
-        """Return the decoded answer. body: anything msgspec encodes. Raises DataFault or
-        InfrastructureFault as the module describes."""
-        return self._decoded(
-            path, await self.send("POST", path, body, timeout_s=timeout_s, attempts=attempts)
-        )
-
-    async def get(
-        self, path: str, *, timeout_s: float | None = None, attempts: int | None = None
-    ) -> Any:
+    async def get(self, path: str, **limits: Any) -> Any:
         """Send a GET request without a body, otherwise like ``post``."""
-        return self._decoded(
-            path, await self.send("GET", path, timeout_s=timeout_s, attempts=attempts)
-        )
+        return self._decoded(path, await self.send("GET", path, **limits))
 
     async def send(
         self,
@@ -170,8 +153,7 @@ class JsonClient:
         timeout_s: float | None = None,
         attempts: int | None = None,
     ) -> bytes:
-        """Return the answer's bytes undecoded, for answers that are not JSON; otherwise like
-        ``post``. body: None sends no body."""
+        """Return the answer's bytes undecoded; otherwise like ``post``. body: None sends none."""
         url, content = f"{self.url}{path}", None if body is None else msgspec.json.encode(body)
         limit = self.timeout_s if timeout_s is None else timeout_s
         last = self.attempts if attempts is None else attempts
@@ -188,18 +170,14 @@ class JsonClient:
                             f"{url}: {busy}, {attempt} attempts; try again when the server answers, or allow more attempts"
                         ) from None
                     self.counts["retries"] += 1
-                    await asyncio.sleep(
-                        pause_s(attempt, self.backoff_s, busy.after_s, random.random())
-                    )
+                    pause = pause_s(attempt, self.backoff_s, busy.after_s, random.random())
+                    await asyncio.sleep(pause)
             raise ValueError(f"attempts {last}: expected at least 1")
         except (InfrastructureFault, DataFault):
             self.counts["failures"] += 1
             raise
         finally:
             self.busy_s += time.monotonic() - start
-
-    # ------------------------------------------------------------------------------------------
-    # inner workings
 
     async def _once(self, method: str, url: str, content: bytes | None, timeout_s: float) -> bytes:
         assert self._session is not None, "call before start"
@@ -231,40 +209,31 @@ class JsonClient:
             ) from None
 
     def _fail(self, url: str, response: aiohttp.ClientResponse, text: str) -> NoReturn:
-        """Raise the fault that a status stands for, with its remedy."""
         status = response.status
         cause = self._hidden(f"HTTP {status}: {text.strip()}")[:_SHOWN]
         if status in _AGAIN or status >= 500:
             raise _Busy(cause, retry_after(response.headers.get("Retry-After", ""), time.time()))
         if status in _REFUSED:
             raise DataFault(f"{url} refused the request, {cause}")
+        remedy = "expected 200 or 202"
         if 300 <= status < 400:
-            remedy = f"it moved to {self._hidden(response.headers.get('Location', '(it does not say)'))}: give that URL"
-        else:
-            remedy = self._remedies.get(status) or self._remedy(status)
-        raise InfrastructureFault(f"{url}: {cause}: {remedy}")
-
-    def _remedy(self, status: int) -> str:
-        if status in (401, 403):
-            key = self._api_key_env
-            return (
-                f"is the key in {key} right?"
-                if key
-                else "it wants an API key: name the variable that holds it"
-            )
-        return (
-            f"does the server's URL end where {self.url} does?"
-            if status == 404
-            else "expected 200 or 202"
-        )
+            location = self._hidden(response.headers.get("Location", "(it does not say)"))
+            remedy = f"it moved to {location}: give that URL"
+        elif status == 404:
+            remedy = f"does the server's URL end where {self.url} does?"
+        elif status in (401, 403) and self._api_key_env:
+            remedy = f"is the key in {self._api_key_env} right?"
+        elif status in (401, 403):
+            remedy = "it wants an API key: name the variable that holds it"
+        raise InfrastructureFault(f"{url}: {cause}: {self._remedies.get(status, remedy)}")
 
     def _hidden(self, text: str) -> str:
         return text.replace(self._key, "(the key)") if self._key else text
 
 
 def pause_s(attempt: int, backoff_s: float, asked_s: float, chance: float) -> float:
-    """Return the seconds to wait after ``attempt`` (from 1): they double, are spread by ``chance``
-    in [0, 1), and are at least ``asked_s``."""
+    """Return the seconds to wait after ``attempt`` (from 1): doubled each time, spread by ``chance``
+    in [0, 1), at least ``asked_s``."""
     return min(LONGEST_WAIT_S, max(asked_s, backoff_s * 2 ** (attempt - 1) * (0.5 + chance)))
 
 

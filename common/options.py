@@ -1,5 +1,5 @@
 """Options of plug-ins (schemes, corrections, environments, judges): keyword arguments from the
-config, checked before a run starts any work."""
+config, checked before a run starts any work; and the parser of every command."""
 
 import argparse
 import difflib
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+_WORDS = {"float": "a number", "int": "a whole number", "bool": "true or false", "str": "a string"}
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):
@@ -23,9 +24,8 @@ class _Help(argparse.RawDescriptionHelpFormatter):
     it."""
 
     def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
-        return {int: "N", float: "X", Path: "PATH"}.get(
-            action.type
-        ) or super()._get_default_metavar_for_optional(action)  # pyright: ignore[reportArgumentType, reportCallIssue]
+        names: dict[Any, str] = {int: "N", float: "X", Path: "PATH"}
+        return names.get(action.type) or super()._get_default_metavar_for_optional(action)
 
 
 def command_parser(
@@ -37,7 +37,7 @@ def command_parser(
     )
 
 
-def known(setting: str, name: str, names: Iterable[str], otherwise: str = "") -> None:
+def check_choice(setting: str, name: str, names: Iterable[str], otherwise: str = "") -> None:
     """Refuse a ``name`` that is not in ``names``. The ValueError lists the nearest names, then all
     names.
 
@@ -47,17 +47,13 @@ def known(setting: str, name: str, names: Iterable[str], otherwise: str = "") ->
     names = sorted(names)
     if name not in names:
         near = " or ".join(map(repr, difflib.get_close_matches(name, names)))
-        raise ValueError(
-            f"{setting}: {f'did you mean {near}? ' if near else ''}expected one of {names}{otherwise}"
-        )
+        guess = f"did you mean {near}? " if near else ""
+        raise ValueError(f"{setting}: {guess}expected one of {names}{otherwise}")
 
 
 def imported(setting: str, place: str) -> Any:
     """Return the object at ``place``: "module:name", importable from the current folder, or
-    "file.py:name".
-
-    Raises ValueError, which begins with ``setting``.
-    """
+    "file.py:name". Raises ValueError, which begins with ``setting``."""
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     module, _, name = place.partition(":")
@@ -78,9 +74,7 @@ def _module(place: str) -> types.ModuleType:
     path = Path(place).resolve()
     if str(path) not in sys.modules:
         spec = importlib.util.spec_from_file_location(str(path), path)
-        assert spec is not None and spec.loader is not None, (
-            "a path that ends with .py has a loader"
-        )
+        assert spec is not None and spec.loader is not None, "a .py file has a loader"
         module = sys.modules[str(path)] = importlib.util.module_from_spec(spec)
         try:
             spec.loader.exec_module(module)
@@ -106,9 +100,8 @@ def option(text: str) -> tuple[str, Any]:
 
 def modules(package: str) -> list[str]:
     """Return the names of a package's modules."""
-    return sorted(
-        module.name for module in pkgutil.iter_modules(importlib.import_module(package).__path__)
-    )
+    folder = importlib.import_module(package).__path__
+    return sorted(module.name for module in pkgutil.iter_modules(folder))
 
 
 def plugin(setting: str, name: str, package: str, function: str) -> tuple[Any, Callable[..., Any]]:
@@ -120,14 +113,21 @@ def plugin(setting: str, name: str, package: str, function: str) -> tuple[Any, C
     if ":" in name:
         own = imported(setting, name)
         return _module(name.partition(":")[0]), own
-    known(setting, name, modules(package), f", or module:{function}")
+    check_choice(setting, name, modules(package), f", or module:{function}")
     module = importlib.import_module(f"{package}.{name}")
     return module, getattr(module, function)
 
 
-def declared(setting: str, module: Any, name: str, kind: type[T], function: Callable[..., Any], options: dict[str, Any]) -> T:  # fmt: skip
-    """Return the declaration of a plug-in. It is the result of the module's function ``name``,
-    called with every option of ``function``.
+def declared(
+    setting: str,
+    module: Any,
+    name: str,
+    kind: type[T],
+    function: Callable[..., Any],
+    options: dict[str, Any],
+) -> T:
+    """Return the declaration of a plug-in: what the module's function ``name`` returns for every
+    option of ``function``.
 
     Raises ValueError, which begins with ``setting``, when the module declares nothing, when its
     function does not take exactly the options of ``function``, or when its declaration is not a
@@ -136,12 +136,9 @@ def declared(setting: str, module: Any, name: str, kind: type[T], function: Call
     expected = f"expected a function {name}(**options) that returns a common.declared.{kind.__name__} (docs/extend.md)"
     if not hasattr(module, name):
         raise ValueError(f"{setting}: {module.__name__} does not declare itself: {expected}")
-    defaults = {
-        p.name: p.default
-        for p in inspect.signature(function).parameters.values()
-        if p.default is not p.empty
-    }
-    declare, values = getattr(module, name), defaults | options
+    parameters = inspect.signature(function).parameters.values()
+    values = {p.name: p.default for p in parameters if p.default is not p.empty} | options
+    declare = getattr(module, name)
     try:
         inspect.signature(declare).bind(**values)
     except TypeError as error:
@@ -157,7 +154,13 @@ def declared(setting: str, module: Any, name: str, kind: type[T], function: Call
     return declaration
 
 
-def checked(section: str, plug_in: str, function: Callable[..., Any], options: dict[str, Any], others: tuple[str, ...]) -> dict[str, Any]:  # fmt: skip
+def checked(
+    section: str,
+    plug_in: str,
+    function: Callable[..., Any],
+    options: dict[str, Any],
+    others: tuple[str, ...],
+) -> dict[str, Any]:
     """Return ``options`` as the types that ``function`` declares. others: parameters that no option
     sets. Raises ValueError naming the key.
 
@@ -169,57 +172,38 @@ def checked(section: str, plug_in: str, function: Callable[..., Any], options: d
     hints = typing.get_type_hints(function, include_extras=True)
     # a class without __init__ has *args and **kwargs
     parameters = inspect.signature(function).parameters.values()
-    takes = [
-        p.name
-        for p in parameters
-        if p.name not in others and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-    ]
+    plain = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    takes = [name for name in plain if name not in others]
     options = {name: value for name, value in options.items() if name in takes or value != "null"}
-    unknown = set(options) - set(takes)
-    if unknown:
+    if unknown := set(options) - set(takes):
         raise ValueError(
             f"{section}: {sorted(unknown)} unknown to {plug_in}, which takes {takes or 'no options'}"
         )
     converted = {}
     for name, value in options.items():
-        value = None if value == "null" else value
+        value, hint = None if value == "null" else value, hints.get(name, Any)
         try:
-            converted[name] = msgspec.convert(value, hints.get(name, Any))
+            converted[name] = msgspec.convert(value, hint)
         except msgspec.ValidationError as error:
             if value is None:
                 continue
-            shown = str(error) if _is_struct(hints[name]) else f"expected {_shown(hints[name])}"
+            is_struct = isinstance(hint, type) and issubclass(hint, msgspec.Struct)
+            shown = str(error) if is_struct else f"expected {_shown(hint)}"
             raise ValueError(f"{section}.{name} = {value!r}: {shown}") from None
     return converted
 
 
-def _is_struct(hint: Any) -> bool:
-    import msgspec
-
-    return isinstance(hint, type) and issubclass(hint, msgspec.Struct)
-
-
 def _shown(hint: Any) -> str:
-    if typing.get_origin(hint) is typing.Literal:
-        return "one of " + ", ".join(map(repr, typing.get_args(hint)))
-    if typing.get_origin(hint) in (tuple, list):
-        return f"a list, each member {_shown(typing.get_args(hint)[0])}"
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        return " or ".join(
-            _shown(part) for part in typing.get_args(hint) if part is not types.NoneType
-        )
-    if typing.get_origin(hint) is typing.Annotated:
-        plain, limits = typing.get_args(hint)[0], typing.get_args(hint)[1]
+    kind, parts = typing.get_origin(hint), typing.get_args(hint)
+    if kind is typing.Literal:
+        return "one of " + ", ".join(map(repr, parts))
+    if kind in (tuple, list):
+        return f"a list, each member {_shown(parts[0])}"
+    if kind in (typing.Union, types.UnionType):
+        return " or ".join(_shown(part) for part in parts if part is not types.NoneType)
+    if kind is typing.Annotated:
         words = {"gt": "more than", "ge": "at least", "lt": "less than", "le": "at most"}
-        bounds = [
-            f"{word} {getattr(limits, key):g}"
-            for key, word in words.items()
-            if getattr(limits, key) is not None
-        ]
-        return f"{_shown(plain)}, {' and '.join(bounds)}"
-    return {
-        "float": "a number",
-        "int": "a whole number",
-        "bool": "true or false",
-        "str": "a string",
-    }.get(getattr(hint, "__name__", ""), str(hint))
+        limits = {word: getattr(parts[1], key) for key, word in words.items()}
+        bounds = [f"{word} {limit:g}" for word, limit in limits.items() if limit is not None]
+        return f"{_shown(parts[0])}, {' and '.join(bounds)}"
+    return _WORDS.get(getattr(hint, "__name__", ""), str(hint))

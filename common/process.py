@@ -1,27 +1,31 @@
-"""What processes of a run do for themselves: they log, write the Python stacks of all threads to
-the log on SIGUSR1, may open many files, find a port."""
+"""What processes do for themselves: log, write their stacks on a signal, end with their parent, run a
+function in a process of its own."""
 
+import contextlib
 import ctypes
 import faulthandler
 import logging
+import multiprocessing
 import os
 import re
 import resource
 import signal
 import socket
 import sys
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from multiprocessing.connection import Connection
+from typing import Any
 
 STACKS = signal.SIGUSR1
-"""The signal that asks a process for its stacks. faulthandler answers in C, so that a deadlock or
-an endless loop answers as well."""
+"""The signal that asks a process for the Python stacks of all threads. faulthandler answers in C, so
+that a deadlock or an endless loop answers as well."""
+FILES = 65536
+"""Files that a process asks to open at once. Each worker is a connection of the scheduler, and the
+usual limits are 256 or 1,024."""
 _PR_SET_PDEATHSIG = 1
 _SECRET = re.compile(
     r"(KEY|TOKEN|SECRET|PASS|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|CRED|AUTH)S?(_|$)", re.IGNORECASE
 )
-FILES = 65536
-"""Files that a process asks to open at once. Each worker is a connection of the scheduler, and the
-usual limits are 256 or 1,024."""
 
 
 def begin() -> None:
@@ -31,12 +35,6 @@ def begin() -> None:
         level=logging.INFO, format="%(asctime)s %(name)s %(message)s", stream=sys.stderr
     )
     faulthandler.register(STACKS, file=sys.__stderr__ or sys.stderr, all_threads=True)
-    many_files()
-
-
-def many_files() -> None:
-    """Raise the limit on open files to what the system grants without further rights, at most
-    ``FILES``."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = FILES if hard == resource.RLIM_INFINITY else min(hard, FILES)
     if soft != resource.RLIM_INFINITY and soft < most:
@@ -54,7 +52,7 @@ def die_with(parent: int) -> None:
 def without_secrets(passed: Collection[str] = ()) -> dict[str, str]:
     """Return this process's environment for a program that is not ours: without the variables one
     of whose words ends in KEY, TOKEN, SECRET, PASSWORD, CREDENTIALS and the like, unless ``passed``
-    names them. It knows names alone: a secret in another variable passes."""
+    names them."""
     return {
         name: value
         for name, value in os.environ.items()
@@ -67,3 +65,52 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+class Killed(Exception):
+    """The process ended without an answer, most likely because memory ran out."""
+
+
+def in_subprocess(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Return what ``function`` returns in a process of its own, whose memory (gigabytes that an
+    allocator would keep) is freed at its end. Arguments and result are pickled, but only between
+    our own processes.
+
+    Raises what the function raises, and Killed. An interruption also ends the other process, after
+    that process has cleaned up.
+    """
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe(duplex=False)
+    # The process is not a daemon, because the function may itself call ``in_subprocess``.
+    process = context.Process(target=_answer, args=(os.getpid(), theirs, function, arguments))
+    process.start()
+    theirs.close()
+    try:
+        result, error = ours.recv()
+    except EOFError:
+        raise Killed from None
+    except BaseException:
+        process.terminate()
+        raise
+    finally:
+        process.join()
+        ours.close()
+    if error is not None:
+        raise error
+    return result
+
+
+def _answer(
+    parent: int, channel: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]
+) -> None:
+    die_with(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller passes an interruption on, once
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        answer = function(*arguments), None
+    except Exception as error:  # noqa: BLE001
+        answer = None, error
+    except KeyboardInterrupt:
+        sys.exit(130)  # the caller reports the interruption
+    with contextlib.suppress(BrokenPipeError):  # the caller has gone
+        channel.send(answer)

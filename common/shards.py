@@ -1,9 +1,5 @@
 """What belongs to one of several schedulers that share a learner: its draws of the task stream, its
-ids and its folder. Pure.
-
-Every draw, tree and group belongs to exactly one shard, and all shards together draw what a single
-scheduler would have drawn.
-"""
+ids and its folder. All shards together draw what a single scheduler would have drawn."""
 
 import zlib
 from collections.abc import Mapping
@@ -37,9 +33,8 @@ class Shard(msgspec.Struct, frozen=True):
     def position(self, draw: int) -> int:
         """Return the position, in the stream of tasks, of this shard's draw 0, 1, ...
 
-        A hash of the draw deals its ``count`` consecutive positions, one to each shard: no shard
-        falls behind, as it would if each position were hashed alone, and none meets the same
-        questions in every epoch.
+        A hash of the draw deals its ``count`` consecutive positions, one to each shard: so none
+        falls behind, and none meets the same questions in every epoch.
         """
         return draw * self.count + (self.number + zlib.crc32(draw.to_bytes(8))) % self.count
 

@@ -21,14 +21,10 @@ def standardise(
 
 def among_siblings(rewards: np.ndarray, ddof: int = 1, eps: float = 1e-6) -> np.ndarray:
     """Return the advantage of each candidate of one step over its siblings [candidates] (SLATE eq.
-    4, methods.md 1.1).
-
-    The advantage of a single candidate is its reward. A candidate without a reward (NaN) enters no
-    statistic and gets 0.
-    """
+    4, methods.md 1.1). A single candidate's is its reward. One without a reward (NaN) gets 0."""
     valid, advantages = np.isfinite(rewards), np.zeros(len(rewards))
-    if valid.any():
-        advantages[valid] = (
-            rewards if len(rewards) == 1 else standardise(rewards[valid], True, ddof, eps)
-        )
+    if len(rewards) == 1:
+        advantages[valid] = rewards[valid]
+    elif valid.any():
+        advantages[valid] = standardise(rewards[valid], True, ddof, eps)
     return advantages

@@ -30,7 +30,7 @@ def check(url: str) -> None:
     """Refuse a URL whose kind of storage cannot be reached from here. Raises ValueError with the
     remedy."""
     try:
-        _asked(fsspec.url_to_fs, url)
+        _called(fsspec.url_to_fs, url)
     except OSError as error:
         raise ValueError(
             f"learner.publish_url = {url!r}: {error}; expected such as 's3://bucket/folder' (pip install s3fs)"
@@ -42,16 +42,15 @@ def put(folder: Path, url: str, keep: int) -> None:
     Raises OSError after several tries."""
     for attempt in range(_TRIES):
         try:
-            store, root = _asked(fsspec.url_to_fs, url)
+            store, root = _called(fsspec.url_to_fs, url)
             place = f"{root}/{folder.name}"
-            _asked(store.makedirs, place, exist_ok=True)
+            _called(store.makedirs, place, exist_ok=True)
             for file in sorted(folder.iterdir(), key=lambda file: file.name == NAME):
-                _asked(store.put_file, str(file), f"{place}/{file.name}")
-            versions = [
-                place for place in _names(store, root) if place.rpartition("/")[2].startswith("v")
-            ]
+                _called(store.put_file, str(file), f"{place}/{file.name}")
+            names = _names(store, root)
+            versions = [name for name in names if name.rpartition("/")[2].startswith("v")]
             for old in versions[:-keep]:
-                _asked(store.rm, old, recursive=True)
+                _called(store.rm, old, recursive=True)
             return
         except OSError as error:
             if attempt == _TRIES - 1:
@@ -65,17 +64,16 @@ def put(folder: Path, url: str, keep: int) -> None:
 def fetched(path: str, url: str, weights: Path) -> str:
     """Return a version's folder on this node: ``path`` if it is seen here, otherwise a copy in
     ``weights``. Raises InfrastructureFault."""
-    folder = Path(path)
+    folder, here = Path(path), weights / Path(path).name
     if folder.is_dir():
         return path
-    here = weights / folder.name
     if not here.is_dir():
         try:
-            store, root = _asked(fsspec.url_to_fs, url)
+            store, root = _called(fsspec.url_to_fs, url)
             weights.mkdir(parents=True, exist_ok=True)
             with drafted(here) as draft:
                 for file in _names(store, f"{root}/{folder.name}"):
-                    _asked(store.get_file, file, str(draft / file.rpartition("/")[2]))
+                    _called(store.get_file, file, str(draft / file.rpartition("/")[2]))
                 if not (draft / NAME).is_file():
                     raise FileNotFoundError(f"{NAME} is not there")
         except OSError as error:
@@ -91,10 +89,10 @@ def _names(store: Any, place: str) -> list[str]:
     """Return the paths in a folder. An earlier listing of this process is not believed, and FTP
     gives paths only in its details."""
     store.invalidate_cache()
-    return sorted(entry["name"] for entry in _asked(store.ls, place, detail=True))
+    return sorted(entry["name"] for entry in _called(store.ls, place, detail=True))
 
 
-def _asked(call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+def _called(call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
     """Return what a call into a kind of storage returns. Raises OSError with the text of whatever
     the call raises."""
     try:

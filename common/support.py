@@ -1,9 +1,8 @@
 """The support of a cut distribution: which tokens top-p and top-k left at each place of a sample.
 
 As bytes: first the number of tokens left at every place, then their ids, place after place and
-ascending, each as its distance from the id before (the first as its distance from 0). Every number
-is in LEB128: seven bits per byte, the lowest first, and the high bit says that another byte
-follows. A token that is left therefore takes one to three bytes.
+ascending, each as its distance from the id before (the first from 0). Every number is in LEB128:
+seven bits per byte, the lowest first; the high bit says that another byte follows.
 """
 
 from collections.abc import Sequence
@@ -39,23 +38,16 @@ def joined(supports: Sequence[Support | None], lengths: Sequence[int]) -> Suppor
     places with the whole vocabulary."""
     if all(support is None for support in supports):
         return None
-    whole = np.zeros(0, np.int64)
-    parts = [
-        Support(np.zeros(length, np.int64), whole) if support is None else support
-        for support, length in zip(supports, lengths, strict=True)
-    ]
-    return Support(
-        np.concatenate([part.counts for part in parts]),
-        np.concatenate([part.ids for part in parts]),
-    )
+    none = np.zeros(0, np.int64)
+    pairs = zip(supports, lengths, strict=True)
+    counts = [np.zeros(n, np.int64) if part is None else part.counts for part, n in pairs]
+    ids = [none if part is None else part.ids for part in supports]
+    return Support(np.concatenate(counts), np.concatenate(ids))
 
 
 def encode(left: Sequence[np.ndarray | Sequence[int]]) -> bytes:
-    """Return the bytes of a support. left: the ids left at each place, in any order; no id means
-    the whole vocabulary.
-
-    If the whole vocabulary was left everywhere, the bytes are b"".
-    """
+    """Return the bytes of a support, b"" if it cuts nothing. left: the ids left at each place, in
+    any order; no id means the whole vocabulary."""
     if not any(map(len, left)):
         return b""
     rows = (np.diff(np.sort(np.asarray(ids, np.int64)), prepend=0) for ids in left)
@@ -70,9 +62,9 @@ def spliced(first: bytes, places: int, kept: int, second: bytes, more: int) -> b
 
 def _rows(blob: bytes, places: int) -> Sequence[np.ndarray | Sequence[int]]:
     support = decode(blob, places)
-    return (
-        [()] * places if support is None else np.split(support.ids, np.cumsum(support.counts)[:-1])
-    )
+    if support is None:
+        return [()] * places
+    return np.split(support.ids, np.cumsum(support.counts)[:-1])
 
 
 def _leb128(numbers: np.ndarray) -> bytes:

@@ -1,5 +1,4 @@
-"""Tool calls in a model's reply: which family writes them how, and a strict reading. A call that
-cannot be read is the policy's, and is said to be so.
+"""Tool calls in a model's reply: which family writes them how, and a strict reading.
 
 A reply is text, then calls. Each family has a mark with which a call begins; a reply without the
 mark has no calls. From the mark on everything must be calls in the family's notation, of tools that
@@ -52,10 +51,10 @@ class Family(msgspec.Struct, frozen=True):
             value, place = _DECODER.raw_decode(rest)
             values.append(value)
             rest = _without(rest[place:].lstrip(), self.closing)
-        if not values or rest != self.end:
-            raise ValueError(
-                f"{self.mark} without a call" if not values else f"expected {self.end} at the end"
-            )
+        if not values:
+            raise ValueError(f"{self.mark} without a call")
+        if rest != self.end:
+            raise ValueError(f"expected {self.end} at the end")
         return values
 
 
@@ -90,10 +89,10 @@ def opening(family: str, offered: Sequence[str]) -> str:
     offered, or up to the name of one of several. It ends where tokens end in what the family
     writes."""
     kind = FAMILIES[family]
-    name = (
-        f' {json.dumps(offered[0], ensure_ascii=False)}, "{kind.key}":' if len(offered) == 1 else ""
-    )
-    return f'{kind.mark}{kind.gap}{{"name":{name}'
+    begun = f'{kind.mark}{kind.gap}{{"name":'
+    if len(offered) != 1:
+        return begun
+    return f'{begun} {json.dumps(offered[0], ensure_ascii=False)}, "{kind.key}":'
 
 
 def parse(reply: str, family: str, offered: Collection[str]) -> Parsed:

@@ -3,12 +3,9 @@ and its pixel values.
 
 The journal numbers the pictures of a run from 1, equal bytes once. In every prefix, picture
 ``number`` is the id ``-number``, once for each token that the model's processor makes of the
-picture, and the bytes travel beside the ids as {number: PNG}. Two pictures therefore differ as soon
-as their ids do, and whatever compares prefixes (the engines' caches, the scheduler's view of them,
-the learner's trie) needs no other rule.
-
-torch and transformers are imported only where pixel values or weights are needed, because the
-scheduler uses this module too.
+picture, and the bytes travel beside the ids as {number: PNG}. Whatever compares prefixes therefore
+needs no other rule. torch and transformers are imported only where pixel values or weights are
+needed, because the scheduler uses this module too.
 """
 
 import base64
@@ -26,12 +23,13 @@ import msgspec
 import numpy as np
 
 FAMILY = ("qwen2_vl", "qwen2_5_vl")
-"""The model types whose pictures this module knows. Their pictures have one frame, and their
-positions are three-dimensional."""
+"""The model types whose pictures this module knows."""
 STEEPEST = 200
 """The largest ratio of a picture's sides, as in the processor of Qwen2-VL."""
 
 _PNG = struct.Struct(">8s8xII")
+Grids = dict[int, tuple[int, int]]
+"""The rows and columns of tokens of pictures, by number."""
 
 
 class Run(msgspec.Struct, frozen=True):
@@ -70,16 +68,13 @@ def numbers(tokens: np.ndarray) -> list[int]:
     return (-np.unique(tokens[tokens < 0])).tolist()
 
 
-def places(
-    tokens: np.ndarray, depth: np.ndarray, end: np.ndarray, grids: Mapping[int, tuple[int, int]]
-) -> np.ndarray:
+def places(tokens: np.ndarray, depth: np.ndarray, end: np.ndarray, grids: Grids) -> np.ndarray:
     """Return the temporal, vertical and horizontal position of each node of a forest
-    (``learner.trees``), int64 [3, nodes].
+    (``learner.trees``), int64 [3, nodes]. grids: the rows and columns of tokens of each picture.
 
-    A single sequence is a forest with depth 0, 1, .. and end = its length. grids: the rows and
-    columns of tokens of each picture. A text token's positions are equal and follow the largest
-    position before it. A picture's tokens begin there too, and count rows and columns. Raises
-    ValueError if a run of ids has another length than its picture.
+    A text token's positions are equal and follow the largest position before it. A picture's tokens
+    begin there too, and count rows and columns. Raises ValueError if a run of ids has another
+    length than its picture.
     """
     shift, inside = np.zeros(len(tokens), np.int64), np.zeros((3, len(tokens)), np.int64)
     for run in runs(tokens):
@@ -91,9 +86,8 @@ def places(
             )
         shift[run.end : end[run.start]] += max(rows, columns) - rows * columns
         step = np.arange(rows * columns)
-        inside[:, run.start : run.end] = (
-            np.stack([0 * step, step // columns, step % columns]) - step
-        )
+        offsets = np.stack([0 * step, step // columns, step % columns])
+        inside[:, run.start : run.end] = offsets - step
     return depth + shift + inside
 
 
@@ -109,18 +103,12 @@ class Vision:
             )
         own = json.loads(path.read_text())
         size = own.get("size") or {}
+        least = own.get("min_pixels") or size.get("shortest_edge") or size.get("min_pixels")
+        most = own.get("max_pixels") or size.get("longest_edge") or size.get("max_pixels")
         self.folder = folder
         self.token: int = settings.get("image_token_id", 151655)
         self.patch, self.merge = own.get("patch_size", 14), own.get("merge_size", 2)
-        self.least = (
-            own.get("min_pixels") or size.get("shortest_edge") or size.get("min_pixels") or 56 * 56
-        )
-        self.most = (
-            own.get("max_pixels")
-            or size.get("longest_edge")
-            or size.get("max_pixels")
-            or 28 * 28 * 1280
-        )
+        self.least, self.most = least or 56 * 56, most or 28 * 28 * 1280
 
     @classmethod
     def of(cls, folder: str | Path) -> "Vision | None":
@@ -131,11 +119,10 @@ class Vision:
         return cls(Path(folder), settings) if settings.get("model_type") in FAMILY else None
 
     def grid(self, png: bytes) -> tuple[int, int]:
-        """Return the rows and columns of tokens of a picture. Raises ValueError for bytes that are
-        not a PNG, and for a strip.
+        """Return the rows and columns of tokens of a picture: its sides as the nearest multiples of
+        a token's side, scaled first if the area is outside the processor's bounds.
 
-        The sides become the nearest multiples of a token's side. Both are scaled first if the area
-        is outside the processor's bounds.
+        Raises ValueError for bytes that are not a PNG, and for a strip.
         """
         height, width = size_of(png)
         if max(height, width) > STEEPEST * min(height, width):
@@ -147,19 +134,14 @@ class Vision:
         area = rows * columns * side**2
         if area > self.most:
             scale = math.sqrt(height * width / self.most)
-            rows, columns = (
-                max(1, math.floor(length / scale / side)) for length in (height, width)
-            )
+            rows, columns = (max(1, math.floor(n / scale / side)) for n in (height, width))
         elif area < self.least:
             scale = math.sqrt(self.least / (height * width))
-            rows, columns = (math.ceil(length * scale / side) for length in (height, width))
+            rows, columns = (math.ceil(n * scale / side) for n in (height, width))
         return rows, columns
 
-    def grids(
-        self, pictures: Mapping[int, bytes], needed: Sequence[int]
-    ) -> dict[int, tuple[int, int]]:
-        """Return the grid of each needed picture. Raises ValueError if one is not among
-        ``pictures``."""
+    def grids(self, pictures: Mapping[int, bytes], needed: Sequence[int]) -> Grids:
+        """Return the grid of each needed picture. Raises ValueError if one is absent."""
         if missing := [number for number in needed if number not in pictures]:
             raise ValueError(
                 f"pictures {missing[:5]} are in the prefix and their bytes are not: expected {{number: PNG}} for each"
@@ -169,10 +151,8 @@ class Vision:
     def sequence(self, tokens: np.ndarray, pictures: Mapping[int, bytes]) -> np.ndarray:
         """Return the positions of one sequence, int64 [3, tokens]. Raises ValueError if ids and
         pictures do not fit each other."""
-        count = len(tokens)
-        return places(
-            tokens, np.arange(count), np.full(count, count), self.grids(pictures, numbers(tokens))
-        )
+        count, grids = len(tokens), self.grids(pictures, numbers(tokens))
+        return places(tokens, np.arange(count), np.full(count, count), grids)
 
     def view(self, tokens: np.ndarray, pictures: Mapping[int, bytes]) -> "View":
         """Return the pictures of a forest's ids, each once, for the vision tower."""
@@ -180,10 +160,7 @@ class Vision:
         patches, grids = self.pixels([pictures[number] for number in needed])
         ends = np.cumsum(grids.prod(1) // self.merge**2)
         first = dict(zip(needed, [0, *ends[:-1].tolist()], strict=True))
-        rows = [
-            np.arange(first[run.number], first[run.number] + run.end - run.start)
-            for run in runs(tokens)
-        ]
+        rows = [first[run.number] + np.arange(run.end - run.start) for run in runs(tokens)]
         return View(patches, grids, np.concatenate(rows))
 
     def pixels(self, pictures: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
@@ -191,9 +168,8 @@ class Vision:
         columns, int64 [pictures, 3]."""
         from PIL import Image
 
-        processed = self._processor(
-            [Image.open(io.BytesIO(png)).convert("RGB") for png in pictures], return_tensors="np"
-        )
+        images = [Image.open(io.BytesIO(png)).convert("RGB") for png in pictures]
+        processed = self._processor(images, return_tensors="np")
         return processed["pixel_values"], processed["image_grid_thw"]
 
     @functools.cached_property
@@ -205,15 +181,12 @@ class Vision:
 
 def size_of(png: bytes) -> tuple[int, int]:
     """Return a PNG's height and width."""
-    if (
-        len(png) < _PNG.size
-        or (header := _PNG.unpack_from(png))[0] != b"\x89PNG\r\n\x1a\n"
-        or not header[1] * header[2]
-    ):
+    signature, width, height = _PNG.unpack_from(png.ljust(_PNG.size, b"\0"))
+    if signature != b"\x89PNG\r\n\x1a\n" or not width * height:
         raise ValueError(
             f"a picture that begins with {png[:8]!r}: expected the bytes of a PNG file"
         )
-    return header[2], header[1]
+    return height, width
 
 
 def url(png: bytes) -> str:
@@ -228,20 +201,13 @@ def shown(messages: Sequence[Mapping[str, Any]]) -> Iterator[str | bytes]:
     for message in messages:
         content = message["content"]
         for part in [{"type": "text", "text": content}] if isinstance(content, str) else content:
-            kind = part.get("type")
-            value = part.get(str(kind))
-            if not isinstance(value, str if kind == "text" else bytes) or kind not in (
-                "text",
-                "image",
-            ):
+            name = str(part.get("type"))
+            value: Any = part.get(name)
+            if not isinstance(value, {"text": str, "image": bytes}.get(name, ())):
                 raise ValueError(
                     f"a part {str(part)[:80]} of a prompt: expected {{'type': 'text', 'text': str}} or {{'type': 'image', 'image': PNG bytes}}"
                 )
             yield value
-
-
-# ----------------------------------------------------------------------------------------------
-# models
 
 
 def load(folder: str | Path, dtype: Any, attention: str, values: bool = True) -> Any:
@@ -254,9 +220,8 @@ def load(folder: str | Path, dtype: Any, attention: str, values: bool = True) ->
     chosen: Any = attention if blind else {"text_config": attention, "vision_config": "sdpa"}
     if values:
         return kind.from_pretrained(folder, dtype=dtype, attn_implementation=chosen)
-    return kind.from_config(
-        AutoConfig.from_pretrained(folder), dtype=dtype, attn_implementation=chosen
-    )
+    config = AutoConfig.from_pretrained(folder)
+    return kind.from_config(config, dtype=dtype, attn_implementation=chosen)
 
 
 def stored(name: str) -> str:

@@ -1,49 +1,76 @@
-"""The judge plug-in: a class with one coroutine. A score that is NaN or infinite is invalid; it is
-counted and reported as invalid."""
+"""The plug-ins of a judge process: judges, opponents (players) and speakers."""
 
+import asyncio
 import math
 import reprlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
-from coppice.wire.faults import InfrastructureFault
-from coppice.wire.messages import JudgedTurn, Judgement
+from coppice.wire.faults import DataFault, InfrastructureFault
+from coppice.wire.messages import (
+    JudgedTurn,
+    Judgement,
+    PlayRequest,
+    PlayResult,
+    SpeakRequest,
+    SpeakResult,
+)
 
 
-class Judge:
+class Worker:
+    """What judges, players and speakers share. concurrency: requests in progress at once."""
+
+    service_kind: ClassVar[str] = ""
+    name: str = ""
+    concurrency: int = 64
+
+    @property
+    def service(self) -> str:
+        """The service that this worker offers, such as "judge.slate"."""
+        return f"{self.service_kind}.{self.name}"
+
+    async def start(self) -> None:
+        """Acquire what the work needs. Called once, before the first request."""
+
+    async def close(self) -> None:
+        """Release what ``start`` acquired."""
+
+
+class Judge(Worker):
     """Subclass this, set ``name`` and ``columns``, and write ``score``. ``coppice serve
     my_module:MyJudge --run RUN`` plugs your judge in.
 
-    A judge is started once, scores until the worker is drained, and is closed. columns: the names
-    of its scores. environments: the names of the environments that it can judge, () for any.
-    concurrency: requests in progress at once. batch: most turns in one ``score`` call."""
+    columns: the names of its scores. environments: the names of the environments that it can judge,
+    () for any. batch: most turns in one ``score`` call.
+    """
 
-    name: str = ""
+    service_kind = "judge"
     columns: Sequence[str] = ()
     environments: Sequence[str] = ()
-    concurrency: int = 32
+    concurrency = 32
     batch: int = 32
-
-    async def start(self) -> None:
-        """Acquire what scoring needs. Called once, before the first request."""
 
     async def score(self, turns: list[JudgedTurn]) -> list[Judgement]:
         """Return one judgement per turn, in order. A column may be absent if it does not apply to
         the turn (a query score of an answer)."""
         raise NotImplementedError(f"{type(self).__name__} does not implement score")
 
-    async def close(self) -> None:
-        """Release what ``start`` acquired."""
+    def stats(self) -> dict[str, float]:
+        """Return counters of its own for the heartbeat."""
+        return {}
 
 
 class RuleJudge(Judge):
-    """A judge that scores each turn by itself without waiting for anything: subclass this and write
-    ``judge``."""
+    """A judge that scores each turn by itself, without waiting: write ``judge``. threaded: whether
+    judging takes so long that it must leave the event loop."""
 
     concurrency = 256
     batch = 256
+    threaded: ClassVar[bool] = False
 
     async def score(self, turns: list[JudgedTurn]) -> list[Judgement]:
+        if self.threaded:
+            return await asyncio.to_thread(lambda: [self.judge(turn) for turn in turns])
         return [self.judge(turn) for turn in turns]
 
     def judge(self, turn: JudgedTurn) -> Judgement:
@@ -51,9 +78,56 @@ class RuleJudge(Judge):
         raise NotImplementedError(f"{type(self).__name__} does not implement judge")
 
 
+class Oracle(RuleJudge):
+    """A rule judge of ``turn.state``: write ``judge_state``. Its ValueError says that the state is
+    not one of the judge's environment, and becomes a DataFault."""
+
+    def judge(self, turn: JudgedTurn) -> Judgement:
+        try:
+            return self.judge_state(turn)
+        except ValueError as error:
+            raise DataFault(
+                f"judge {self.name}, task {turn.question}: its state is not one of {self.environments}: {error}"
+            ) from None
+
+    def judge_state(self, turn: JudgedTurn) -> Judgement:
+        """Return the judgement of one turn."""
+        raise NotImplementedError(f"{type(self).__name__} does not implement judge_state")
+
+
+class Player(Worker):
+    """An opponent: subclass this, set ``name`` and write ``play``."""
+
+    service_kind = "player"
+
+    async def play(self, state: Any, seed: int) -> tuple[int, ...]:
+        """Return a legal move in ``state`` (the environment's state as plain values). ``seed``
+        decides all randomness."""
+        raise NotImplementedError(f"{type(self).__name__} does not implement play")
+
+    async def answer(self, request: PlayRequest) -> PlayResult:
+        """Answer a request of the service."""
+        return PlayResult(list(await self.play(request.state, request.seed)))
+
+
+class Speaker(Worker):
+    """A partner that replies in text: subclass this, set ``name`` and write ``speak``."""
+
+    service_kind = "speaker"
+
+    async def speak(self, request: SpeakRequest) -> str:
+        """Return the reply to ``request.messages``, without a stop string. Any exception is a fault
+        of the call."""
+        raise NotImplementedError(f"{type(self).__name__} does not implement speak")
+
+    async def answer(self, request: SpeakRequest) -> SpeakResult:
+        """Answer a request of the service."""
+        return SpeakResult(await self.speak(request))
+
+
 def checked(judge: Judge, turns: list[JudgedTurn], returned: Any) -> tuple[list[Judgement], int]:
-    """Return what ``judge.score`` returned for ``turns``, with unusable scores moved to
-    ``invalid``, and the number of unusable scores.
+    """Return what ``judge.score`` returned for ``turns``, with scores that are NaN or infinite
+    moved to ``invalid``, and the number of invalid scores.
 
     Raises InfrastructureFault unless the judge returned a list with one Judgement per turn,
     declared columns and numbers.
@@ -77,18 +151,19 @@ def checked(judge: Judge, turns: list[JudgedTurn], returned: Any) -> tuple[list[
             raise InfrastructureFault(
                 f"judge {judge.name} returned columns {sorted(unknown)}; it declares {list(judge.columns)}"
             )
-        numbers = {
-            column: _number(judge, column, value) for column, value in judgement.scores.items()
-        }
-        scores = {column: value for column, value in numbers.items() if math.isfinite(value)}
-        invalid = sorted({*judgement.invalid, *(set(numbers) - set(scores))})
+        scores, invalid = dict[str, float](), set(judgement.invalid)
+        for column, value in judgement.scores.items():
+            score = _number(judge.name, column, value)
+            if math.isfinite(score) and column not in invalid:
+                scores[column] = score
+            else:
+                invalid.add(column)
         bad += len(invalid)
-        usable = {column: value for column, value in scores.items() if column not in invalid}
-        judgements.append(Judgement(usable, invalid, judgement.explanation))
+        judgements.append(Judgement(scores, sorted(invalid), judgement.explanation))
     return judgements, bad
 
 
-def _number(judge: Judge, column: str, value: Any) -> float:
+def _number(judge: str, column: str, value: Any) -> float:
     """Return the score as a float. Text is refused, even if it reads like a number."""
     try:
         if not isinstance(value, str | bytes):
@@ -97,10 +172,9 @@ def _number(judge: Judge, column: str, value: Any) -> float:
     except (TypeError, ValueError, OverflowError, RuntimeError):
         pass
     raise InfrastructureFault(
-        f"judge {judge.name} returned {_short(value)} in column {column!r}; expected a number, or the column in Judgement.invalid"
+        f"judge {judge} returned {_short(value)} in column {column!r}; expected a number, or the column in Judgement.invalid"
     )
 
 
 def _short(value: Any) -> str:
-    """Return a short text of a value and its type, for a message."""
     return f"{reprlib.repr(value)} ({type(value).__name__})"

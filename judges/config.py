@@ -12,33 +12,33 @@ SERVED = "served"
 
 class JudgeModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Section [judges.model]: a model that the run serves to its own judges, over the OpenAI
-    protocol on the loopback.
-
-    name: a name as in [model], or "policy" for a frozen copy of the policy with which the run
-    starts. threads: compute threads. max_context: tokens of prompt and reply. max_batch: replies
-    generated together. kv_cache_gib: memory of keys and values, running and cached. wait_s: seconds
-    that judges wait at the start until the model answers.
-    """
+    protocol on the loopback."""
 
     name: str = "smollm2-135m"
+    """A name as in [model], or "policy" for a frozen copy of the policy with which the run starts."""
     threads: Count = 1
+    """Compute threads."""
     max_context: Count = 4096
+    """Tokens of prompt and reply."""
     max_batch: Count = 8
+    """Replies generated together."""
     kv_cache_gib: Positive = 1.0
+    """Memory of keys and values, running and cached."""
     wait_s: Positive = 300.0
+    """Seconds that judges wait at the start until the model answers."""
 
 
 class JudgesConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Section [judges]. use: constructor options by built-in name or "module:Class". One process
-    serves judges and speakers, another the built-in opponents. outside: names of judges, opponents
-    and speakers that the run needs and ``coppice serve ... --run RUN`` serves. model: the model that
-    an endpoint with the url "served" asks; it has a process of its own."""
+    """Section [judges]. One process serves judges and speakers, another the built-in opponents."""
 
     use: dict[str, dict[str, Any]] = msgspec.field(
         default_factory=lambda: {"slate_rules": {}, "exact_match": {}}
     )
+    """Constructor options by built-in name or "module:Class"."""
     outside: list[str] = []
+    """Names of judges, opponents and speakers that the run needs and ``coppice serve`` serves."""
     model: JudgeModelConfig | None = None
+    """The model that an endpoint with the url "served" asks; it has a process of its own."""
 
 
 def uses_served_model(options: dict[str, Any]) -> bool:
@@ -78,19 +78,18 @@ def with_served_model(options: dict[str, Any], url: str, model: JudgeModelConfig
 
 
 class RetrieverConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Section [retriever]. backend: an index folder, or the URL of a Search-R1 server (several with
-    commas between them are a fleet); "" builds an index of data.corpus.
-
-    encoder: the model of the embeddings: "minilm", a Hugging Face folder or a hub id
-    (judges/retriever/encoder.py). threads: compute threads. search: FAISS's search parameters for
-    an index folder, such as "nprobe=64"; "" for those of the index. batch: queries that wait are
-    joined into searches of at most so many. cache: hot queries whose passages are kept
-    (docs/retrieval.md).
-    """
+    """Section [retriever] (docs/retrieval.md)."""
 
     backend: str = ""
+    """An index folder, or URLs of Search-R1 servers with commas between them; "" builds an index of
+    data.corpus."""
     encoder: str = "minilm"
+    """The model of the embeddings: "minilm", a Hugging Face folder or a hub id."""
     threads: Count = 1
+    """Compute threads."""
     search: str = ""
+    """FAISS's search parameters for an index folder, such as "nprobe=64"; "" for the index's own."""
     batch: Count = 32
+    """Queries that wait are joined into searches of at most this many."""
     cache: Natural = 65536
+    """Hot queries whose passages are kept."""

@@ -1,10 +1,12 @@
-"""A client of the OpenAI-compatible chat protocol, for any server that speaks it. ``common.http``
-does the retries and counts."""
+"""Judges that ask a language model over the OpenAI chat protocol: the client, the prompt templates,
+and the form to which a server can keep replies."""
 
 import asyncio
+import re
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 from coppice.common.http import CHAT, NoAnswer, Reached
@@ -12,12 +14,14 @@ from coppice.judges.base import Judge
 from coppice.wire.faults import DataFault, InfrastructureFault
 from coppice.wire.messages import JudgedTurn, Judgement
 
-_MODELS = "/models"
-_LOOK_S = 0.5
-"""Seconds between two checks whether the server answers, and the limit of one check."""
+PROMPTS = Path(__file__).parent / "prompts"
 PATIENCE_S = 110.0
 """The default limit of one reply. It is shorter than the scheduler's default deadline of a
 judgement."""
+_LOOK_S = 0.5
+"""Seconds between two checks whether the server answers, and the limit of one check."""
+_FEWEST = 16
+"""The least room, in characters, that each free text of a constrained reply needs."""
 
 
 class ChatEndpoint(Reached, frozen=True, forbid_unknown_fields=True):
@@ -49,10 +53,7 @@ class ChatClient:
     def __init__(self, endpoint: ChatEndpoint):
         self.endpoint = endpoint
         self.http = endpoint.client()
-
-    @property
-    def counts(self) -> Counter[str]:
-        return self.http.counts
+        self.counts = self.http.counts
 
     async def start(self) -> None:
         """Open the connection pool and, with ``wait_s``, wait for the server.
@@ -61,23 +62,19 @@ class ChatClient:
         InfrastructureFault when the server does not answer.
         """
         await self.http.start()
-        if self.endpoint.wait_s:
-            await self._wait(self.endpoint.wait_s)
-            self.counts.clear()  # they must count questions only
-
-    async def _wait(self, seconds: float) -> None:
-        end = time.monotonic() + seconds
-        while True:
+        wait_s, end = self.endpoint.wait_s, time.monotonic() + self.endpoint.wait_s
+        while wait_s:
             try:
-                await self.http.get(_MODELS, timeout_s=_LOOK_S, attempts=1)
-                return
+                await self.http.get("/models", timeout_s=_LOOK_S, attempts=1)
+                break
             # any other fault is an answer (such as a wrong key) and ends the wait
             except NoAnswer as fault:
                 if time.monotonic() + _LOOK_S > end:
                     raise InfrastructureFault(
-                        f"no server after {seconds:g} s (wait_s): {fault}"
+                        f"no server after {wait_s:g} s (wait_s): {fault}"
                     ) from None
             await asyncio.sleep(_LOOK_S)
+        self.counts.clear()  # they must count questions only
 
     async def close(self) -> None:
         """Close the connection pool."""
@@ -87,65 +84,50 @@ class ChatClient:
         """Return the reply to one user message, which follows the system message if there is one.
 
         form: a regular expression for the whole reply, used if the endpoint can constrain replies.
-        Raises InfrastructureFault after the last attempt, and DataFault when the endpoint refuses
-        the request. Both name the cause.
+        Raises as ``chat``.
         """
         messages = [{"role": "system", "content": system}] if system else []
+        field = {"regex": form}
+        constraint = {"": {}, "sglang": field, "vllm": {"structured_outputs": field}}
         return await self.chat(
-            [*messages, {"role": "user", "content": prompt}], self._constraint(form)
+            [*messages, {"role": "user", "content": prompt}],
+            constraint[self.endpoint.constrain] if form else {},
         )
 
     async def chat(self, messages: list[dict[str, str]], fields: dict[str, Any]) -> str:
         """Return the reply to chat messages. fields: of the request; those of the endpoint's own
-        ``fields`` come after them. Raises as ``ask``."""
+        ``fields`` come after them.
+
+        Raises InfrastructureFault after the last attempt or after ``patience_s``, and DataFault
+        when the endpoint refuses the request. Both name the cause.
+        """
+        endpoint, url = self.endpoint, f"{self.http.url}{CHAT}"
         request = {
-            "model": self.endpoint.model,
+            "model": endpoint.model,
             "messages": messages,
-            "temperature": self.endpoint.temperature,
-            "max_tokens": self.endpoint.max_tokens,
+            "temperature": endpoint.temperature,
+            "max_tokens": endpoint.max_tokens,
             **fields,
-            **self.endpoint.fields,
+            **endpoint.fields,
         }
-        reply = await self.http.post(CHAT, request)
         try:
+            async with asyncio.timeout(endpoint.patience_s):
+                reply = await self.http.post(CHAT, request)
             content = reply["choices"][0]["message"]["content"]
             if not isinstance(content, str):
                 raise TypeError(f"content is {content!r}, expected text")
-        except (KeyError, IndexError, TypeError) as error:
-            self.counts["failures"] += 1
-            raise InfrastructureFault(
-                f"{self.http.url}{CHAT} answered what is not the chat protocol ({type(error).__name__}: {error})"
-            ) from None
-        return content
-
-    async def reply_or_failure(
-        self, prompt: str, form: str = "", *, system: str = ""
-    ) -> tuple[str, str]:
-        """Return the reply of ``ask`` and "", or "" and the reason why no reply came within
-        ``endpoint.patience_s``."""
-        patience = self.endpoint.patience_s
-        try:
-            async with asyncio.timeout(patience):
-                return await self.ask(prompt, form, system=system), ""
         except TimeoutError:
-            self.counts["failures"] += 1
-            return "", f"{self.http.url}{CHAT} gave no reply within {patience:g} s (patience_s)"
-        except (InfrastructureFault, DataFault) as fault:
-            return "", str(fault)
-
-    def _constraint(self, form: str) -> dict[str, Any]:
-        if not form or not self.endpoint.constrain:
-            return {}
-        return (
-            {"regex": form}
-            if self.endpoint.constrain == "sglang"
-            else {"structured_outputs": {"regex": form}}
-        )
+            problem = f"gave no reply within {endpoint.patience_s:g} s (patience_s)"
+        except (KeyError, IndexError, TypeError) as error:
+            problem = f"answered what is not the chat protocol ({type(error).__name__}: {error})"
+        else:
+            return content
+        self.counts["failures"] += 1
+        raise InfrastructureFault(f"{url} {problem}")
 
 
 class ChatJudge(Judge):
-    """A judge that asks a language model about each turn: subclass this and write ``judge``, which
-    counts "judged", "failed" and "unparsed".
+    """A judge that asks a language model about each turn: subclass this and write ``judge``.
 
     form: gives the regular expression to which ``endpoint.constrain`` keeps a reply of so many
     tokens.
@@ -172,11 +154,56 @@ class ChatJudge(Judge):
         """Return the judgement of one turn."""
         raise NotImplementedError(f"{type(self).__name__} does not implement judge")
 
+    async def reply(self, prompt: str, system: str = "") -> tuple[str, str]:
+        """Return the model's reply and "", or "" and the reason why none came."""
+        try:
+            return await self.client.ask(prompt, self.form, system=system), ""
+        except (InfrastructureFault, DataFault) as fault:
+            return "", str(fault)
+
+    def count(self, valid: bool, failure: str) -> None:
+        """Count a reply that was judged."""
+        self.counts["judged"] += 1
+        if not valid:
+            self.counts["failed" if failure else "unparsed"] += 1
+
     def stats(self) -> dict[str, float]:
-        """Return counters for the heartbeat: judged replies, unreadable replies, missing replies,
-        and the valid share."""
         judged, bad = self.counts["judged"], self.counts["failed"] + self.counts["unparsed"]
-        rate = 1.0 - bad / judged if judged else 1.0
-        return {name: self.counts[name] for name in ("judged", "unparsed", "failed")} | {
-            "judge_valid_rate": rate
-        }
+        counts = {name: self.counts[name] for name in ("judged", "unparsed", "failed")}
+        return {**counts, "judge_valid_rate": 1.0 - bad / judged if judged else 1.0}
+
+
+def room(judge: str, max_tokens: int, around: int, texts: int = 1) -> int:
+    """Return the characters that each of the free ``texts`` of a constrained reply may have.
+    around: the most tokens of the rest. Raises ValueError if they are too few."""
+    left = (max_tokens - around) // texts
+    if left < _FEWEST:
+        raise ValueError(
+            f"judge {judge}: max_tokens {max_tokens}: a constrained reply needs {around + texts * _FEWEST} or more"
+        )
+    return left
+
+
+def read_prompts(
+    judge: str, built_in: Mapping[str, str], own: Mapping[str, str] | None
+) -> dict[str, str]:
+    """Return the texts of prompt templates by part. built_in: file names in prompts/. own: paths of
+    the user's templates that replace some of them.
+
+    Raises ValueError for a part that the judge does not have, and FileNotFoundError for a path that
+    does not exist.
+    """
+    own = own or {}
+    if unknown := set(own) - set(built_in):
+        raise ValueError(
+            f"judge {judge}: templates for {sorted(unknown)}; expected {list(built_in)}"
+        )
+    return {
+        part: Path(own.get(part, PROMPTS / name)).read_text() for part, name in built_in.items()
+    }
+
+
+def fill(template: str, **values: str) -> str:
+    """Replace the known {placeholders} of a template. Braces and placeholders inside a value stay
+    unchanged."""
+    return re.sub(r"\{(\w+)\}", lambda match: values.get(match[1], match[0]), template)

@@ -1,10 +1,6 @@
 """PPR's process reward model: a language model that grades one turn by principles it weighs itself
 (methods.md 2.2).
 
-The model's reply has two lines, "Analysis: .." and "Scores: <final_score>S,M</final_score>", and
-the turn's score is S/M. The reply is invalid unless its last score block has two whole numbers with
-0 <= S <= M and M > 0. The scheme decides what an invalid score becomes.
-
 A prompt consists of the rules, the question and the earlier turns, and then the turn with the
 result of its search. A server that caches prefixes therefore computes the rules once per run and
 each turn's text once per trajectory.
@@ -13,8 +9,7 @@ each turn's text once per trajectory.
 import re
 from collections.abc import Mapping
 
-from coppice.judges import templates as files
-from coppice.judges.llm import ChatEndpoint, ChatJudge
+from coppice.judges.llm import ChatEndpoint, ChatJudge, fill, read_prompts, room
 from coppice.wire.messages import JudgedTurn, Judgement
 
 _SCORE = re.compile(r"<final_score>((?:(?!<final_score>).)*?)</final_score>", re.DOTALL)
@@ -25,9 +20,8 @@ _FINDINGS = r"[ -;=-~]"
 nor a line feed."""
 _AROUND = len("Analysis: \nScores: <final_score>9,9</final_score>") + 1
 """The most tokens of a constrained reply besides its analysis, including the end token."""
-_FEWEST, _MOST = 16, 2000
-"""Characters of a constrained analysis: the least room that it needs, and the length after which a
-model only repeats itself."""
+_MOST = 2000
+"""Characters of a constrained analysis after which a model only repeats itself."""
 _LARGEST = 9
 """The largest M of a constrained reply."""
 
@@ -42,8 +36,8 @@ class PprmEndpoint(ChatEndpoint, frozen=True, forbid_unknown_fields=True):
 
 
 def parse_final_score(reply: str) -> tuple[int, int] | None:
-    """Return S and M from the last score block of a reply, None when there is no block or it has
-    any other content."""
+    """Return S and M from the last score block of a reply, None when there is no block or it does
+    not have two whole numbers with 0 <= S <= M and M > 0."""
     blocks = _SCORE.findall(reply)
     pair = _PAIR.fullmatch(blocks[-1]) if blocks else None
     if pair is None:
@@ -62,7 +56,7 @@ def read_templates(
             "judge pprm: principles = false has no effect with an own system template: remove one of them"
         )
     system = "pprm_system.txt" if principles else "pprm_system_no_principle.txt"
-    texts = files.read("pprm", {"system": system, "user": "pprm_user.txt"}, dict(own or {}))
+    texts = read_prompts("pprm", {"system": system, "user": "pprm_user.txt"}, own)
     for placeholder in _PLACEHOLDERS:
         if placeholder not in texts["user"]:
             raise ValueError(
@@ -81,28 +75,25 @@ def query_and_response(turn: JudgedTurn) -> tuple[str, str]:
 def messages(turn: JudgedTurn, texts: Mapping[str, str]) -> list[dict[str, str]]:
     """Return the chat that asks for a turn's judgement. texts: see ``read_templates``."""
     query, response = query_and_response(turn)
-    user = files.fill(texts["user"], query_str=query, solution_str=response)
+    user = fill(texts["user"], query_str=query, solution_str=response)
     return [{"role": "system", "content": texts["system"]}, {"role": "user", "content": user}]
 
 
 def reply_form(max_tokens: int) -> str:
     """Return the form of a reply as a regular expression. Every match fits in ``max_tokens``.
     Raises ValueError if they are too few."""
-    room = min(max_tokens - _AROUND, _MOST)
-    if room < _FEWEST:
-        raise ValueError(
-            f"judge pprm: max_tokens {max_tokens}: a constrained reply needs {_AROUND + _FEWEST} or more"
-        )
+    findings = f"{_FINDINGS}{{1,{min(room('pprm', max_tokens, _AROUND), _MOST)}}}"
     pairs = "|".join(f"[0-{most}],{most}" for most in range(1, _LARGEST + 1))
-    return rf"Analysis: {_FINDINGS}{{1,{room}}}\nScores: <final_score>({pairs})</final_score>"
+    return rf"Analysis: {findings}\nScores: <final_score>({pairs})</final_score>"
 
 
 class Pprm(ChatJudge):
-    """The LLM judge of PPR. templates: paths that replace the built-in "system" and "user".
-    principles: False leaves the principles out.
+    """The LLM judge of PPR. The turn's score is S/M of a reply of two lines, "Analysis: .." and
+    "Scores: <final_score>S,M</final_score>"; any other reply is invalid.
 
-    With ``endpoint.constrain`` the server keeps every reply to the required form, so that even a
-    small model's replies can be read.
+    templates: paths that replace the built-in "system" and "user". principles: False leaves the
+    principles out. With ``endpoint.constrain`` the server keeps every reply to the required form,
+    so that even a small model's replies can be read.
     """
 
     name = "pprm"
@@ -114,16 +105,11 @@ class Pprm(ChatJudge):
         self.templates = read_templates(templates, principles=principles)
         super().__init__(endpoint, reply_form)
 
-    def messages(self, turn: JudgedTurn) -> list[dict[str, str]]:
-        """Return the chat that asks for a turn's judgement."""
-        return messages(turn, self.templates)
-
     async def judge(self, turn: JudgedTurn) -> Judgement:
-        system, user = (message["content"] for message in self.messages(turn))
-        reply, failure = await self.client.reply_or_failure(user, self.form, system=system)
-        self.counts["judged"] += 1
+        system, user = (message["content"] for message in messages(turn, self.templates))
+        reply, failure = await self.reply(user, system)
         pair = parse_final_score(reply)
+        self.count(pair is not None, failure)
         if pair is None:
-            self.counts["failed" if failure else "unparsed"] += 1
             return Judgement({}, ["process"], failure or reply.strip())
         return Judgement({"process": pair[0] / pair[1]}, explanation=reply.strip())

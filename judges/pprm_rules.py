@@ -5,22 +5,21 @@ Each principle gives 0 to 2 points: the information is used, the query is good, 
 or against a search is right. An answer has no query, so it can reach 4 points and a search 6. A
 turn that cannot be read, or has text outside the four tags, gets 0 of 6.
 
-view = "evidence": the judge knows the supporting passages and which of them were shown before the
-turn.
-    information  The think is compared with the last shown passage (in the order of the evidence): 2
-    if it names at least half of what the
-                 question did not say, 1 if it names any of it, else 0. If none was shown: 2 for
-                 half of the question's words, 1 for any.
-    query        2 if it finds the next passage not shown, 1 if it names a part of what finds it; 0
-    otherwise, if empty, or if asked before. decision     2 for a search while a passage is missing
-    and for an answer when none is; 1 for such a search with a query of 0 points; else 0.
+view = "evidence": the judge knows the supporting passages and which of them were shown before.
+- information: the think is compared with the last shown passage (in the order of the evidence): 2
+  if it names at least half of what the question did not say, 1 if it names any of it, else 0. If
+  none was shown: 2 for half of the question's words, 1 for any.
+- query: 2 if it finds the next passage not shown, 1 if it names a part of what finds it; 0
+  otherwise, if empty, or if asked before.
+- decision: 2 for a search while a passage is missing and for an answer when none is; 1 for such a
+  search with a query of 0 points; else 0.
+
 view = "retrieval": the judge knows the gold answers and what the searches returned.
-    information  For a search, 2 if a gold answer came back, 1 if a new passage has a word of the
-    question, else 0.
-                 For an answer, 2 if an earlier observation has this answer, else 0.
-    query        2 if half of its words are known from the question or earlier observations, 1 if
-    any is; 0 otherwise, empty or asked before. decision     2 for a search before a gold answer was
-    shown and for an answer after; 1 for such a search with a query of 0 points; else 0.
+- information: for a search, 2 if a gold answer came back, 1 if a new passage has a word of the
+  question, else 0. For an answer, 2 if an earlier observation has this answer, else 0.
+- query: 2 if half of its words are known from the question or earlier observations, 1 if any is; 0
+  otherwise, if empty, or if asked before.
+- decision: as above, where what may be missing is a gold answer.
 
 If a task names no supporting passages, "evidence" grades like "retrieval".
 """
@@ -54,7 +53,6 @@ class PprmRules(RuleJudge):
         self.view = view
 
     def judge(self, turn: JudgedTurn) -> Judgement:
-        """Return the judgement of one turn."""
         problem = _format(turn)
         if problem:
             return _judgement(0, 3 * _EACH, f"Format: {problem}, so no point is given.")
@@ -92,8 +90,13 @@ def _known_words(turn: JudgedTurn) -> set[str]:
     return content_words(" ".join([turn.question, *map(said, turn.past_observations)]))
 
 
-def _repeated(turn: JudgedTurn) -> bool:
-    return normalize(turn.query or "") in {normalize(past) for past in turn.past_queries}
+def _unusable(turn: JudgedTurn) -> str:
+    """Return why a query gets no point whatever it asks for, "" if it may get some."""
+    query = normalize(turn.query or "")
+    if not query:
+        return "the query is empty"
+    asked_before = query in {normalize(past) for past in turn.past_queries}
+    return f"the query {_quoted(query)} was asked before" if asked_before else ""
 
 
 # ----------------------------------------------------------------------------------------------
@@ -105,7 +108,7 @@ def _by_evidence(turn: JudgedTurn) -> dict[str, Graded]:
     missing = [passage for passage in turn.evidence if passage not in known]
     graded = {"Information": _used(turn, known[-1]) if known else _understood(turn)}
     if turn.answer is None:
-        graded["Query"] = _asked(turn, missing)
+        graded["Query"] = _finding(turn, missing)
     graded["Decision"] = _decided(graded.get("Query"), _named(missing[0], turn) if missing else "")
     return graded
 
@@ -125,11 +128,9 @@ def _understood(turn: JudgedTurn) -> Graded:
     asked, thought = content_words(turn.question), content_words(turn.think or "")
     if len(asked & thought) >= _HALF * len(asked):
         return _EACH, "the reasoning takes up what the question asks"
-    return (
-        (1, "the reasoning takes up little of the question")
-        if asked & thought
-        else (0, "the reasoning ignores the question")
-    )
+    if asked & thought:
+        return 1, "the reasoning takes up little of the question"
+    return 0, "the reasoning ignores the question"
 
 
 def _used(turn: JudgedTurn, passage: str) -> Graded:
@@ -143,23 +144,18 @@ def _used(turn: JudgedTurn, passage: str) -> Graded:
     return 0, f"the reasoning leaves out what was found, {_named(passage, turn)}"
 
 
-def _asked(turn: JudgedTurn, missing: list[str]) -> Graded:
-    query = normalize(turn.query or "")
-    if not query:
-        return 0, "the query is empty"
-    if _repeated(turn):
-        return 0, f"the query {_quoted(query)} was asked before"
+def _finding(turn: JudgedTurn, missing: list[str]) -> Graded:
+    if unusable := _unusable(turn):
+        return 0, unusable
+    query = f"the query {_quoted(normalize(turn.query or ''))}"
     if not missing:
-        return 0, f"the query {_quoted(query)} asks for nothing that is still missing"
-    fit = finds(turn.query or "", missing[0], turn.question)
+        return 0, f"{query} asks for nothing that is still missing"
+    fit, passage = finds(turn.query or "", missing[0], turn.question), _named(missing[0], turn)
     if fit > 0:
-        return _EACH, f"the query {_quoted(query)} would find {_named(missing[0], turn)}"
+        return _EACH, f"{query} would find {passage}"
     if fit == 0:
-        return (
-            1,
-            f"the query {_quoted(query)} names only part of what finds {_named(missing[0], turn)}",
-        )
-    return 0, f"the query {_quoted(query)} does not ask for {_named(missing[0], turn)}"
+        return 1, f"{query} names only part of what finds {passage}"
+    return 0, f"{query} does not ask for {passage}"
 
 
 def _decided(query: Graded | None, missing: str) -> Graded:
@@ -200,11 +196,8 @@ def _rests(answer: str, seen: list[str]) -> Graded:
 def _brought(turn: JudgedTurn) -> Graded:
     if holds(turn.observation or "", turn.golds):
         return _EACH, "what came back holds the answer"
-    new = [
-        p
-        for p in passages(turn.observation or "")
-        if not any(p in seen for seen in turn.past_observations)
-    ]
+    before = "\n".join(turn.past_observations)
+    new = [passage for passage in passages(turn.observation or "") if passage not in before]
     if not new:
         return 0, "nothing new came back"
     if content_words(turn.question) & content_words(" ".join(new)):
@@ -213,18 +206,13 @@ def _brought(turn: JudgedTurn) -> Graded:
 
 
 def _worded(turn: JudgedTurn) -> Graded:
+    if unusable := _unusable(turn):
+        return 0, unusable
     query = normalize(turn.query or "")
-    if not query:
-        return 0, "the query is empty"
-    if _repeated(turn):
-        return 0, f"the query {_quoted(query)} was asked before"
-    asked = content_words(query)
+    asked, said = content_words(query), f"the query {_quoted(query)}"
     known = asked & _known_words(turn)
     if known and len(known) >= _HALF * len(asked):
-        return _EACH, f"the query {_quoted(query)} is new and to the point"
+        return _EACH, f"{said} is new and to the point"
     if known:
-        return (
-            1,
-            f"the query {_quoted(query)} is new but mostly of words that nothing before speaks of",
-        )
-    return 0, f"the query {_quoted(query)} shares no word with the question or what was found"
+        return 1, f"{said} is new but mostly of words that nothing before speaks of"
+    return 0, f"{said} shares no word with the question or what was found"

@@ -58,15 +58,12 @@ class RewardModel(Judge):
                 f"cannot be loaded: expected a folder with a sequence classifier, or the name of one on the hub, owner/name"
                 f" ({str(error).splitlines()[0]})"
             ) from None
-        if config.num_labels != 1:
-            raise self._wrong(
-                f"gives {config.num_labels} logits, expected 1: is it a reward model?"
-            )
+        if (logits := config.num_labels) != 1:
+            raise self._wrong(f"gives {logits} logits, expected 1: is it a reward model?")
         longest = getattr(config, "max_position_embeddings", self.max_length)
         if self.max_length > longest:
-            raise self._wrong(
-                f"reads {longest} tokens at most: lower max_length = {self.max_length}"
-            )
+            why = f"reads {longest} tokens at most: lower max_length = {self.max_length}"
+            raise self._wrong(why)
         if self.device == "auto":
             self.device = "cuda" if torch.cuda.is_available() else "cpu"
         kind = torch.bfloat16 if self.device == "cuda" else torch.float32
@@ -95,10 +92,7 @@ class RewardModel(Judge):
         self.counts["judged"] += len(turns)
         self.counts["truncated"] += sum(len(row) > self.max_length for row in rows)
         logits = await asyncio.to_thread(self._logits, [self.end(row) for row in rows])
-        return [
-            Judgement({"process": sigmoid(logit)}, explanation=f"logit {logit:.4f}")
-            for logit in logits
-        ]
+        return [Judgement({"process": sigmoid(x)}, explanation=f"logit {x:.4f}") for x in logits]
 
     def tokens(self, turn: JudgedTurn) -> list[int]:
         """Return the token ids of a turn's conversation."""
@@ -114,11 +108,8 @@ class RewardModel(Judge):
         replaces the first of them."""
         if len(ids) <= self.max_length:
             return ids
-        opening = (
-            ids[:1]
-            if ids[0] in (self._tokenizer.bos_token_id, self._tokenizer.cls_token_id)
-            else []
-        )
+        openings = (self._tokenizer.bos_token_id, self._tokenizer.cls_token_id)
+        opening = ids[:1] if ids[0] in openings else []
         return opening + ids[len(opening) - self.max_length :]
 
     def _logits(self, rows: list[list[int]]) -> list[float]:
@@ -133,14 +124,11 @@ class RewardModel(Judge):
         ids = torch.tensor([row + [padding] * (longest - len(row)) for row in rows])
         mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows])
         with torch.inference_mode():
-            logits = self._model(
-                input_ids=ids.to(self.device), attention_mask=mask.to(self.device)
-            ).logits
-        return logits[:, 0].float().tolist()
+            output = self._model(ids.to(self.device), attention_mask=mask.to(self.device))
+        return output.logits[:, 0].float().tolist()
 
     def stats(self) -> dict[str, float]:
-        """Return counters for the heartbeat: judged turns, and turns of which only the end was
-        read."""
+        """judged: turns. truncated: turns of which only the end was read."""
         return {"judged": self.counts["judged"], "truncated": self.counts["truncated"]}
 
 

@@ -1,9 +1,5 @@
-"""SLATE's judge: two ternary scores per turn from a language model, strictly parsed (methods.md
-1.3).
-
-A search is judged by its think and its query, an answer by its think and its answer. A reply is
-invalid unless its last score block is exactly -1, 0 or +1. The strategy counts invalid scores and
-decides what they become.
+"""SLATE's judges: two ternary scores per turn from a language model (methods.md 1.3), and its
+ablations by rules (methods.md 1.6).
 
 The built-in prompts have the same order: the rules of all three components, the context, then the
 graded text. A server that caches prefixes computes the rules once per run, each addition to the
@@ -12,9 +8,12 @@ context once, and per prompt only the graded text.
 
 import asyncio
 import re
+from typing import Literal
 
-from coppice.judges.llm import ChatEndpoint, ChatJudge
-from coppice.judges.templates import fill, read
+from coppice.judges.base import RuleJudge
+from coppice.judges.evidence import finds, shown
+from coppice.judges.exact_match import exact_match, f1, normalize
+from coppice.judges.llm import ChatEndpoint, ChatJudge, fill, read_prompts, room
 from coppice.wire.messages import JudgedTurn, Judgement
 
 _SCORE = re.compile(r"<score>(.*?)</score>", re.DOTALL)
@@ -24,8 +23,7 @@ _REASONS = r"[\n -;=-~]"
 """
 _AROUND = len("<explanation></explanation>\n<score>+1</score>") + 1
 """The most tokens of a constrained reply besides its explanation, including the end token."""
-_FEWEST = 16
-"""The least room, in characters, that a constrained explanation needs."""
+_HALF = 0.5
 
 
 def parse_score(reply: str) -> float | None:
@@ -39,61 +37,109 @@ def parse_score(reply: str) -> float | None:
 def reply_form(max_tokens: int) -> str:
     """Return the form of a reply as a regular expression. Every match fits in ``max_tokens``.
     Raises ValueError if they are too few."""
-    room = max_tokens - _AROUND
-    if room < _FEWEST:
-        raise ValueError(
-            f"judge slate: max_tokens {max_tokens}: a constrained reply needs {_AROUND + _FEWEST} or more"
-        )
-    return rf"<explanation>{_REASONS}{{1,{room}}}</explanation>\n?<score>(\+1|0|-1)</score>"
+    reasons = f"{_REASONS}{{1,{room('slate', max_tokens, _AROUND)}}}"
+    return rf"<explanation>{reasons}</explanation>\n?<score>(\+1|0|-1)</score>"
 
 
 class Slate(ChatJudge):
-    """The LLM judge. templates: by component name, paths that replace the built-in templates.
+    """The LLM judge: a search is judged by its think and its query, an answer by its think and its
+    answer. A reply is invalid unless its last score block is exactly -1, 0 or +1.
 
-    With ``endpoint.constrain`` the server keeps every reply to the required form, so that even a
-    small model's replies can be read.
+    templates: by component name, paths that replace the built-in templates. With
+    ``endpoint.constrain`` the server keeps every reply to the required form, so that even a small
+    model's replies can be read.
     """
 
     name = "slate"
     columns = ("think", "query", "answer")
 
     def __init__(self, endpoint: ChatEndpoint, templates: dict[str, str] | None = None):
-        self.templates = read(
-            "slate", {column: f"slate_{column}.txt" for column in self.columns}, templates
-        )
+        built_in = {column: f"slate_{column}.txt" for column in self.columns}
+        self.templates = read_prompts("slate", built_in, templates)
         super().__init__(endpoint, reply_form)
 
     def prompts(self, turn: JudgedTurn) -> dict[str, str]:
         """Return the two prompts of a turn, by column."""
-        context, think = turn.context or "None", turn.think or "None"
-        prompts = {"think": self._fill("think", context=context, thinking=think)}
         if turn.answer is not None:
-            golds = "; ".join(turn.golds)
-            prompts["answer"] = self._fill(
-                "answer", context=context, ground_truth=golds, predicted_answer=turn.answer
-            )
+            column = "answer"
+            values = {"ground_truth": "; ".join(turn.golds), "predicted_answer": turn.answer}
         else:
-            prompts["query"] = self._fill(
-                "query", context=context, thinking=think, query=turn.query or "None"
-            )
-        return prompts
-
-    def _fill(self, column: str, **values: str) -> str:
-        return fill(self.templates[column], **values)
+            column, values = "query", {"query": turn.query or "None"}
+        values |= {"context": turn.context or "None", "thinking": turn.think or "None"}
+        return {part: fill(self.templates[part], **values) for part in ("think", column)}
 
     async def judge(self, turn: JudgedTurn) -> Judgement:
         prompts = self.prompts(turn)
-        replies = await asyncio.gather(
-            *(self.client.reply_or_failure(prompt, self.form) for prompt in prompts.values())
-        )
+        replies = await asyncio.gather(*map(self.reply, prompts.values()))
         scores, invalid, notes = {}, [], []
         for column, (reply, failure) in zip(prompts, replies, strict=True):
             value = parse_score(reply)
-            self.counts["judged"] += 1
+            self.count(value is not None, failure)
             if value is None:
-                self.counts["failed" if failure else "unparsed"] += 1
                 invalid.append(column)
             else:
                 scores[column] = value
             notes.append(f"[{column}] {failure or reply.strip()}")
         return Judgement(scores, invalid, "\n".join(notes))
+
+
+class SlateRules(RuleJudge):
+    """SLATE's components as rules (methods.md 1.6 b), and a variant that knows the supporting
+    passages. Columns think and query for a search, think and answer for an answer.
+
+    query: "format": 0, or -1 for a query that is empty or was asked before. "evidence": +1 if it
+    would find the next supporting passage that was not shown yet, 0 if it names only a part of what
+    finds the passage (see ``judges.evidence.finds``), and -1 if it names nothing of it, is empty or
+    was asked before. A query with a tag scores -1, because an unpunished policy drifts to queries
+    like "capital of Peru </capital of Peru" and from there to actions that never close. answer: +1
+    for an exact match, else -1; with "partial", a token F1 of at least 0.5 scores 0. The think
+    scores 0, or -1 if it is empty.
+    """
+
+    name = "slate_rules"
+    columns = ("think", "query", "answer")
+
+    def __init__(
+        self,
+        query: Literal["format", "evidence"] = "evidence",
+        answer: Literal["strict", "partial"] = "strict",
+    ):
+        self.query, self.answer = query, answer
+
+    def judge(self, turn: JudgedTurn) -> Judgement:
+        scores = {"think": 0.0 if normalize(turn.think or "") else -1.0}
+        if turn.answer is not None:
+            scores["answer"] = self._answer(turn.answer, turn.golds)
+        else:
+            scores["query"] = self._query(turn)
+        return Judgement(scores)
+
+    def _answer(self, answer: str, golds: list[str]) -> float:
+        if exact_match(answer, golds):
+            return 1.0
+        return 0.0 if self.answer == "partial" and f1(answer, golds) >= _HALF else -1.0
+
+    def _query(self, turn: JudgedTurn) -> float:
+        query = normalize(turn.query or "")
+        if not query or query in {normalize(past) for past in turn.past_queries}:
+            return -1.0
+        if self.query == "format" or not turn.evidence:
+            return 0.0
+        if "<" in (turn.query or ""):
+            return -1.0
+        missing = next((e for e in turn.evidence if not shown(e, turn.past_observations)), None)
+        return -1.0 if missing is None else finds(turn.query or "", missing, turn.question)
+
+
+class SlateEm(RuleJudge):
+    """Ablation (c), truncated sampling with exact match alone (methods.md 1.6): an answer scores 1
+    for an exact match, everything else 0. Use it with ``scheduler.strategy_options = { bonus = 0
+    }``."""
+
+    name = "slate_em"
+    columns = ("think", "query", "answer")
+
+    def judge(self, turn: JudgedTurn) -> Judgement:
+        if turn.answer is None:
+            return Judgement({"think": 0.0, "query": 0.0})
+        return Judgement({"think": 0.0, "answer": exact_match(turn.answer, turn.golds)})

@@ -1,10 +1,5 @@
-"""SOTOPIA's judge: a language model scores both sides of a finished conversation in seven
-dimensions (methods.md 4.6).
-
-The reply is one JSON object with a reasoning before each score. A dimension whose entry is missing,
-has other keys or another order, is no integer or is out of its range is invalid; a reply that is no
-such object makes every column invalid. Nothing is guessed or repaired.
-"""
+"""SOTOPIA's judges of a finished conversation: a language model that scores both sides in seven
+dimensions (methods.md 4.6), and rules for our own scenarios."""
 
 import math
 import re
@@ -13,8 +8,10 @@ from typing import Any, Literal
 import msgspec
 
 from coppice.actors.environments.sotopia.conversation import DIMENSIONS, Conversation, history
-from coppice.judges.llm import ChatEndpoint, ChatJudge
-from coppice.judges.templates import fill, read
+from coppice.actors.environments.sotopia.scenarios import Condition
+from coppice.judges.base import RuleJudge
+from coppice.judges.llm import ChatEndpoint, ChatJudge, fill, read_prompts, room
+from coppice.wire.faults import DataFault
 from coppice.wire.messages import JudgedTurn, Judgement
 
 _FENCE = re.compile(r"\s*```(?:json)?\s*(\{.*\})\s*```\s*", re.DOTALL)
@@ -22,13 +19,15 @@ _AGENTS = ("agent_1", "agent_2")
 _REASONS = r"[ !#-\[\]-~]"
 """A character of a constrained reasoning: ASCII without a quote or a backslash, so that it takes at
 most one token."""
-_FEWEST = 16
-"""The least room, in characters, that each constrained reasoning needs."""
 
 
 def parse(reply: str, side: int) -> dict[str, float]:
-    """Return the valid scores of one side by dimension; none for a reply that is no object of both
-    agents."""
+    """Return the valid scores of one side by dimension; none for a reply that is no JSON object of
+    both agents.
+
+    An entry is valid if it has a reasoning, then a score, and the score is an integer in its range.
+    Nothing is guessed or repaired.
+    """
     fenced = _FENCE.fullmatch(reply)
     try:
         scores = msgspec.json.decode(fenced[1] if fenced else reply, type=dict[str, dict[str, Any]])
@@ -55,23 +54,15 @@ def reply_form(max_tokens: int) -> str:
 
     def form(reason: str) -> str:
         entries = [
-            rf'"{name}": \{{"reasoning": "{reason}", "score": ({"|".join(str(n) for n in range(least, most + 1))})\}}'
+            rf'"{name}": \{{"reasoning": "{reason}", "score": ({"|".join(map(str, range(least, most + 1)))})\}}'
             for name, (least, most) in DIMENSIONS.items()
         ]
-        return (
-            r"\{"
-            + ", ".join(rf'"{agent}": \{{{", ".join(entries)}\}}' for agent in _AGENTS)
-            + r"\}"
-        )
+        sides = [rf'"{agent}": \{{{", ".join(entries)}\}}' for agent in _AGENTS]
+        return rf"\{{{', '.join(sides)}\}}"
 
-    reasons = len(_AGENTS) * len(DIMENSIONS)
     around = len(re.sub(r"\([^)]*\)", "-10", form("")).replace("\\", "")) + 1
-    room = (max_tokens - around) // reasons
-    if room < _FEWEST:
-        raise ValueError(
-            f"judge sotopia: max_tokens {max_tokens}: a constrained reply needs {around + reasons * _FEWEST} or more"
-        )
-    return form(f"{_REASONS}{{1,{room}}}")
+    most = room("sotopia", max_tokens, around, len(_AGENTS) * len(DIMENSIONS))
+    return form(f"{_REASONS}{{1,{most}}}")
 
 
 class SotopiaJudge(ChatJudge):
@@ -93,7 +84,7 @@ class SotopiaJudge(ChatJudge):
         outcome: Literal["goal", "mean"] = "goal",
         templates: dict[str, str] | None = None,
     ):
-        self.template = read("sotopia", {"episode": "sotopia.txt"}, templates)["episode"]
+        self.template = read_prompts("sotopia", {"episode": "sotopia.txt"}, templates)["episode"]
         super().__init__(endpoint, reply_form)
         self.outcome, self.concurrency = outcome, endpoint.concurrency
 
@@ -109,15 +100,61 @@ class SotopiaJudge(ChatJudge):
 
     async def judge(self, turn: JudgedTurn) -> Judgement:
         whole = msgspec.convert(turn.state, Conversation)
-        reply, failure = await self.client.reply_or_failure(self.prompt(whole), self.form)
+        reply, failure = await self.reply(self.prompt(whole))
         scores = parse(reply, whole.trained)
-        self.counts["judged"] += 1
-        if len(scores) < len(DIMENSIONS):
-            self.counts["failed" if failure else "unparsed"] += 1
+        self.count(len(scores) == len(DIMENSIONS), failure)
         if self.outcome == "goal" and "goal" in scores:
             scores["outcome"] = scores["goal"] / 10
         elif self.outcome == "mean" and len(scores) == len(DIMENSIONS):
             scores["outcome"] = math.fsum(scores.values()) / len(DIMENSIONS)
-        return Judgement(
-            scores, [name for name in self.columns if name not in scores], failure or reply.strip()
-        )
+        invalid = [name for name in self.columns if name not in scores]
+        return Judgement(scores, invalid, failure or reply.strip())
+
+
+def holds(condition: Condition, own: list[str], other: list[str]) -> bool:
+    """Return whether a condition of an agent's goal holds, given the words that each side said, in
+    order."""
+    whose = {"self": own, "partner": other, "each": own + other}[condition.by]
+    if pattern := condition.says or condition.never:
+        said = any(re.search(pattern, words, re.IGNORECASE) for words in whose)
+        return said if condition.says else not said
+    mine, theirs = (_last_number(condition.agreed, said) for said in (own, other))
+    return mine is not None and mine == theirs and condition.least <= mine <= condition.most
+
+
+def _last_number(pattern: str, said: list[str]) -> float | None:
+    found = [n for words in said for n in re.findall(pattern, words, re.IGNORECASE)]
+    return float(found[-1]) if found else None
+
+
+class SotopiaRules(RuleJudge):
+    """The rule judge of our own scenarios. It matches words: it neither understands a paraphrase
+    nor notices that a word was quoted, denied or meant otherwise.
+
+    Columns of the trained side: goal (10 if all its conditions hold, else 0), outcome (goal / 10)
+    and, for scenarios whose rules know the words, secret (-10 if the agent revealed it, else 0).
+    """
+
+    name = "sotopia_rules"
+    columns = ("outcome", "goal", "secret")
+    environments = ("sotopia",)
+
+    def judge(self, turn: JudgedTurn) -> Judgement:
+        """Return the judgement of a conversation. Raises DataFault for a scenario without rules."""
+        whole = msgspec.convert(turn.state, Conversation)
+        if whole.rules is None:
+            raise DataFault(
+                "judge sotopia_rules: the scenario has no rules to check; use the judge sotopia"
+            )
+        rules, side = whole.rules[whole.trained], whole.trained
+        spoken = [turn for turn in whole.turns if turn.kind == "speak"]
+        own = [turn.argument for turn in spoken if turn.side == side]
+        other = [turn.argument for turn in spoken if turn.side != side]
+        results = {condition: holds(condition, own, other) for condition in rules.goal}
+        goal = 10.0 if all(results.values()) else 0.0
+        scores = {"outcome": goal / 10, "goal": goal}
+        if rules.secret:
+            revealed = any(re.search(rules.secret, words, re.IGNORECASE) for words in own)
+            scores["secret"] = -10.0 if revealed else 0.0
+        met = [f"{'holds' if held else 'fails'}: {c}" for c, held in results.items()]
+        return Judgement(scores, explanation="\n".join(met))

@@ -1,7 +1,6 @@
 """A secret stays where it belongs: in the environment of the process that needs it, and a path in a
 message inside the run."""
 
-import asyncio
 import subprocess
 import tomllib
 from pathlib import Path
@@ -10,7 +9,6 @@ import msgspec
 import psutil
 import pytest
 
-from coppice.common.http import JsonClient
 from coppice.tools.launching import config, processes
 from coppice.tools.launching.assets import Assets
 from coppice.tools.launching.children import Child
@@ -92,36 +90,6 @@ def test_the_variables_that_hold_keys_are_found_at_any_depth() -> None:
         'a = [{ api_key_env = "X" }]\n[b.c]\napi_key_env = "Y"\n[d]\napi_key_env = ""'
     )
     assert key_variables(read) == {"X", "Y"}
-
-
-async def test_no_error_of_a_client_holds_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PLANTED_KEY", SECRET)
-
-    async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        # the server gives back all that it was sent, the key included
-        sent = await reader.readuntil(b"\r\n\r\n")
-        writer.write(
-            b"HTTP/1.1 401 no\r\nContent-Length: %d\r\nConnection: close\r\n\r\n%s"
-            % (len(sent), sent)
-        )
-        await writer.drain()
-        writer.close()
-
-    server = await asyncio.start_server(echo, "127.0.0.1", 0)
-    client = JsonClient(
-        f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}",
-        api_key_env="PLANTED_KEY",
-        attempts=1,
-    )
-    await client.start()
-    try:
-        with pytest.raises(InfrastructureFault) as error:
-            await client.get("/x")
-        assert SECRET not in str(error.value)
-        assert "(the key)" in str(error.value)
-    finally:
-        await client.close()
-        server.close()
 
 
 def test_a_path_in_a_message_cannot_leave_the_run_folder(tmp_path: Path) -> None:

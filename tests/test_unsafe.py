@@ -14,7 +14,7 @@ ALLOWED = {
     ("learner/weight_server.py", "TCPStore"): "SGLang's rendezvous; on the loopback unless learner.publish_host names an address",
     ("actors/engines/sglang_pull.py", "TCPStore"): "the other end of the same; every answer is checked against the run's token",
     ("actors/engines/sglang_inside.py", "multiprocessing"): "the children that SGLang starts are ended by their handles",
-    ("common/apart.py", "multiprocessing"): "a pipe between a process and its own child",
+    ("common/process.py", "multiprocessing"): "a pipe between a process and its own child",
 }  # fmt: skip
 MODULES = {
     "pickle",

@@ -23,8 +23,8 @@ from coppice.judges.oracles.sudoku import SudokuOracle
 from coppice.judges.oracles.tictactoe import TicTacToeOracle
 from coppice.judges.oracles.webshop import WebShopOracle
 from coppice.judges.pprm_rules import PprmRules
-from coppice.judges.slate_rules import SlateRules
-from coppice.judges.sotopia_rules import SotopiaRules
+from coppice.judges.slate import SlateRules
+from coppice.judges.sotopia import SotopiaRules
 from coppice.learner import schemes
 from coppice.learner.update import table
 from coppice.scheduler.config import SchedulerConfig

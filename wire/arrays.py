@@ -1,9 +1,8 @@
-"""Turn messages into ZeroMQ frames and back. Numpy arrays travel as raw frames, and only those
-below ``SMALL`` bytes are copied.
+"""Turn messages into ZeroMQ frames ``[header, body, array 0, array 1, ...]`` and back. Inside the
+body, an array is represented by ``[dtype, shape, frame]``.
 
-Layout: ``[header, body, array 0, array 1, ...]``. Inside the body, an array is represented by
-``[dtype, shape, frame]``. Received arrays are read-only. Everything is checked before it is
-decoded, and a violation raises ``WireError``.
+Received arrays are read-only. Everything is checked before it is decoded, and a violation raises
+``WireError``.
 """
 
 import functools
@@ -30,13 +29,11 @@ NAMES = {np.dtype(name): name for name in DTYPES}
 
 
 SMALL = 4096
-"""Arrays of fewer bytes are copied: a view is an object more for the garbage collector, and keeps a
-larger buffer alive than the copy is."""
+"""Arrays of fewer bytes are copied, because a view keeps a larger buffer alive than the copy is."""
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """The limits of one message from a peer. A tree of 100k tokens needs about 2 MiB in a few
-    hundred frames."""
+    """The limits of one message. A tree of 100k tokens needs about 2 MiB in a few hundred frames."""
 
     max_frames: int = 4096
     max_frame_bytes: int = 256 * 2**20
@@ -51,11 +48,8 @@ _MALFORMED = (msgspec.DecodeError, ValueError, RecursionError, TypeError)
 
 
 def encode(header: Message, body: msgspec.Struct | None = None) -> list[Frame]:
-    """Return the frames of one message. Arrays must have a dtype in DTYPES; arrays that are not
-    contiguous are copied into contiguous ones."""
-    if body is None:
-        return [_header_encoder.encode(header)]
-    return [_header_encoder.encode(header), *encode_body(body)]
+    """Return the frames of one message. Arrays must have a dtype in DTYPES."""
+    return [encode_header(header), *([] if body is None else encode_body(body))]
 
 
 def encode_header(header: Message) -> bytes:
@@ -77,20 +71,17 @@ def encode_body(body: msgspec.Struct) -> list[Frame]:
             raise WireError(
                 f"cannot send an array of dtype {value.dtype!r}: expected one of {sorted(DTYPES)} in native byte order"
             )
-        small = value.nbytes < SMALL
-        arrays.append(
-            value.tobytes()
-            if small
-            else np.ascontiguousarray(value).reshape(-1).view(np.uint8).data
-        )
+        if value.nbytes < SMALL:
+            arrays.append(value.tobytes())
+        else:
+            arrays.append(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
         return [name, list(value.shape), len(arrays) - 1]
 
     return [msgspec.msgpack.encode(body, enc_hook=place), *arrays]
 
 
 def check(frames: Sequence[Any], limits: Limits) -> None:
-    """Raise WireError when a list of frames is empty or exceeds a limit. This is called before
-    anything is decoded."""
+    """Raise WireError when a list of frames is empty or exceeds a limit."""
     if not frames or len(frames) > limits.max_frames:
         raise WireError(f"a message of {len(frames)} frames: expected 1 to {limits.max_frames}")
     sizes = [len(frame) for frame in frames]
@@ -159,8 +150,7 @@ def _array(value: Any, frames: Sequence[Frame]) -> np.ndarray:
         raise WireError(
             f"array {dtype}{shape}: its frame has {len(buffer)} bytes, which is not the size of that array"
         )
-    array = np.frombuffer(bytes(buffer) if len(buffer) < SMALL else buffer, dtype=dtype).reshape(
-        shape
-    )
+    own = bytes(buffer) if len(buffer) < SMALL else buffer
+    array = np.frombuffer(own, dtype=dtype).reshape(shape)
     array.flags.writeable = False
     return array

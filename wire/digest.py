@@ -28,11 +28,8 @@ def tensors(items: Iterable[Named]) -> str:
 
 
 def safetensors_file(path: Path) -> str:
-    """Return the digest (see ``tensors``) of a safetensors file. No tensor library is loaded, and
-    memory holds one tensor at a time.
-
-    Raises ValueError when the file is cut short or does not have this format.
-    """
+    """Return the digest (see ``tensors``) of a safetensors file, with one tensor in memory at a time.
+    Raises ValueError for a damaged file."""
     return _total(each(path))
 
 
@@ -60,11 +57,8 @@ def each(path: Path) -> Iterator[Named]:
 
 
 def file(path: Path) -> str:
-    """Return the SHA-256 (hex) of a file as the disk holds it: what the page cache holds of it is
-    dropped first, where the system can.
-
-    Raises OSError.
-    """
+    """Return the SHA-256 (hex) of a file as the disk holds it: its pages in the page cache are
+    dropped first, where the system can. Raises OSError."""
     with path.open("rb") as opened:
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -92,10 +86,6 @@ def write_sums(folder: Path, digests: dict[str, str]) -> None:
 def _total(ascending: Iterable[Named]) -> str:
     total = hashlib.sha256()
     for name, dtype, shape, buffer in ascending:
-        total.update(_label(name, dtype, shape))
+        total.update(f"{name}\0{dtype}\0{list(shape)}\0".encode())
         total.update(buffer)
     return total.hexdigest()
-
-
-def _label(name: str, dtype: str, shape: Iterable[int]) -> bytes:
-    return f"{name}\0{dtype}\0{list(shape)}\0".encode()

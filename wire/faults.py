@@ -1,28 +1,22 @@
-"""The two kinds of fault, and what happens after each.
-
-infrastructure: the same request may work later or on another worker, so it is retried and counted.
-data: this task cannot work on any worker, so it is quarantined together with the reason.
-
-A malformed action of the policy is not a fault. It is ordinary data and is scored as the method
-says.
-"""
+"""The two kinds of fault, and what happens after each. A malformed action of the policy is not a
+fault: it is ordinary data and is scored as the method says."""
 
 from coppice.wire.messages import FaultKind
 
 
 class Fault(Exception):
-    """A classified failure of one call. ``kind`` decides whether the call is retried or its task is
-    quarantined."""
+    """A classified failure of one call."""
 
     kind: FaultKind = "infrastructure"
 
 
 class InfrastructureFault(Fault):
-    """A worker or a connection failed, or a deadline passed. The call is retried on another worker."""
+    """A worker or a connection failed, or a deadline passed. The request may work later or on
+    another worker, so it is retried and counted."""
 
 
 class DataFault(Fault):
-    """No worker can serve this request. Its task is quarantined."""
+    """No worker can serve this request. Its task is quarantined together with the reason."""
 
     kind: FaultKind = "data"
 

@@ -1,16 +1,17 @@
 """Who may do what in one run: a CURVE key pair for each role and for each invited peer, with the
 services that its holder may offer.
 
-``RUN/keys`` (0700) holds the scheduler's pair (``server_public``, ``server_secret``) and one 0600
-file per peer, ``peers/NAME.json``. The scheduler reads that folder again when an unknown key knocks
-and at every heartbeat, so a key that is minted is good at once, and a file that is deleted takes
-its key away.
+``RUN/keys`` (0700) holds the scheduler's pair and one 0600 file per peer, ``peers/NAME.json``. The
+scheduler reads that folder again when an unknown key knocks and at every heartbeat, so a key that
+is minted is good at once, and a file that is deleted takes its key away.
 """
 
+import contextlib
 import logging
 import os
 import re
 import secrets
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -32,6 +33,16 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,99}")
 _SERVER_FILES = ("server_public", "server_secret")
 
 
+@contextlib.contextmanager
+def _of_started_run(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise FileNotFoundError(
+            f"no keys in {folder} ({error}): is this a run folder that was started?"
+        ) from None
+
+
 class PeerKeys(msgspec.Struct, frozen=True):
     """What a worker needs to reach the scheduler (Z85 text): the scheduler's public key and a key
     pair of its own."""
@@ -44,15 +55,10 @@ class PeerKeys(msgspec.Struct, frozen=True):
     def load(cls, folder: Path, role: str) -> "PeerKeys":
         """Read the keys of ``role`` in ``RUN/keys``. Raises FileNotFoundError, which says what to
         check, when there are none."""
-        try:
-            grant = msgspec.json.decode(
-                (folder / "peers" / f"{role}.json").read_bytes(), type=Grant
-            )
+        with _of_started_run(folder):
+            path = folder / "peers" / f"{role}.json"
+            grant = msgspec.json.decode(path.read_bytes(), type=Grant)
             return cls((folder / "server_public").read_text(), grant.public, grant.secret)
-        except FileNotFoundError as error:
-            raise FileNotFoundError(
-                f"no keys in {folder} ({error}): is this a run folder that was started?"
-            ) from None
 
 
 class Invitation(PeerKeys, frozen=True, kw_only=True):
@@ -118,12 +124,8 @@ class RunKeys:
     def load(cls, folder: Path) -> "RunKeys":
         """Read the keys of a run. Raises FileNotFoundError, which says what to check, when there
         are none."""
-        try:
+        with _of_started_run(folder):
             return cls(folder)
-        except FileNotFoundError as error:
-            raise FileNotFoundError(
-                f"no keys in {folder} ({error}): is this a run folder that was started?"
-            ) from None
 
     def mint(self, name: str, services: tuple[str, ...], keep: bool = False) -> PeerKeys:
         """Create a key pair that may offer ``services``. The run keeps the secret half only if
@@ -136,14 +138,10 @@ class RunKeys:
 
     def invite(self, service: str, endpoint: str) -> tuple[str, Invitation]:
         """Mint a pair for an outside peer that may offer ``service`` alone. Returns the name by
-        which it is revoked, and the invitation.
-
-        Raises ValueError when ``service`` is none to which a peer can be invited.
-        """
+        which it is revoked, and the invitation. Raises ValueError for a service of the run's own."""
         if service.split(".", 1)[0] not in INVITED or not _NAME.fullmatch(service):
             raise ValueError(
-                f"no peer can be invited to {service!r}: expected one of {', '.join(INVITED)}, or one name of it"
-                " such as judge.brevity"
+                f"no peer can be invited to {service!r}: expected one of {', '.join(INVITED)}, or one name of it such as judge.brevity"
             )
         name = f"invited-{service}-{secrets.token_hex(3)}"
         pair = self.mint(name, (service,))
@@ -152,9 +150,9 @@ class RunKeys:
     def revoke(self, name: str) -> None:
         """Take a key away. A live scheduler sends its holder away within a heartbeat. Raises
         ValueError when there is no such key."""
-        known = sorted(path.stem for path in (self.folder / "peers").glob("*.json"))
-        if name not in known:
-            raise ValueError(f"no key is named {name!r}: expected one of {', '.join(known)}")
+        names = sorted(path.stem for path in (self.folder / "peers").glob("*.json"))
+        if name not in names:
+            raise ValueError(f"no key is named {name!r}: expected one of {', '.join(names)}")
         self._path(name).unlink()
         self.reload()
 

@@ -1,12 +1,9 @@
 """Every message that crosses a process boundary in Coppice.
 
-A wire message is a list of ZeroMQ frames: ``[header, body, array, array, ...]``. The header is one
-of the tagged ``Message`` structs. The body is one of the request or result structs named in
-``SERVICES``; some messages have no body. The arrays of the body follow as raw frames (see
-``wire.arrays``). Nothing is pickled.
-
-Units: times are in seconds and lengths in tokens unless a name says otherwise. Log-probabilities
-are natural logarithms.
+A message is a list of ZeroMQ frames, ``[header, body, array, array, ...]``: one of the tagged
+``Message`` structs, then for some a struct of ``SERVICES`` with its arrays as raw frames
+(``wire.arrays``). Times are in seconds and lengths in tokens unless a name says otherwise.
+Log-probabilities are natural logarithms.
 """
 
 from typing import Any, Literal
@@ -31,12 +28,11 @@ class Register(msgspec.Struct, tag="register", frozen=True):
 
 
 class Registered(msgspec.Struct, tag="registered", frozen=True):
-    """Scheduler -> worker: the worker is accepted and must send a heartbeat at least every
+    """Scheduler -> worker: the worker is accepted and sends a heartbeat at least every
     ``heartbeat_s`` seconds.
 
-    ``admission`` names this membership. When the name differs from the previous one, the scheduler
-    is a new one or had given this worker up. It has then moved the earlier requests to other
-    workers, and this worker abandons them.
+    ``admission`` names this membership. When it changes, the scheduler is new or had given this
+    worker up and moved its requests, so the worker abandons them.
     """
 
     heartbeat_s: float
@@ -44,12 +40,11 @@ class Registered(msgspec.Struct, tag="registered", frozen=True):
 
 
 class Heartbeat(msgspec.Struct, tag="heartbeat", frozen=True):
-    """Worker -> scheduler: the worker is alive. ``stats`` are monotonic counters and gauges that
-    the worker names.
+    """Worker -> scheduler: the worker is alive. ``stats``: counters and gauges that it names.
 
-    The scheduler answers each heartbeat with one whose ``echo`` is newer than every request before
-    it. The worker returns the newest echo with its ``open`` requests: a request that is older than
-    the echo and not open was lost with a connection, or its answer was.
+    The scheduler answers with a heartbeat whose ``echo`` is newer than every request before it. The
+    worker returns the newest echo with its ``open`` requests: a request that is older than the echo
+    and not open was lost with a connection, or its answer was.
     """
 
     in_flight: int
@@ -59,8 +54,7 @@ class Heartbeat(msgspec.Struct, tag="heartbeat", frozen=True):
 
 
 class Request(msgspec.Struct, tag="request", frozen=True):
-    """Scheduler -> worker: run ``service`` on the body. ``deadline_s`` seconds are left when the
-    request is sent."""
+    """Scheduler -> worker: run ``service`` on the body within ``deadline_s`` seconds."""
 
     id: int
     service: str
@@ -77,8 +71,7 @@ FaultKind = Literal["infrastructure", "data"]
 
 
 class Error(msgspec.Struct, tag="error", frozen=True):
-    """Worker -> scheduler: request ``id`` failed. An infrastructure fault is retried on another
-    worker, a data fault is never retried."""
+    """Worker -> scheduler: request ``id`` failed (``wire.faults`` has the kinds)."""
 
     id: int
     kind: FaultKind
@@ -92,8 +85,7 @@ class Cancel(msgspec.Struct, tag="cancel", frozen=True):
 
 
 class Drain(msgspec.Struct, tag="drain", frozen=True):
-    """In either direction. To a worker: finish the open requests, then leave. From a worker: send
-    no new requests."""
+    """To a worker: finish the open requests, then leave. From a worker: send no new requests."""
 
 
 class Goodbye(msgspec.Struct, tag="goodbye", frozen=True):
@@ -110,11 +102,8 @@ Message = Register | Registered | Heartbeat | Request | Result | Error | Cancel 
 
 
 class Constraint(msgspec.Struct, frozen=True):
-    """The pattern that a continuation must match from its first to its last token.
-
-    kind "regex": ``text`` is a regular expression for the whole continuation. kind "json_schema":
-    ``text`` is a JSON schema.
-    """
+    """The form that a continuation must match from its first to its last token: a regular expression
+    or a JSON schema."""
 
     kind: Literal["regex", "json_schema"]
     text: str
@@ -124,9 +113,9 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
     """How to sample. Temperature 0 is greedy; top_p 1 and top_k 0 leave the distribution whole.
 
     constraint: tokens that cannot lead to a match get probability zero, and log-probabilities refer
-    to the renormalised rest. top_logprobs: for every sampled token, the number of most probable
-    tokens (0 to 20) that the sample reports with it. support: whether the sample reports which
-    tokens top-p and top-k left (at temperature 0 they cut nothing).
+    to the renormalised rest. top_logprobs: the most probable tokens (0 to 20) that the sample
+    reports for every sampled token. support: whether the sample reports which tokens top-p and
+    top-k left.
     """
 
     max_tokens: int
@@ -147,8 +136,7 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class GenerateRequest(msgspec.Struct, frozen=True):
-    """Service ``generate``: sample ``n`` independent continuations of one prefix. tokens: int32
-    [prefix].
+    """Service ``generate``: sample ``n`` independent continuations of one prefix, int32 [prefix].
 
     images: the PNG bytes of every picture in the prefix, by its number (``common.vision``).
     """
@@ -165,12 +153,10 @@ class Sample(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     tokens: int32 [new], the sampled ids only. logprobs: float32 [new], under the distribution that
     was really sampled from (after temperature and top-p/k). versions: int32 [new], the policy
     version that sampled each token. finish: "stop" (a stop string or end-of-sequence token, which
-    stays in tokens), "length" or "abort". top: one entry per token if ``Sampling.top_logprobs``
-    asks for it: the most probable ids with their log-probabilities under the distribution that the
-    token was sampled from, descending. An entry is shorter when fewer tokens have any probability.
-    support: if ``Sampling.support`` asks for it, the tokens that top-p and top-k left at each place
-    (``common.support``), b"" if they cut nothing anywhere. None says that the engine does not report
-    it.
+    stays in tokens), "length" or "abort". top: per token the ``Sampling.top_logprobs`` most
+    probable ids with their log-probabilities, descending; fewer when fewer have any probability.
+    support: the tokens that top-p and top-k left at each place (``common.support``), b"" if they
+    cut nothing anywhere, None if the engine does not report it.
     """
 
     tokens: np.ndarray
@@ -182,11 +168,10 @@ class Sample(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
 
 
 class GenerateResult(msgspec.Struct, frozen=True):
-    """The answer to ``generate``. Of the prompt_tokens, the prefix cache held cached_tokens; the
-    engine prefilled the rest.
+    """The answer to ``generate``. The prefix cache held ``cached_tokens`` of the ``prompt_tokens``.
 
-    phases: the seconds that the request spent in "queue", "prefill" and "decode", one after the
-    other; {} if the engine cannot tell them apart.
+    phases: the seconds that the request spent in "queue", "prefill" and "decode"; {} if the engine
+    cannot tell them apart.
     """
 
     samples: list[Sample]
@@ -207,8 +192,8 @@ class LoadRequest(msgspec.Struct, frozen=True):
 class LoadResult(msgspec.Struct, frozen=True):
     """The answer to ``load``: the digest of the weights now in use, and how long the swap took.
 
-    proof: the engine's own checksum of the weights that it now holds, "" if it has none. Actors of
-    one kind must report equal proofs.
+    proof: the engine's own checksum of its weights, "" if it has none. Actors of one kind must
+    report equal proofs.
     """
 
     version: int
@@ -224,14 +209,13 @@ class LoadResult(msgspec.Struct, frozen=True):
 class JudgedTurn(msgspec.Struct, frozen=True):
     """What a judge sees of one turn.
 
-    ``context`` is the text of the earlier turns as SLATE's judge reads it; ``transcript`` holds the
-    same turns as the policy saw them, without the prompt. ``response`` is the whole action as
-    generated; think, query and answer are its parsed parts (None when absent). ``observation`` is
-    the environment's answer (None when the turn is judged before it). ``step`` counts from 1 to
-    ``budget``. ``evidence`` holds the passages that are known to support the gold answer, one text
-    per hop (empty when unknown). In a game, ``state`` is the environment's state before the action
-    as plain values, and ``move`` is the parsed action (None when it could not be read; it may be
-    illegal).
+    ``context`` is the text of the earlier turns as SLATE's judge reads it; ``transcript`` holds
+    them as the policy saw them, without the prompt. ``response`` is the whole action as generated;
+    think, query and answer are its parsed parts (None when absent). ``observation`` is the
+    environment's answer (None when the turn is judged before it). ``step`` counts from 1 to
+    ``budget``. ``evidence``: one text per hop that supports the gold answer (empty when unknown).
+    In a game, ``state`` is the state before the action as plain values, and ``move`` is the parsed
+    action (None when it could not be read; it may be illegal).
     """
 
     question: str
@@ -259,8 +243,8 @@ class JudgeRequest(msgspec.Struct, frozen=True):
 
 
 class Judgement(msgspec.Struct, frozen=True):
-    """Named scores of one turn. A column listed in ``invalid`` has no score; a missing score is
-    never silently zero."""
+    """Named scores of one turn. A column in ``invalid`` has no score; a missing score is never
+    silently zero."""
 
     scores: dict[str, float]
     invalid: list[str] = []
@@ -301,8 +285,8 @@ class RetrieveResult(msgspec.Struct, frozen=True):
 
 
 class PlayRequest(msgspec.Struct, frozen=True):
-    """Service ``player.<name>``: choose the opponent's move. state: the environment's state as
-    plain values. seed: decides all randomness."""
+    """Service ``player.<name>``: choose the opponent's move in ``state`` (plain values). seed: decides
+    all randomness."""
 
     state: Any
     seed: int
@@ -339,9 +323,8 @@ class TreeNode(msgspec.Struct, frozen=True, gc=False):
     """A node of the prefix tree as it is sent. It holds only the tokens that it adds.
 
     tokens: int32 [new]. An action also has logprobs float32 [new], versions int32 [new] and sampled
-    bool [new] (False for a forced token, which has no sampling probability). The root has parent
-    -1. images: the PNG bytes of the pictures among the tokens, by number (``common.vision``).
-    support: as in ``Sample``, b"" if nothing was cut.
+    bool [new] (False for a forced token). The root has parent -1. images: the PNG bytes of the
+    pictures among the tokens, by number (``common.vision``). support: as in ``Sample``.
     """
 
     id: int
@@ -359,8 +342,8 @@ class Turn(msgspec.Struct, frozen=True, gc=False):
     """One trained turn: the action node, its place, and its scores (a missing score is left out;
     NaN is never sent).
 
-    anchor: a number that is equal for turns taken in the same situation of their tree, None where
-    the tokens of the observation decide it.
+    anchor: equal for turns taken in the same situation of their tree; None where the tokens of the
+    observation decide it.
     """
 
     node: int
@@ -374,8 +357,8 @@ class TrainGroup(msgspec.Struct, frozen=True):
     """Service ``train``: one finished group of turns of tree ``tree``.
 
     ``id`` is unique in the run, and by it each group is trained exactly once. ``nodes`` are the
-    nodes of the turns and those of their ancestors that were not yet sent over this connection to
-    the learner, parents first.
+    nodes of the turns and those of their ancestors that were not yet sent over this connection,
+    parents first.
     """
 
     id: int
@@ -385,8 +368,8 @@ class TrainGroup(msgspec.Struct, frozen=True):
 
 
 class TreeClosed(msgspec.Struct, frozen=True):
-    """Service ``close``: tree ``tree`` emits no more groups. ``groups`` are the ids of all that it
-    emitted (possibly none).
+    """Service ``close``: tree ``tree`` emits no more groups. ``groups``: the ids of all that it
+    emitted.
 
     replaced: another question takes the place of this one. Its groups go into the frontier with the
     next update, without loss.
@@ -413,7 +396,7 @@ class Trained(msgspec.Struct, frozen=True):
 
 
 class Closed(msgspec.Struct, frozen=True):
-    """The answer to ``close``: the learner has noted it."""
+    """The answer to ``close``."""
 
 
 SERVICES: dict[str, tuple[type, type]] = {

@@ -1,10 +1,6 @@
-"""The manifest of a version folder, which describes the weights in it. The learner writes the
-manifest and every engine reads it.
-
-The folder holds ``manifest.json`` and the weights, unless they are only in the learner's memory:
-``model.safetensors`` (kind "full"), or ``adapter_model.safetensors`` with ``adapter_config.json``
-(kind "lora", the PEFT format).
-"""
+"""The manifest of a version folder. The folder also holds the weights, unless they are only in the
+learner's memory: ``model.safetensors`` (kind "full"), or ``adapter_model.safetensors`` with
+``adapter_config.json`` (kind "lora", the PEFT format)."""
 
 import hashlib
 import hmac
@@ -35,14 +31,12 @@ class Memory(msgspec.Struct, frozen=True):
 
 
 def prefix(token: str) -> str:
-    """Return the beginning of a run's keys in the rendezvous store. It is no secret: whoever
-    reaches the store can list its keys."""
+    """Return the beginning of a run's keys in the rendezvous store, which is no secret."""
     return hashlib.sha256(token.encode()).hexdigest()[:32]
 
 
 def sealed(token: str, key: str, text: str) -> str:
-    """Return what is stored under ``key``: the text after the proof that its author knows the
-    token."""
+    """Return what is stored under ``key``: a proof that its author knows the token, then the text."""
     return hmac.new(token.encode(), f"{key}\n{text}".encode(), hashlib.sha256).hexdigest() + text
 
 
@@ -57,10 +51,7 @@ def opened(token: str, key: str, stored: bytes) -> str:
 
 def inside(run: Path, path: str) -> str:
     """Return ``path``, a version's folder that came in a message. Raises InfrastructureFault when
-    it is not inside RUN/weights.
-
-    Links are followed first, so neither "..", an absolute path nor a link leads out.
-    """
+    it is not inside RUN/weights, even by a link."""
     weights = (run / "weights").resolve()
     if weights not in Path(path).resolve().parents:
         raise InfrastructureFault(

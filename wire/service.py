@@ -44,9 +44,8 @@ PINNED_ROOM = 8
 """Requests for one certain worker (new weights) do not wait until it is free, so a worker accepts
 this many above its capacity."""
 UNBOUNDED = 2**20
-"""The learner's capacity. The scheduler's admission bounds the groups in flight. If a capacity did
-too, the groups of trees that still grow could fill it, and the words that would close those trees
-would wait for ever."""
+"""The learner's capacity. The scheduler's admission bounds the groups in flight; a capacity could be
+filled by trees that still grow, and what would close those trees would wait for ever."""
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.2, 5.0
 
 
@@ -100,15 +99,10 @@ class Service:
     """Offers ``handlers`` and answers at most ``capacity`` requests at once; see the module for its
     states.
 
-        async def judge(request: JudgeRequest, call: Call) -> JudgeResult: ... await
-        Service("judge-0", {"judge.mine": judge}, capacity=8).run(endpoint, keys)  # returns when
-        the worker was drained
-
     ``stats`` is called at every heartbeat and returns counters and gauges by name. A handler may
-    raise DataFault or InfrastructureFault; any other exception is logged with its traceback and
-    reported as infrastructure. The scheduler echoes every heartbeat: after ``silence_s`` seconds
-    without an echo the worker registers again, and after ``give_up_s`` more seconds without an
-    answer it gives up.
+    raise DataFault or InfrastructureFault; any other exception is logged and reported as
+    infrastructure. After ``silence_s`` seconds without an echo of its heartbeats the worker
+    registers again, and after ``give_up_s`` more seconds without an answer it gives up.
     """
 
     def __init__(
@@ -148,8 +142,7 @@ class Service:
     async def run(self, endpoint: str, keys: PeerKeys | None, signals: bool = True) -> None:
         """Serve until drained. Raises Rejected when the scheduler refuses this worker or does not
         answer for ``give_up_s`` seconds."""
-        # Nobody can take over a worker's connection (wire/sockets.py lets its own new one do so),
-        # because nobody can guess its identity.
+        # Nobody can guess the identity, so nobody can take over the connection.
         identity = f"{self.name}/{os.getpid()}/{os.urandom(8).hex()}".encode()
         self._dealer = Dealer(endpoint, keys, identity, self.limits)
         if signals:
@@ -174,9 +167,6 @@ class Service:
             finally:
                 # even when cancelled here, because garbage collection of an open context would hang
                 self._dealer.close()
-
-    # ------------------------------------------------------------------------------------------
-    # membership
 
     async def _beat(self) -> None:
         while True:
@@ -225,9 +215,6 @@ class Service:
         self.registered.set()
         if self.draining.is_set():
             self.send(Drain())
-
-    # ------------------------------------------------------------------------------------------
-    # requests
 
     def _receive(self, frames: list[Frame]) -> None:
         try:
@@ -280,14 +267,11 @@ class Service:
         except asyncio.CancelledError:
             if call.cancelled.is_set():
                 raise
-            reason = (
-                f"passed its deadline of {header.deadline_s:.1f} s"
-                if call.late
-                else "was cancelled by its handler"
-            )
-            self.send(
-                Error(header.id, "infrastructure", f"{header.service} on {self.name} {reason}")
-            )
+            reason = "was cancelled by its handler"
+            if call.late:
+                reason = f"passed its deadline of {header.deadline_s:.1f} s"
+            message = f"{header.service} on {self.name} {reason}"
+            self.send(Error(header.id, "infrastructure", message))
         except Fault as fault:
             self.send(Error(header.id, fault.kind, str(fault)))
         except Exception as error:  # the one boundary where a handler's failure becomes a message

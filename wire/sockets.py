@@ -1,9 +1,5 @@
 """ZeroMQ sockets with CURVE keys: a message from a peer without this run's keys never reaches the
-decoder.
-
-The scheduler binds a ROUTER and each worker connects a DEALER. ``wire.keys`` says which keys there
-are and what their holders may do.
-"""
+decoder. The scheduler binds a ROUTER and each worker connects a DEALER."""
 
 import asyncio
 import contextlib
@@ -120,10 +116,8 @@ class Pump:
 
 class Router(Pump):
     """The scheduler's bound socket. ``endpoint`` is the address to which workers connect (port 0
-    binds a free port).
-
-    sender: the public key that ZeroMQ has authenticated for the message that is being delivered, ""
-    without keys. A peer chooses its identity itself, so an identity alone proves nothing.
+    binds a free port). ``sender``: the authenticated public key of the message that is being
+    delivered, "" without keys. A peer chooses its identity itself, so an identity proves nothing.
     """
 
     def __init__(self, bind: str, keys: RunKeys | None, limits: Limits = Limits()):

@@ -6,7 +6,7 @@ from typing import Any
 
 from coppice.actors.config import ActorProcess
 from coppice.actors.engines.base import Engine
-from coppice.common.options import checked, imported, known
+from coppice.common.options import check_choice, checked, imported
 
 KNOWN = {
     "local": "coppice.actors.engines.local:LocalEngine",
@@ -23,7 +23,7 @@ def check(name: str, options: dict[str, Any]) -> None:
         _imported(name, options)
         return
     entry = f"actors.engine = {name!r}"
-    known(entry, name, KNOWN, ", or module:Class")
+    check_choice(entry, name, KNOWN, ", or module:Class")
     if options:
         raise ValueError(
             f"actors.engine_options {sorted(options)} have no effect with {entry}: remove them"

@@ -3,7 +3,7 @@
 from typing import Any
 
 from coppice.actors.environments.base import Environment
-from coppice.common.options import checked, imported, known
+from coppice.common.options import check_choice, checked, imported
 
 KNOWN = {
     "search_qa": "coppice.actors.environments.search_qa:SearchQA",
@@ -29,7 +29,7 @@ def load(name: str, options: dict[str, Any]) -> Environment:
     which say what was expected."""
     setting = f"data.environment = {name!r}"
     if ":" not in name:
-        known(setting, name, KNOWN, ", or module:Class")
+        check_choice(setting, name, KNOWN, ", or module:Class")
     kind = imported(setting, KNOWN.get(name, name))
     arguments = checked("data.options", name, kind.__init__, options, ("self",))
     try:

@@ -1,7 +1,6 @@
 """The Minesweeper oracle: it judges whether a move has the least risk, or is the flag of a certain
 mine (methods.md 3.4)."""
 
-import asyncio
 from typing import Any, Literal
 
 import msgspec
@@ -19,9 +18,8 @@ from coppice.actors.environments.minesweeper import (
     solved,
 )
 from coppice.common.numbers import Count
-from coppice.judges.base import Judge
+from coppice.judges.base import Oracle
 from coppice.judges.oracles.posterior import BUDGET, Posterior, posterior
-from coppice.wire.faults import DataFault
 from coppice.wire.messages import JudgedTurn, Judgement
 
 TOLERANCE = 1e-9
@@ -70,15 +68,13 @@ def seen(state: State, budget: int = BUDGET) -> Posterior:
     return posterior(state.rows, state.columns, state.mines, numbers, budget)
 
 
-class MinesweeperOracle(Judge):
-    """Scores a move against the exact posterior. reward: what the column "reward" is, "binary" (the
-    paper) or "graded" (v2).
+class MinesweeperOracle(Oracle):
+    """reward: what the column "reward" is, "binary" (the paper: 1 for a valid move, see ``labels``,
+    else 0) or "graded" (v2, see ``graded``).
 
-    binary: 1 for a valid move (see ``labels``), else 0. graded: see ``graded``. risk: the risk of
-    the revealed cell, absent for other moves. exact: 0 if the budget was not enough (see
+    risk: the risk of the revealed cell, absent for other moves. exact: 0 if the budget was not enough (see
     ``posterior``). valid_share: the chance that a uniformly random legal move is valid. budget:
-    nodes per position. Raises DataFault for a turn whose state is not a Minesweeper game in
-    progress.
+    nodes per position.
     """
 
     name = "minesweeper"
@@ -86,21 +82,14 @@ class MinesweeperOracle(Judge):
     columns = ("reward", "graded", "risk", "exact", "valid_share")
     concurrency = 64
     batch = 32
+    threaded = True
 
     def __init__(self, reward: Literal["binary", "graded"] = "binary", budget: Count = BUDGET):
         self.reward, self.budget = reward, budget
 
-    async def score(self, turns: list[JudgedTurn]) -> list[Judgement]:
-        return await asyncio.to_thread(lambda: [self._judge(turn) for turn in turns])
-
-    def _judge(self, turn: JudgedTurn) -> Judgement:
-        try:
-            state = _read(turn.state)
-            moves = labels(state, self.budget)
-        except ValueError as error:
-            raise DataFault(
-                f"judge {self.name}, task {turn.question}: not a Minesweeper state: {error}"
-            ) from None
+    def judge_state(self, turn: JudgedTurn) -> Judgement:
+        state = _read(turn.state)
+        moves = labels(state, self.budget)
         cell = None if turn.move is None else cell_of(state, turn.move)
         kind = REVEAL if turn.move is None or cell is None else turn.move[0]
         valid = cell in (moves.mines if kind == MARK else moves.safest)
@@ -129,26 +118,20 @@ def graded(
     if cell is None:
         return -2.0, "no legal move"
     if kind == MARK:
-        value, why = (
-            (1.0, "flag of a certain mine")
-            if cell in moves.mines
-            else (-1.0, "flag that is not a certain mine's")
-        )
+        value, why = -1.0, "flag that is not a certain mine's"
+        if cell in moves.mines:
+            value, why = 1.0, "flag of a certain mine"
+    elif (risk := moves.risks[cell]) < TOLERANCE:
+        value, why = 2.0, "safe reveal"
     else:
-        value, why = _graded_reveal(moves, cell)
+        least = min((moves.risks[c] for c in moves.safest), default=1.0)
+        value = 1.0 if cell in moves.safest else 0.0
+        why = f"reveal at risk {risk:.3f}, the least is {least:.3f}"
     if last:
         after = played(state, (kind, *divmod(cell, state.columns)))
         if after.board[cell] != HIT and not solved(after):
             return -2.0, f"out of turns; {why}"
     return value, why
-
-
-def _graded_reveal(moves: Labels, cell: int) -> tuple[float, str]:
-    risk, least = moves.risks[cell], min((moves.risks[c] for c in moves.safest), default=1.0)
-    if risk < TOLERANCE:
-        return 2.0, "safe reveal"
-    why = f"reveal at risk {risk:.3f}, the least is {least:.3f}"
-    return (1.0 if cell in moves.safest else 0.0), why
 
 
 def _read(plain: Any) -> State:

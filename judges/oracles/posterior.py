@@ -4,12 +4,9 @@ player sees (methods.md 3.4).
 All layouts that fit the numbers are equally likely. Cells beside the same numbers form a group, of
 which only the count of mines matters. Groups that are not connected through numbers form separate
 components. Each component is solved by dynamic programming over its groups: a state says how many
-mines each number still lacks, and its value is a polynomial whose coefficient m counts the layouts
-so far with m mines. A final sum over all components weights the counts with C(free cells, remaining
-mines). All values are integers.
-
-Two packings make this fast. A polynomial is one integer with coefficients of fixed width, so that
-polynomials are added and multiplied as integers. A state is one integer with four bits per number.
+mines each number still lacks (one integer with four bits per number), and its value is a polynomial
+whose coefficient m counts the layouts so far with m mines (one integer with coefficients of fixed
+width). A final sum over all components weights the counts with C(free cells, remaining mines).
 """
 
 from collections import defaultdict
@@ -316,46 +313,30 @@ def _combined(
     has m mines, and the layouts in which a certain free cell has a mine."""
     before: list[dict[int, int]] = [{0: 1}]
     for part in parts:
-        sums: dict[int, int] = defaultdict(int)
-        for used, ways in before[-1].items():
-            for m, count in part.items():
-                if used + m <= mines:
-                    sums[used + m] += ways * count
-        before.append(sums)
-    left = {mines - used for used in before[-1]}
-    rest = {r: comb(free, r) for r in left}
-    layouts = sum(ways * rest[mines - used] for used, ways in before[-1].items())
-    in_free = (
-        sum(
-            ways * comb(free - 1, mines - used - 1)
-            for used, ways in before[-1].items()
-            if mines > used
-        )
-        if free
-        else 0
-    )
+        before.append(_product(before[-1], part, mines))
+    behind = {m: comb(free, m) for m in range(mines + 1)}
+    layouts = _layouts(before[-1], behind, mines)
+    in_free = {m: comb(free - 1, m - 1) for m in range(1, mines + 1)} if free else {}
     weights: list[dict[int, int]] = []
-    for place in reversed(range(len(parts))):
-        part, earlier = parts[place], before[place]
-        weights.append(
-            {
-                m: sum(
-                    ways * rest[mines - used - m]
-                    for used, ways in earlier.items()
-                    if mines - used - m in rest
-                )
-                for m in part
-            }
-        )
-        rest = {
-            mines - used: sum(
-                count * rest[mines - used - m]
-                for m, count in part.items()
-                if mines - used - m in rest
-            )
-            for used in earlier
-        }
-    return layouts, weights[::-1], in_free
+    for part, earlier in zip(reversed(parts), reversed(before[:-1]), strict=True):
+        weights.append({m: _layouts(earlier, behind, mines - m) for m in part})
+        behind = _product(behind, part, mines)
+    return layouts, weights[::-1], _layouts(before[-1], in_free, mines)
+
+
+def _product(one: Mapping[int, int], other: Mapping[int, int], most: int) -> dict[int, int]:
+    """Return the layouts of two parts together, by their mines up to ``most``."""
+    sums: dict[int, int] = defaultdict(int)
+    for m, ways in one.items():
+        for n, more in other.items():
+            if m + n <= most:
+                sums[m + n] += ways * more
+    return sums
+
+
+def _layouts(one: Mapping[int, int], other: Mapping[int, int], mines: int) -> int:
+    """Return the layouts of two parts with ``mines`` mines in total."""
+    return sum(ways * other.get(mines - m, 0) for m, ways in one.items())
 
 
 def _estimated(component: _Component, layouts: int) -> dict[int, int]:

@@ -1,27 +1,23 @@
 """The Sokoban oracle: it judges whether a step lies on a shortest solution, by the exact distances
 of the room (VPR's turn reward, methods.md 3)."""
 
-import asyncio
 from typing import Literal
 
 import msgspec
 
 from coppice.actors.environments.sokoban import WORDS, State
 from coppice.actors.environments.sokoban_rooms import Position, optimal, parse, pushed, shortest
-from coppice.judges.base import Judge
-from coppice.wire.faults import DataFault
+from coppice.judges.base import Oracle
 from coppice.wire.messages import JudgedTurn, Judgement
 
 
-class SokobanOracle(Judge):
-    """Scores a step against the distances to the solution. reward: what the column "reward" is,
-    "binary" (as in VPR) or "graded".
+class SokobanOracle(Oracle):
+    """reward: what the column "reward" is, "binary" (as in VPR: 1 for a step of a shortest
+    solution, else 0, the column "optimal") or "graded" (see ``graded``).
 
-    optimal: 1 for a step of a shortest solution, else 0. binary: the same. graded: see ``graded``.
     distance: the length of a shortest solution before the step, absent if there is none any more.
     valid_share: the chance that a uniformly random step is optimal. In a position without a
-    solution no step is optimal. Raises DataFault for a turn whose state is not a Sokoban room in
-    progress.
+    solution no step is optimal.
     """
 
     name = "sokoban"
@@ -29,34 +25,27 @@ class SokobanOracle(Judge):
     columns = ("reward", "optimal", "graded", "distance", "valid_share")
     concurrency = 64
     batch = 64
+    threaded = True
 
     def __init__(self, reward: Literal["binary", "graded"] = "graded"):
         self.reward = reward
 
-    async def score(self, turns: list[JudgedTurn]) -> list[Judgement]:
-        return await asyncio.to_thread(lambda: [self._judge(turn) for turn in turns])
-
-    def _judge(self, turn: JudgedTurn) -> Judgement:
-        try:
-            position = parse(msgspec.convert(turn.state, State).board)
-            if position.solved:
-                raise ValueError("the room is solved, so no step follows")
-        except ValueError as error:
-            raise DataFault(
-                f"judge {self.name}, task {turn.question}: not a Sokoban state: {error}"
-            ) from None
+    def judge_state(self, turn: JudgedTurn) -> Judgement:
+        position = parse(msgspec.convert(turn.state, State).board)
+        if position.solved:
+            raise ValueError("the room is solved, so no step follows")
         best, direction = optimal(position), None if turn.move is None else turn.move[0]
         value, why = graded(position, direction)
+        right = float(direction in best)
         scores = {
-            "optimal": float(direction in best),
+            "reward": value if self.reward == "graded" else right,
+            "optimal": right,
             "graded": value,
             "valid_share": len(best) / len(WORDS),
         }
-        scores["reward"] = scores["graded" if self.reward == "graded" else "optimal"]
-        distance = shortest(position)
-        return Judgement(
-            scores if distance is None else scores | {"distance": float(distance)}, explanation=why
-        )
+        if (distance := shortest(position)) is not None:
+            scores["distance"] = float(distance)
+        return Judgement(scores, explanation=why)
 
 
 def graded(position: Position, direction: int | None) -> tuple[float, str]:

@@ -6,18 +6,16 @@ from typing import Literal
 import msgspec
 
 from coppice.actors.environments.sudoku import BLANK, State, candidates, cell_of
-from coppice.judges.base import RuleJudge
-from coppice.wire.faults import DataFault
+from coppice.judges.base import Oracle
 from coppice.wire.messages import JudgedTurn, Judgement
 
 
-class SudokuOracle(RuleJudge):
-    """Scores a move against the solution. reward: what the column "reward" is, "binary" (the paper)
-    or "graded" (v2).
+class SudokuOracle(Oracle):
+    """reward: what the column "reward" is, "binary" (the paper: 1 for the solution's digit in a
+    blank cell, else 0) or "graded" (v2, see ``graded``).
 
-    binary: 1 for the solution's digit in a blank cell, else 0. graded: see ``graded``. valid_share:
-    the chance that a uniformly random legal move is right, which is 1 / size in every state. Raises
-    DataFault for a turn whose state is not a Sudoku state.
+    valid_share: the chance that a uniformly random legal move is right, which is 1 / size in every
+    state.
     """
 
     name = "sudoku"
@@ -27,22 +25,16 @@ class SudokuOracle(RuleJudge):
     def __init__(self, reward: Literal["binary", "graded"] = "binary"):
         self.reward = reward
 
-    def judge(self, turn: JudgedTurn) -> Judgement:
-        try:
-            state = msgspec.convert(turn.state, State)
-        except msgspec.ValidationError as error:
-            raise DataFault(
-                f"judge {self.name}, task {turn.question}: not a Sudoku state: {error}"
-            ) from None
-        cell = _blank_cell(state, turn.move)
-        right = (
-            cell is not None and turn.move is not None and state.solution[cell] == str(turn.move[2])
-        )
+    def judge_state(self, turn: JudgedTurn) -> Judgement:
+        state, move = msgspec.convert(turn.state, State), turn.move
+        cell = cell_of(state.size, *move) if move is not None and len(move) == 3 else None
+        if cell is not None and state.board[cell] != BLANK:
+            cell = None
+        right = cell is not None and move is not None and state.solution[cell] == str(move[2])
         value, why = graded(state, cell, right, last=state.turn + 1 >= turn.budget)
         reward = float(right) if self.reward == "binary" else value
-        return Judgement(
-            {"reward": reward, "graded": value, "valid_share": 1 / state.size}, explanation=why
-        )
+        scores = {"reward": reward, "graded": value, "valid_share": 1 / state.size}
+        return Judgement(scores, explanation=why)
 
 
 def graded(state: State, cell: int | None, right: bool, last: bool) -> tuple[float, str]:
@@ -65,14 +57,5 @@ def graded(state: State, cell: int | None, right: bool, last: bool) -> tuple[flo
     own, fewest = counts[cell], min(counts.values())
     if own == 1:
         return 2.0, "right digit, the only candidate"
-    return (
-        1.0 if own == fewest else 0.5
-    ), f"right digit, {own} candidates, the fewest are {fewest}"
-
-
-def _blank_cell(state: State, move: list[int] | None) -> int | None:
-    """Return the cell of a move that may be played, else None."""
-    if move is None or len(move) != 3:
-        return None
-    cell = cell_of(state.size, *move)
-    return cell if cell is not None and state.board[cell] == BLANK else None
+    value = 1.0 if own == fewest else 0.5
+    return value, f"right digit, {own} candidates, the fewest are {fewest}"

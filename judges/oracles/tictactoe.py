@@ -16,8 +16,7 @@ import pyspiel
 
 from coppice.actors.environments.tictactoe import State, legal_cells, optimal, to_move
 from coppice.common.numbers import Count, NotNegative
-from coppice.judges.base import Judge
-from coppice.judges.players import Player
+from coppice.judges.base import Player, RuleJudge
 from coppice.wire.faults import DataFault
 from coppice.wire.messages import JudgedTurn, Judgement
 
@@ -99,7 +98,7 @@ def _read(state: Any) -> str:
     return board
 
 
-class TicTacToeOracle(Judge):
+class TicTacToeOracle(RuleJudge):
     """Rewards a valid move: its value is within ``tolerance`` of the best value that the search
     finds (methods.md 3.2).
 
@@ -116,6 +115,7 @@ class TicTacToeOracle(Judge):
     columns = ("reward", "optimal", "valid_share")
     concurrency = 1
     batch = 8
+    threaded = True
 
     def __init__(
         self,
@@ -141,15 +141,11 @@ class TicTacToeOracle(Judge):
         least = max(values.values()) - self.tolerance - _SLACK
         return tuple(sorted(cell for cell, mean in values.items() if mean >= least))
 
-    async def score(self, turns: list[JudgedTurn]) -> list[Judgement]:
-        """Return one judgement per turn. Raises DataFault for a state that is not a game in
+    def judge(self, turn: JudgedTurn) -> Judgement:
+        """Return the judgement of one turn. Raises DataFault for a state that is not a game in
         progress."""
-        seeds = [next(self._seeds) for _ in turns]
-        return await asyncio.to_thread(lambda: list(map(self._judge, turns, seeds)))
-
-    def _judge(self, turn: JudgedTurn, seed: int) -> Judgement:
         board = _read(turn.state)
-        valid = self.valid(board, seed)
+        valid = self.valid(board, next(self._seeds))
         cell = turn.move[0] if turn.move is not None and len(turn.move) == 1 else None
         return Judgement(
             {

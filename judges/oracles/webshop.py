@@ -15,12 +15,11 @@ from coppice.actors.environments.webshop.environment import State, WebShop
 from coppice.actors.environments.webshop.goals import Goal
 from coppice.actors.environments.webshop.reward import reward
 from coppice.actors.environments.webshop.shop import BUY, PER_PAGE, SUB_PAGES, Place, Shop
-from coppice.judges.base import RuleJudge
-from coppice.wire.faults import DataFault
+from coppice.judges.base import Oracle
 from coppice.wire.messages import JudgedTurn, Judgement
 
 
-class WebShopOracle(RuleJudge):
+class WebShopOracle(Oracle):
     """Scores an action by the distance to a perfect purchase. options: those of the environment, if
     it does not sell the invented products.
 
@@ -37,13 +36,8 @@ class WebShopOracle(RuleJudge):
     def __init__(self, options: dict[str, Any] | None = None):
         self.environment: WebShop = registry.load("webshop", options or {})  # pyright: ignore[reportAttributeAccessIssue]
 
-    def judge(self, turn: JudgedTurn) -> Judgement:
-        try:
-            state = msgspec.convert(turn.state, State)
-        except msgspec.ValidationError as error:
-            raise DataFault(
-                f"judge {self.name}, task {turn.question}: not a state of an embedded shop: {error}"
-            ) from None
+    def judge_state(self, turn: JudgedTurn) -> Judgement:
+        state = msgspec.convert(turn.state, State)
         goal, shop = self.environment.goal(state), self.environment.shop
         before = distance(shop, state.place, goal)
         value, why = self._value(turn, state.place, goal, before)
@@ -59,10 +53,9 @@ class WebShopOracle(RuleJudge):
         elif turn.move and 0 <= turn.move[0] < len(clickables):
             name = clickables[turn.move[0]]
             if name == BUY:
-                perfect = reward(shop.products[place.asin], place.chosen, goal) == 1
-                return float(
-                    perfect
-                ), "a perfect purchase" if perfect else "not the product and options of the goal"
+                if reward(shop.products[place.asin], place.chosen, goal) == 1:
+                    return 1.0, "a perfect purchase"
+                return 0.0, "not the product and options of the goal"
             after = shop.clicked(place, name)
         else:
             return -1.0, "no action that can be taken"

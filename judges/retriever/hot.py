@@ -29,14 +29,13 @@ class HotQueries:
     """Passes queries on to ``backend``.
 
     size: queries kept, the least recently used leave first. batch: queries joined into one search.
-    at_once: searches of the backend at once; what is asked meanwhile waits and is joined, so that
-    nothing waits for a timer.
+    at_once: searches of the backend at once; what is asked meanwhile waits and is joined.
 
     A query:  asked -> waiting -> searched -> kept -> dropped, or -> failed: all who wait get the
     error, and the next one to ask begins again.
 
-    counts: queries; of these ``hits`` were kept, ``joined`` were under way, and ``searched`` went
-    to the backend. busy_s: seconds in which at least one search was open.
+    counts: ``queries``; of these ``hits`` were kept, ``joined`` were under way, and ``searched``
+    went to the backend. busy_s: seconds in which at least one search was open.
     """
 
     def __init__(self, backend: Backend, size: int, batch: int = 32, at_once: int = 1):

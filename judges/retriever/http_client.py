@@ -1,9 +1,8 @@
 """Clients of the Search-R1 retrieval protocol: POST /retrieve {"queries", "topk", "return_scores"}
-(methods.md 1.8)."""
+(methods.md 1.8), and its passages: the quoted title, a newline, and the text."""
 
 import time
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import Any
 
 import msgspec
@@ -11,12 +10,22 @@ import msgspec
 from coppice.common import jsonl
 from coppice.common.http import JsonClient
 from coppice.judges.retriever.hot import AT_ONCE, Backend
-from coppice.judges.retriever.passage_text import title_and_text
 from coppice.wire.faults import DataFault, InfrastructureFault
 from coppice.wire.messages import Passage
 
 _RESTS_S = 30.0
 """Seconds for which a server that failed is asked only when all others have failed too."""
+
+
+def title_and_text(contents: str) -> tuple[str, str]:
+    """Return the title (without quotes) and the text of a passage's ``contents``."""
+    title, _, text = contents.partition("\n")
+    return title.strip().strip('"'), text.strip()
+
+
+def contents_of(title: str, text: str) -> str:
+    """Return the ``contents`` of a passage. This is the inverse of ``title_and_text``."""
+    return f'"{title}"\n{text}'
 
 
 class _Document(msgspec.Struct):
@@ -33,42 +42,34 @@ class _Reply(msgspec.Struct):
     result: list[list[_Scored]]
 
 
+def _passage(scored: _Scored) -> Passage:
+    document = scored.document
+    return Passage(str(document.id), *title_and_text(document.contents), scored.score)
+
+
 class SearchR1Client:
-    """Asks one server. It must be used as an async context manager. attempts, backoff_s: see
+    """Asks one server. It must be used as an async context manager. limits: those of
     ``common.http.JsonClient``."""
 
-    def __init__(
-        self, url: str, timeout_s: float = 60.0, attempts: int = 5, backoff_s: float = 1.0
-    ):
+    def __init__(self, url: str, **limits: Any):
         self.url = url.rstrip("/").removesuffix("/retrieve") + "/retrieve"
-        self._client = JsonClient(
-            self.url,
-            timeout_s=timeout_s,
-            attempts=attempts,
-            backoff_s=backoff_s,
-            concurrency=AT_ONCE,
-        )
+        limits = {"timeout_s": 60.0, "attempts": 5, "concurrency": AT_ONCE} | limits
+        self._client = JsonClient(self.url, **limits)
 
     async def __aenter__(self) -> "SearchR1Client":
         await self._client.start()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._client.close()
 
     async def search(self, queries: list[str], topk: int) -> list[list[Passage]]:
         """Return the passages of each query, best first. Raises InfrastructureFault, which names
         the server and the cause."""
-        body: dict[str, Any] = {"queries": queries, "topk": topk, "return_scores": True}
+        body = {"queries": queries, "topk": topk, "return_scores": True}
         try:
-            rows = msgspec.json.decode(
-                await self._client.send("POST", "", body), type=_Reply
-            ).result
+            reply = await self._client.send("POST", "", body)
+            rows = msgspec.json.decode(reply, type=_Reply).result
         except InfrastructureFault as fault:
             raise InfrastructureFault(f"retriever {fault}") from None
         except DataFault as fault:  # the server speaks another protocol and would answer no query
@@ -81,13 +82,7 @@ class SearchR1Client:
             raise InfrastructureFault(
                 f"retriever {self.url}: {len(rows)} results for {len(queries)} queries"
             )
-        return [
-            [
-                Passage(str(s.document.id), *title_and_text(s.document.contents), s.score)
-                for s in row
-            ]
-            for row in rows
-        ]
+        return [[_passage(scored) for scored in row] for row in rows]
 
 
 class Fleet:

@@ -1,8 +1,8 @@
 """A server of the Search-R1 retrieval protocol over an index folder, or over other servers
-(methods.md 1.8).
+(methods.md 1.8): ``python -m coppice.judges.retriever.http_server --index DIR --port N``.
 
-``python -m coppice.judges.retriever.http_server --index DIR --port N`` starts it. A malformed request is
-answered with status 422 and the reason. Queries are joined and cached as in a run.
+A malformed request is answered with status 422 and the reason. Queries are joined and cached as in
+a run.
 """
 
 import argparse
@@ -13,9 +13,10 @@ import msgspec
 from aiohttp import web
 
 from coppice.common import jsonl
+from coppice.judges.config import RetrieverConfig
 from coppice.judges.retriever.hot import Backend
-from coppice.judges.retriever.passage_text import contents_of
-from coppice.judges.retriever.worker import RetrieverProcess, opened
+from coppice.judges.retriever.http_client import contents_of
+from coppice.judges.retriever.worker import opened
 from coppice.wire.messages import Passage
 
 
@@ -35,13 +36,11 @@ def application(backend: Backend) -> web.Application:
             return web.json_response({"detail": jsonl.fault(error)}, status=422)
         topk = 3 if asked.topk is None else asked.topk
         if topk < 1 or not asked.queries:
-            return web.json_response(
-                {"detail": "expected at least one query and topk >= 1"}, status=422
-            )
+            expected = "expected at least one query and topk >= 1"
+            return web.json_response({"detail": expected}, status=422)
         passages = await backend.search(asked.queries, topk)
-        return web.json_response(
-            {"result": [[_item(p, asked.return_scores) for p in row] for row in passages]}
-        )
+        result = [[_item(p, asked.return_scores) for p in row] for row in passages]
+        return web.json_response({"result": result})
 
     app = web.Application()
     app.add_routes([web.post("/retrieve", retrieve)])
@@ -55,38 +54,29 @@ def _item(passage: Passage, with_score: bool) -> dict[str, Any]:
 
 def main() -> None:
     """Run the command line."""
-    usual = RetrieverProcess("", "", "")
+    usual = RetrieverConfig()
     parser = argparse.ArgumentParser(description="Serve an index over the Search-R1 protocol.")
-    parser.add_argument(
-        "--index", required=True, help="index folder, or URLs of servers with commas between them"
-    )
-    parser.add_argument("--encoder", default=usual.encoder)
-    parser.add_argument("--search", default="", help="FAISS's search parameters, such as nprobe=64")
-    parser.add_argument(
-        "--cache", type=int, default=usual.cache, help="queries to keep (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--batch", type=int, default=usual.batch, help="queries joined (default: %(default)s)"
-    )
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=8000)
-    parser.add_argument("--threads", type=int, default=usual.threads)
-    asked = parser.parse_args()
+    add = parser.add_argument
+    index = "index folder, or URLs of servers with commas between them"
+    add("--index", required=True, dest="backend", metavar="INDEX", help=index)
+    add("--encoder", default=usual.encoder)
+    add("--search", default="", help="FAISS's search parameters, such as nprobe=64")
+    default = "(default: %(default)s)"
+    add("--cache", type=int, default=usual.cache, help=f"queries to keep {default}")
+    add("--batch", type=int, default=usual.batch, help=f"queries joined {default}")
+    add("--threads", type=int, default=usual.threads)
+    add("--host", default="127.0.0.1")
+    add("--port", type=int, default=8000)
+    options = vars(parser.parse_args())
+    host, port = options.pop("host"), options.pop("port")
 
     async def served() -> web.Application:
-        stack, settings = (
-            AsyncExitStack(),
-            {"search": asked.search, "cache": asked.cache, "batch": asked.batch},
-        )
-        app = application(
-            await stack.enter_async_context(
-                opened(asked.index, asked.encoder, asked.threads, **settings)
-            )
-        )
+        stack = AsyncExitStack()
+        app = application(await stack.enter_async_context(opened(RetrieverConfig(**options))))
         app.on_cleanup.append(lambda app: stack.aclose())
         return app
 
-    web.run_app(served(), host=asked.host, port=asked.port)
+    web.run_app(served(), host=host, port=port)
 
 
 if __name__ == "__main__":

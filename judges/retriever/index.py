@@ -22,7 +22,7 @@ from coppice.common import jsonl
 from coppice.common.atomic import drafted
 from coppice.judges.retriever import kinds
 from coppice.judges.retriever.encoder import Encoder
-from coppice.judges.retriever.passage_text import title_and_text
+from coppice.judges.retriever.http_client import title_and_text
 from coppice.wire.messages import Passage
 
 
@@ -43,6 +43,8 @@ class _Row(msgspec.Struct):
     contents: str
 
 
+_TOGETHER = 64
+"""Passages that are embedded together."""
 _TOLD_S = 5.0
 """Seconds between two lines of progress."""
 
@@ -72,10 +74,10 @@ def read_corpus(path: Path, skip_bad: bool = False) -> tuple[np.ndarray, list[st
         for number, line in enumerate(file, 1):
             try:
                 row = msgspec.json.decode(line, type=_Row)
-                if not title_and_text(row.contents)[1] or row.id in seen:
-                    raise ValueError(
-                        "empty text" if row.id not in seen else f"id {row.id!r} was used before"
-                    )
+                if row.id in seen:
+                    raise ValueError(f"id {row.id!r} was used before")
+                if not title_and_text(row.contents)[1]:
+                    raise ValueError("empty text")
                 seen.add(row.id)
                 offsets.append(start)
             except (*jsonl.MALFORMED, ValueError) as error:
@@ -84,10 +86,8 @@ def read_corpus(path: Path, skip_bad: bool = False) -> tuple[np.ndarray, list[st
                 )
             start += len(line)
     if not offsets:
-        raise BadCorpus(
-            f"{path} holds no usable passage: "
-            + (f"the first of its lines: {bad[0]}" if bad else "it is empty")
-        )
+        why = f"the first of its lines: {bad[0]}" if bad else "it is empty"
+        raise BadCorpus(f"{path} holds no usable passage: {why}")
     if bad and not skip_bad:
         raise BadCorpus(
             f"{len(bad)} of {len(bad) + len(offsets)} lines cannot be used; the first: {bad[0]}. Mend them, or coppice index --skip-bad"
@@ -100,26 +100,21 @@ def build(
     corpus: Path,
     folder: Path,
     encoder: Encoder,
-    batch: int = 64,
+    *,
     skip_bad: bool = False,
-    progress: bool = True,
     kind: str = "flat",
     search: str = "",
     vectors: Path | None = None,
 ) -> Manifest:
-    """Embed a corpus and write its index to ``folder``. A complete draft is renamed to ``folder``
-    and replaces an earlier index.
+    """Embed a corpus and write its index to ``folder``, in place of an earlier index.
 
     kind, search: see ``judges.retriever.kinds``. vectors: a flat index of the same corpus and
     encoder whose vectors are taken instead of embedding. Raises FileExistsError when ``folder``
     holds something that is not an index, and ValueError for a kind that FAISS does not have or
     cannot train on so few passages.
     """
-    if (
-        folder.exists()
-        and not (folder / "manifest.json").is_file()
-        and (not folder.is_dir() or any(folder.iterdir()))
-    ):
+    is_index = (folder / "manifest.json").is_file()
+    if folder.exists() and not is_index and (not folder.is_dir() or any(folder.iterdir())):
         raise FileExistsError(f"{folder} exists and holds no index: name a new or empty folder")
     offsets, bad = read_corpus(corpus, skip_bad)
     for reason in bad[:20]:
@@ -132,11 +127,7 @@ def build(
     )
     index = kinds.empty(text, encoder.dimensions)
     kinds.tune(index, manifest.search, text)
-    source = (
-        _embedded(corpus, offsets, encoder, batch, progress)
-        if vectors is None
-        else _stored(vectors, manifest)
-    )
+    source = _stored(vectors, manifest) if vectors else _embedded(corpus, offsets, encoder)
     with drafted(folder, replace=True) as draft:
         kinds.fill(index, source, len(offsets), draft / "vectors.npy")
         faiss.write_index(index, str(draft / "index.faiss"))
@@ -146,27 +137,22 @@ def build(
     return manifest
 
 
-def _embedded(
-    corpus: Path, offsets: np.ndarray, encoder: Encoder, batch: int, progress: bool
-) -> Iterator[np.ndarray]:
+def _embedded(corpus: Path, offsets: np.ndarray, encoder: Encoder) -> Iterator[np.ndarray]:
     """Yield the vectors of a corpus, float32 [passages, dimensions] in blocks."""
-    start = shown = time.monotonic()
+    start = told = time.monotonic()
+    block = list[np.ndarray]()
     with corpus.open("rb") as file:
-        for first in range(0, len(offsets), kinds.BLOCK):
-            texts = [
-                ". ".join(title_and_text(_row(file, at).contents))
-                for at in offsets[first : first + kinds.BLOCK]
-            ]
-            parts = list[np.ndarray]()
-            for place in range(0, len(texts), batch):
-                parts.append(encoder.embed(texts[place : place + batch], "passage"))
-                if progress and time.monotonic() > shown + _TOLD_S:
-                    shown, done = time.monotonic(), min(first + place + batch, len(offsets))
-                    print(
-                        f"  embedded {done} of {len(offsets)} passages ({done / (shown - start):.0f}/s)",
-                        flush=True,
-                    )
-            yield np.concatenate(parts)
+        for first in range(0, len(offsets), _TOGETHER):
+            rows = (_row(file, at) for at in offsets[first : first + _TOGETHER])
+            texts = [". ".join(title_and_text(row.contents)) for row in rows]
+            block.append(encoder.embed(texts, "passage"))
+            if len(block) * _TOGETHER >= kinds.BLOCK or first + len(texts) == len(offsets):
+                yield np.concatenate(block)
+                block.clear()
+            if time.monotonic() > told + _TOLD_S:
+                told, done = time.monotonic(), first + len(texts)
+                rate = done / (told - start)
+                print(f"  embedded {done} of {len(offsets)} passages ({rate:.0f}/s)", flush=True)
 
 
 def _stored(folder: Path, wanted: Manifest) -> np.ndarray:
@@ -220,9 +206,9 @@ class Index:
         self.offsets = np.load(folder / "offsets.npy", mmap_mode="r")
         sizes = (self.faiss.ntotal, len(self.offsets), self.faiss.d)
         if sizes != (expected := (manifest.passages, manifest.passages, manifest.dimensions)):
-            said = "vectors, passages and dimensions"
             raise ValueError(
-                f"index {folder} has {sizes} {said}, expected {expected}: build it anew with coppice index"
+                f"index {folder} has {sizes} vectors, passages and dimensions, expected {expected}:"
+                " build it anew with coppice index"
             )
         self.corpus = (folder / "passages.jsonl").open("rb")
 

@@ -65,13 +65,11 @@ def fill(index: faiss.Index, vectors: Iterable[np.ndarray], count: int, scratch:
     """
     if not index.is_trained:
         if not isinstance(vectors, np.ndarray):
-            waiting, first = (
-                np.lib.format.open_memmap(scratch, "w+", np.float32, (count, index.d)),
-                0,
-            )
+            waiting = np.lib.format.open_memmap(scratch, "w+", np.float32, (count, index.d))
+            filled = 0
             for block in vectors:
-                waiting[first : first + len(block)] = block
-                first += len(block)
+                waiting[filled : filled + len(block)] = block
+                filled += len(block)
             vectors = waiting
         _train(index, vectors)
     if isinstance(vectors, np.ndarray):
@@ -92,9 +90,9 @@ def _train(index: faiss.Index, vectors: np.ndarray) -> None:
     try:
         index.train(vectors[rows])  # pyright: ignore[reportCallIssue]
     except RuntimeError as error:
-        why = f"({_why(error)}): kind flat or hnsw needs no training"
         raise ValueError(
-            f"an index of this kind cannot be trained on {sample} vectors {why}"
+            f"an index of this kind cannot be trained on {sample} vectors ({_why(error)}): kind flat or hnsw"
+            " needs no training"
         ) from None
 
 

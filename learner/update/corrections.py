@@ -21,7 +21,7 @@ import msgspec
 from msgspec import Meta
 
 from coppice.common.numbers import NotNegative, Positive
-from coppice.common.options import checked, imported, known
+from coppice.common.options import check_choice, checked, imported
 from coppice.learner.update.objective import Aggregation
 
 if TYPE_CHECKING:
@@ -330,7 +330,7 @@ def load(name: str, options: dict[str, Any]) -> Corrected:
     ValueError that names the valid choices."""
     setting = f"learner.correction = {name!r}"
     if ":" not in name:
-        known(setting, name, CORRECTIONS, ", or module:function")
+        check_choice(setting, name, CORRECTIONS, ", or module:function")
     function = CORRECTIONS.get(name) or imported(setting, name)
     others = ("logprobs", "advantage")
     options = checked(

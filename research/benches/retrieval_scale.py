@@ -20,6 +20,7 @@ import numpy as np
 
 from coppice.common import loop
 from coppice.common.numbers import Count, Positive
+from coppice.judges.config import RetrieverConfig
 from coppice.judges.retriever import kinds
 from coppice.judges.retriever.encoder import Encoder
 from coppice.judges.retriever.hot import HotQueries
@@ -114,7 +115,7 @@ async def called(folder: Path, questions: list[str], count: int) -> dict[str, An
     by what stands before the index."""
     shares, rows = 1 / (1 + np.arange(len(questions))), dict[str, Any]()
     asked = np.random.default_rng(0).choice(questions, count, p=shares / shares.sum()).tolist()
-    async with opened(str(folder), "minilm", 1) as local:
+    async with opened(RetrieverConfig(str(folder), cache=0)) as local:
         for name, (size, batch) in BEFORE.items():
             hot, start = HotQueries(local.backend, size, batch), time.process_time()
             for first in range(0, count, CALLERS):
@@ -147,7 +148,7 @@ def run(passages: Count = 2_000, dimensions: Count = 384, queries: Count = 200, 
             corpus.write_bytes(
                 b"".join((facts / "corpus.jsonl").read_bytes().splitlines(keepends=True)[:texts])
             )
-            real = build(corpus, index, encoder, progress=False).passages
+            real = build(corpus, index, encoder).passages
             asked = [
                 msgspec.json.decode(row)["question"]
                 for row in (facts / "train.jsonl").read_bytes().splitlines()

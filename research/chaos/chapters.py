@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from coppice.common.apart import apart
+from coppice.common.process import in_subprocess
 from coppice.research.chaos import invariants, strikes, world
 from coppice.research.chaos.plan import KINDS, Fault, plan
 from coppice.research.chaos.run import Lost, Run
@@ -35,7 +35,7 @@ def chaos(
     faults = plan(seed, count, kinds, schedulers)
     world_folder = folder / "world"
     world_folder.mkdir()
-    config = apart(world.make, world_folder, schedulers)
+    config = in_subprocess(world.make, world_folder, schedulers)
     struck: Counter[str] = Counter()
     survived: Counter[str] = Counter()
     try:

@@ -41,7 +41,7 @@ PROCESSES = (
     "coppice.judges.retriever.index",
     "coppice.judges.retriever.worker",
     "coppice.judges.serve",
-    "coppice.judges.slate_rules",
+    "judges.slate",
     "coppice.learner.main",
     "coppice.scheduler.main",
 )

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from coppice.common.apart import Killed, apart
+from coppice.common.process import Killed, in_subprocess
 
 
 def _number() -> int:
@@ -33,14 +33,14 @@ def _linger(mark: Path) -> None:
 
 
 def test_it_answers_from_elsewhere_and_raises_what_the_function_raises() -> None:
-    assert apart(_number) != os.getpid()
+    assert in_subprocess(_number) != os.getpid()
     with pytest.raises(ValueError, match="7: expected less"):
-        apart(_refuse, 7)
+        in_subprocess(_refuse, 7)
 
 
 def test_a_process_that_is_killed_is_told_at_once() -> None:
     with pytest.raises(Killed):
-        apart(_die)
+        in_subprocess(_die)
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ def test_an_interruption_ends_it_after_its_own_cleaning_up(tmp_path: Path) -> No
 
     threading.Thread(target=interrupt).start()
     with pytest.raises(KeyboardInterrupt):
-        apart(_linger, mark)
+        in_subprocess(_linger, mark)
     assert (tmp_path / "cleaned").exists()
     with pytest.raises(ProcessLookupError):
         os.kill(int(mark.read_text()), 0)

@@ -78,17 +78,6 @@ def test_a_version_without_its_manifest_is_not_whole_and_leaves_nothing(tmp_path
     assert list(weights.iterdir()) == []
 
 
-def test_an_upload_is_tried_again_and_then_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(storage, "_PAUSE_S", 0.0)
-    (tmp_path / "store").touch()
-    with pytest.raises(
-        OSError, match=r"learner\.publish_url: version v000001 could not be written"
-    ):
-        storage.put(version(tmp_path / "run", 1), f"file://{tmp_path}/store/run", keep=3)
-
-
 def test_a_storage_with_errors_of_its_own_costs_a_try_and_no_task(
     server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -129,17 +118,3 @@ def test_an_upload_that_fails_and_then_works_is_whole(
     assert len(list((tmp_path / "store" / "run" / "v000001").iterdir())) == 2
     (said,) = caplog.messages
     assert "v000001 could not be written to file://" in said
-
-
-def test_an_error_of_our_own_is_not_one_of_the_storage(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def mistaken(store: AbstractFileSystem, place: str) -> list[str]:
-        return [{}["name"]]
-
-    monkeypatch.setattr(storage, "_names", mistaken)
-    with pytest.raises(KeyError):
-        storage.put(version(tmp_path / "run", 1), f"file://{tmp_path}/store", keep=3)
-    with pytest.raises(KeyError):
-        storage.fetched("/x/v000001", f"file://{tmp_path}/store", tmp_path / "weights")
-    assert not list((tmp_path / "weights").iterdir())

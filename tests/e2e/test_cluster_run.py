@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from ray.cluster_utils import Cluster
 
-from coppice.judges.serve import plug_in
+from coppice.judges.command import plug_in
 from coppice.research.chaos.invariants import of_the_files
 from coppice.scheduler.telemetry import health
 from coppice.tools.launching import control, holder, record

@@ -4,20 +4,19 @@ answers while one of them does."""
 import asyncio
 import sys
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import aiohttp
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from coppice.judges.config import RetrieverConfig
 from coppice.judges.retriever.hot import HotQueries
 from coppice.judges.retriever.http_client import Fleet
 from coppice.judges.retriever.worker import opened
 from coppice.wire.faults import InfrastructureFault
-from coppice.wire.messages import Passage, RetrieveRequest
+from coppice.wire.messages import Passage
 from tests.judges.test_retriever import Shelf, application, serving
-from tests.services import bench
 
 
 class Gate(Shelf):
@@ -174,32 +173,15 @@ async def test_a_run_searches_in_a_fleet_by_its_urls_and_one_server_may_be_away(
         pass
     async with (
         serving(application(shelves[1])) as url,
-        opened(f"{away}, {url}", "", 1, cache=4) as queries,
+        opened(RetrieverConfig(f"{away}, {url}", cache=4)) as queries,
     ):
         found = await asyncio.wait_for(queries.search(["x", "y"], 2), 30)
         assert found == await Shelf().search(["x", "y"], 2)
         assert await queries.search(["y"], 2) == found[1:]
     assert (shelves[0].asked, shelves[1].asked) == ([], [["x", "y"]])
     with pytest.raises(ValueError, match="a server has its own"):
-        async with opened("http://a", "", 1, search="nprobe=4"):
+        async with opened(RetrieverConfig("http://a", search="nprobe=4")):
             pass
-
-
-async def test_two_retriever_workers_of_a_run_share_its_calls(tmp_path: Path) -> None:
-    gates = Gate(), Gate()
-    async with bench(tmp_path) as b:
-        for place, gate in enumerate(gates):
-            await b.work(f"retriever-{place}", {"retrieve": HotQueries(gate, 8).handle})
-        calls = [
-            asyncio.create_task(b.dispatcher.call("retrieve", RetrieveRequest([q], 1), deadline=10))
-            for q in "ab"
-        ]
-        while not (gates[0].gates and gates[1].gates):
-            await asyncio.sleep(0.001)
-        for gate in gates:
-            gate.gates[0].set_result(None)
-        assert [(await call).passages[0][0].title for call in calls] == ["title of a", "title of b"]
-    assert sorted(gates[0].asked + gates[1].asked) == [["a"], ["b"]]
 
 
 @pytest.fixture

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from coppice.judges.retriever import kinds
+from coppice.judges.retriever.encoder import Encoder, Role
+from coppice.judges.retriever.http_client import contents_of
 from coppice.judges.retriever.index import Index, build, read_manifest
-from coppice.judges.retriever.passage_text import contents_of
 from coppice.research.benches import retrieval_scale
 from coppice.research.benches.retrieval_scale import Clusters
 from coppice.tools.defaults.index_corpus import main
@@ -20,16 +21,17 @@ from coppice.tools.defaults.index_corpus import main
 PASSAGES, DIMENSIONS = 2000, 32
 
 
-class Numbers:
+class Numbers(Encoder):
     """An encoder of texts that are numbers: the vector of passage i, and near it the query i."""
 
-    name, dimensions = "numbers", DIMENSIONS
+    dimensions = DIMENSIONS  # pyright: ignore[reportAssignmentType, reportIncompatibleMethodOverride]
 
     def __init__(self) -> None:
+        self.name = "numbers"
         clusters = Clusters(DIMENSIONS, 40)
         self.vectors, self.embedded = np.concatenate(list(clusters.blocks(PASSAGES))), 0
 
-    def embed(self, texts: list[str], role: str) -> np.ndarray:
+    def embed(self, texts: list[str], role: Role) -> np.ndarray:
         self.embedded += len(texts)
         return self.vectors[[int(text.rpartition(" ")[2]) for text in texts]]
 
@@ -62,12 +64,12 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def flat(corpus: Path, encoder: Numbers, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("flat") / "index"
-    build(corpus, folder, encoder, progress=False)  # pyright: ignore[reportArgumentType]
+    build(corpus, folder, encoder)
     return folder
 
 
 def found(folder: Path, encoder: Numbers, search: str = "") -> list[list[str]]:
-    index = Index(folder, encoder, search)  # pyright: ignore[reportArgumentType]
+    index = Index(folder, encoder, search)
     return [
         [p.id for p in row] for row in index.search([f"T. {i}" for i in range(0, PASSAGES, 40)], 10)
     ]
@@ -87,7 +89,7 @@ def test_a_kind_finds_what_the_exact_search_finds_and_needs_no_second_embedding(
     kind: str, made: str, least: float, corpus: Path, flat: Path, encoder: Numbers, tmp_path: Path
 ) -> None:
     exact, embedded = found(flat, encoder), encoder.embedded
-    manifest = build(corpus, tmp_path / "i", encoder, kind=kind, vectors=flat, progress=False)  # pyright: ignore[reportArgumentType]
+    manifest = build(corpus, tmp_path / "i", encoder, kind=kind, vectors=flat)
     assert encoder.embedded == embedded
     assert (manifest.kind, manifest.passages) == (made, PASSAGES)
     assert read_manifest(tmp_path / "i") == manifest
@@ -102,9 +104,9 @@ def test_a_kind_finds_what_the_exact_search_finds_and_needs_no_second_embedding(
 def test_vectors_that_wait_on_the_disk_give_the_same_index_as_stored_ones(
     corpus: Path, flat: Path, encoder: Numbers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    build(corpus, tmp_path / "stored", encoder, kind="ivfpq", vectors=flat, progress=False)  # pyright: ignore[reportArgumentType]
+    build(corpus, tmp_path / "stored", encoder, kind="ivfpq", vectors=flat)
     monkeypatch.setattr(kinds, "BLOCK", 900)
-    build(corpus, tmp_path / "anew", encoder, kind="ivfpq", progress=False)  # pyright: ignore[reportArgumentType]
+    build(corpus, tmp_path / "anew", encoder, kind="ivfpq")
     assert found(tmp_path / "anew", encoder) == found(tmp_path / "stored", encoder)
     assert sorted(p.name for p in (tmp_path / "anew").iterdir()) == sorted(
         p.name for p in flat.iterdir()
@@ -114,20 +116,10 @@ def test_vectors_that_wait_on_the_disk_give_the_same_index_as_stored_ones(
 def test_more_lists_find_more_and_few_lists_may_hold_fewer_than_topk(
     corpus: Path, flat: Path, encoder: Numbers, tmp_path: Path
 ) -> None:
-    build(
-        corpus,
-        tmp_path / "i",
-        encoder,  # pyright: ignore
-        kind="IVF512,Flat",
-        search="nprobe=2",
-        vectors=flat,
-        progress=False,
-    )
-    exact, few, all_lists = (
-        found(flat, encoder),
-        found(tmp_path / "i", encoder),
-        found(tmp_path / "i", encoder, "nprobe=512"),
-    )
+    made = tmp_path / "i"
+    build(corpus, made, encoder, kind="IVF512,Flat", search="nprobe=2", vectors=flat)
+    exact, few = found(flat, encoder), found(made, encoder)
+    all_lists = found(made, encoder, "nprobe=512")
     assert min(map(len, few)) < 10, "a missing row is left out and is no passage"
     assert [set(row) for row in all_lists] == [set(row) for row in exact]
 
@@ -165,9 +157,8 @@ def test_the_lists_of_ivfpq_grow_with_the_root_of_the_corpus(
 def test_what_faiss_cannot_build_is_refused_and_leaves_nothing(
     kind: str, search: str, message: str, corpus: Path, flat: Path, encoder: Numbers, tmp_path: Path
 ) -> None:
-    args = (corpus, tmp_path / "i", encoder)
     with pytest.raises(ValueError, match=message):
-        build(*args, kind=kind, search=search, vectors=flat, progress=False)  # pyright: ignore
+        build(corpus, tmp_path / "i", encoder, kind=kind, search=search, vectors=flat)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -177,33 +168,33 @@ def test_vectors_of_another_corpus_or_kind_are_refused(
     other = tmp_path / "other.jsonl"
     other.write_text(corpus.read_text().replace('\\n39"', '\\n40"', 1))
     with pytest.raises(ValueError, match=r"--vectors .*expected the flat index of this corpus"):
-        build(other, tmp_path / "i", encoder, kind="hnsw", vectors=flat, progress=False)  # pyright: ignore[reportArgumentType]
-    build(corpus, tmp_path / "h", encoder, kind="hnsw", vectors=flat, progress=False)  # pyright: ignore[reportArgumentType]
+        build(other, tmp_path / "i", encoder, kind="hnsw", vectors=flat)
+    build(corpus, tmp_path / "h", encoder, kind="hnsw", vectors=flat)
     with pytest.raises(ValueError, match=r"kind='HNSW32'.* expected the flat index"):
-        build(corpus, tmp_path / "i", encoder, vectors=tmp_path / "h", progress=False)  # pyright: ignore[reportArgumentType]
+        build(corpus, tmp_path / "i", encoder, vectors=tmp_path / "h")
 
 
 @pytest.mark.parametrize("kind", ["flat", "ivfpq", "hnsw"])
 def test_a_truncated_index_is_refused_with_the_remedy(
     kind: str, corpus: Path, flat: Path, encoder: Numbers, tmp_path: Path
 ) -> None:
-    build(corpus, tmp_path / "i", encoder, kind=kind, vectors=flat, progress=False)  # pyright: ignore[reportArgumentType]
+    build(corpus, tmp_path / "i", encoder, kind=kind, vectors=flat)
     file = tmp_path / "i" / "index.faiss"
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
     with pytest.raises(ValueError, match=r"index\.faiss is damaged .*build the index anew"):
-        Index(tmp_path / "i", encoder)  # pyright: ignore[reportArgumentType]
+        Index(tmp_path / "i", encoder)
 
 
 def test_an_index_of_another_size_than_its_manifest_is_refused(
     corpus: Path, encoder: Numbers, tmp_path: Path
 ) -> None:
-    build(corpus, tmp_path / "i", encoder, progress=False)  # pyright: ignore[reportArgumentType]
+    build(corpus, tmp_path / "i", encoder)
     manifest = msgspec.structs.replace(read_manifest(tmp_path / "i"), passages=7)
     (tmp_path / "i" / "manifest.json").write_bytes(msgspec.json.encode(manifest))
     with pytest.raises(
         ValueError, match=r"has \(2000, 2000, 32\) vectors.*expected \(7, 7, 32\).*anew"
     ):
-        Index(tmp_path / "i", encoder)  # pyright: ignore[reportArgumentType]
+        Index(tmp_path / "i", encoder)
 
 
 def test_the_command_says_the_kind_and_its_bytes_and_refuses_in_one_line(

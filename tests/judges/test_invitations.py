@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from coppice.judges.invitations import reachable
-from coppice.judges.serve import plug_in
+from coppice.judges.command import plug_in, reachable
 from coppice.scheduler.dispatch.calls import DispatchConfig
 from coppice.wire.keys import RunKeys
 from coppice.wire.messages import JudgedTurn, JudgeRequest, JudgeResult

@@ -19,7 +19,7 @@ from coppice.actors.config import ActorsConfig
 from coppice.actors.engines.grammar import Grammar
 from coppice.actors.engines.local import LocalEngine
 from coppice.actors.serving.server import Server, runner
-from coppice.judges.llm import ChatEndpoint
+from coppice.judges.llm import PROMPTS
 from coppice.judges.pprm import (
     Pprm,
     PprmEndpoint,
@@ -29,11 +29,11 @@ from coppice.judges.pprm import (
     reply_form,
 )
 from coppice.judges.serve import make_worker
-from coppice.judges.templates import PROMPTS
 from coppice.scheduler.config import SchedulerConfig
 from coppice.wire.faults import InfrastructureFault
 from coppice.wire.messages import Constraint, JudgedTurn, Judgement
 from tests import tiny
+from tests.judges.test_llm import chat, chat_server
 
 Reply = Callable[[int, dict[str, Any]], Awaitable[web.Response]]
 TURN = JudgedTurn(
@@ -145,18 +145,11 @@ def test_without_principles_the_rules_name_none_and_keep_all_else() -> None:
     assert kept[:7] == lines[:7]
     assert kept[-2:] == lines[-2:]
     assert (
-        Pprm(PprmEndpoint("http://h", "m"), principles=False).messages(TURN)[0]["content"]
+        messages(TURN, Pprm(PprmEndpoint("http://h", "m"), principles=False).templates)[0][
+            "content"
+        ]
         == without
     )
-
-
-def test_templates_of_the_users_replace_the_built_in_ones(tmp_path: Path) -> None:
-    (tmp_path / "user.txt").write_text("{solution_str} after {query_str}, {unknown}")
-    judge = Pprm(PprmEndpoint("http://h", "m"), {"user": str(tmp_path / "user.txt")})
-    assert (
-        judge.messages(JudgedTurn("Q", [], "", "R", 1, 4))[1]["content"] == "R after Q, {unknown}"
-    )
-    assert judge.templates["system"] == (PROMPTS / "pprm_system.txt").read_text()
 
 
 def test_a_template_that_cannot_be_used_is_refused_with_the_reason(tmp_path: Path) -> None:
@@ -185,10 +178,6 @@ def test_an_endpoint_table_has_the_papers_settings_where_it_names_none() -> None
         make_worker("pprm", {"endpoint": {"url": "http://h/v1", "model": "m", "attempt": 2}})
 
 
-def chat(content: str) -> web.Response:
-    return web.json_response({"choices": [{"message": {"role": "assistant", "content": content}}]})
-
-
 @asynccontextmanager
 async def judge_of(reply: Reply, **given: Any) -> AsyncIterator[Pprm]:
     """A started judge of a real server that answers with ``reply``."""
@@ -199,20 +188,11 @@ async def judge_of(reply: Reply, **given: Any) -> AsyncIterator[Pprm]:
         calls += 1
         return await reply(calls, await request.json())
 
-    app = web.Application()
-    app.router.add_post("/v1/chat/completions", handle)
-    serving = web.AppRunner(app)
-    await serving.setup()
-    await web.TCPSite(serving, "127.0.0.1", 0).start()
-    made = Pprm(
-        PprmEndpoint(f"http://127.0.0.1:{serving.addresses[0][1]}/v1", "m", backoff_s=1e-4, **given)
-    )
-    await made.start()
-    try:
+    async with chat_server(handle) as url:
+        made = Pprm(PprmEndpoint(url, "m", backoff_s=1e-4, **given))
+        await made.start()
         yield made
-    finally:
         await made.close()
-        await serving.cleanup()
 
 
 async def one(judge: Pprm, turn: JudgedTurn = TURN) -> Judgement:
@@ -296,21 +276,16 @@ async def test_what_cannot_be_read_is_invalid_asked_once_and_counted_in_the_vali
 
 
 async def test_a_start_waits_for_a_server_that_comes_later_and_not_for_ever() -> None:
-    app, asked = web.Application(), []
+    asked = list[str]()
 
     async def models(request: web.Request) -> web.Response:
         asked.append(request.path)
         return web.json_response({"data": []}) if len(asked) > 1 else web.Response(status=503)
 
-    app.router.add_get("/v1/models", models)
-    serving = web.AppRunner(app)
-    await serving.setup()
-    await web.TCPSite(serving, "127.0.0.1", 0).start()
-    url = f"http://127.0.0.1:{serving.addresses[0][1]}/v1"
-    judge = Pprm(PprmEndpoint(url, "m", wait_s=30.0))
-    await judge.start()
-    await judge.close()
-    await serving.cleanup()
+    async with chat_server(models, "GET /models") as url:
+        judge = Pprm(PprmEndpoint(url, "m", wait_s=30.0))
+        await judge.start()
+        await judge.close()
     assert asked == ["/v1/models"] * 2
     assert not judge.client.counts  # of questions
     gone = Pprm(PprmEndpoint(url, "m", wait_s=0.1))
@@ -320,21 +295,15 @@ async def test_a_start_waits_for_a_server_that_comes_later_and_not_for_ever() ->
 
 
 async def test_a_wait_for_a_server_ends_at_once_when_it_is_there_and_refuses_the_key() -> None:
-    app = web.Application()
-
     async def models(request: web.Request) -> web.Response:
         return web.Response(status=401)
 
-    app.router.add_get("/v1/models", models)
-    serving = web.AppRunner(app)
-    await serving.setup()
-    await web.TCPSite(serving, "127.0.0.1", 0).start()
-    judge = Pprm(PprmEndpoint(f"http://127.0.0.1:{serving.addresses[0][1]}/v1", "m", wait_s=3600.0))
-    async with asyncio.timeout(30):
-        with pytest.raises(InfrastructureFault, match="wants an API key"):
-            await judge.start()
-    await judge.close()
-    await serving.cleanup()
+    async with chat_server(models, "GET /models") as url:
+        judge = Pprm(PprmEndpoint(url, "m", wait_s=3600.0))
+        async with asyncio.timeout(30):
+            with pytest.raises(InfrastructureFault, match="wants an API key"):
+                await judge.start()
+        await judge.close()
 
 
 # ----------------------------------------------------------------------------------------------
@@ -354,12 +323,6 @@ def test_a_reply_of_the_constrained_form_can_be_read_and_fits(
     assert not re.fullmatch(form, longest.replace("x", "xx", 1))
     assert not re.fullmatch(form, longest.replace("x", "\n", 1))
     assert not re.fullmatch(form, longest.replace(f"{reached},{most}", f"{most + 1},{most}"))
-
-
-def test_too_few_tokens_for_a_constrained_reply_are_refused_with_the_number_needed() -> None:
-    with pytest.raises(ValueError, match=r"max_tokens 60: .* 66 or more"):
-        Pprm(PprmEndpoint("http://h", "m", max_tokens=60, constrain="sglang"))
-    Pprm(PprmEndpoint("http://h", "m", max_tokens=60))
 
 
 @pytest.fixture(scope="module")
@@ -435,7 +398,7 @@ async def test_a_server_computes_the_rules_once_and_each_turn_once_a_trajectory(
         await judge.start()
         seen: set[str] = set()
         for turn in (TURN, later, other):
-            system, user = (message["content"] for message in judge.messages(turn))
+            system, user = (message["content"] for message in messages(turn, judge.templates))
             text = f"<|system|>{system}<|user|>{user}<|assistant|>"  # one token a character
             seen |= {text[:end] for end in range(1, len(text) + 1)}
             await one(judge, turn)
@@ -443,10 +406,3 @@ async def test_a_server_computes_the_rules_once_and_each_turn_once_a_trajectory(
         assert judge.counts["failed"] == 0
         assert len(seen) <= engine.counts["prefilled_tokens"] <= len(seen) + 3
         assert engine.counts["prompt_tokens"] > 2 * len(seen)
-
-
-def test_the_plain_endpoint_keeps_its_own_settings() -> None:
-    assert (ChatEndpoint("http://h", "m").attempts, ChatEndpoint("http://h", "m").max_tokens) == (
-        3,
-        512,
-    )

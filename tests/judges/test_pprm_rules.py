@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from coppice.judges.evidence import holds, passages
 from coppice.judges.pprm import parse_final_score
 from coppice.judges.pprm_rules import PprmRules
-from coppice.judges.serve import make_worker
 from coppice.wire.messages import JudgedTurn
 
 QUESTION = "What is the capital of the country whose currency is lev?"
@@ -166,15 +165,6 @@ def test_reasons_name_a_passage_only_as_far_as_a_reader_of_the_turn_knows_it() -
         "the capital of Bulgaria"
         in PprmRules().judge(turn(**SECOND, past_observations=[HOP_1])).explanation
     )
-
-
-async def test_the_judge_gives_the_column_process_a_turn_in_order() -> None:
-    judge = make_worker("pprm_rules", {"view": "retrieval"})
-    assert isinstance(judge, PprmRules)
-    made = await judge.score([turn(**SECOND, observation=HOP_2), turn(response="no")])
-    assert [judgement.scores["process"] for judgement in made] == [1.0, 0.0]
-    with pytest.raises(ValueError, match="view = 'gold'"):
-        make_worker("pprm_rules", {"view": "gold"})
 
 
 def test_passages_and_answers_are_found_as_the_environment_shows_them() -> None:

@@ -5,21 +5,14 @@ They share all up to the end of the context, which a server with a prefix cache 
 """
 
 import re
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coppice.actors.config import ActorsConfig
-from coppice.actors.engines.local import LocalEngine
-from coppice.actors.serving.server import Server, runner
-from coppice.judges.llm import ChatEndpoint
+from coppice.judges.llm import PROMPTS, ChatEndpoint
 from coppice.judges.slate import Slate, parse_score, reply_form
-from coppice.judges.templates import PROMPTS
 from coppice.wire.messages import JudgedTurn
 
 PLACEHOLDERS = {
@@ -116,55 +109,6 @@ def test_a_later_context_goes_on_from_the_one_before_it() -> None:
     assert two.startswith(head)
 
 
-@asynccontextmanager
-async def served(folder: Path) -> AsyncIterator[tuple[LocalEngine, str]]:
-    """A server of the embedded engine: the engine and the server's URL."""
-    engine = LocalEngine(
-        str(folder), ActorsConfig(dtype="float32", max_context=4096, max_batch=16, kv_cache_gib=0.2)
-    )
-    await engine.start()
-    web_runner = runner(Server(engine, folder))
-    await web_runner.setup()
-    await web.TCPSite(web_runner, "127.0.0.1", 0).start()
-    try:
-        yield engine, f"http://127.0.0.1:{web_runner.addresses[0][1]}/v1"
-    finally:
-        await web_runner.cleanup()
-        await engine.close()
-
-
-def distinct(engine: LocalEngine, judge: Slate, steps: list[list[JudgedTurn]]) -> tuple[int, int]:
-    """How many tokens no earlier prompt began with, and how many prompts there are, as the server
-    renders them."""
-    seen: set[tuple[int, ...]] = set()
-    made = [text for step in steps for turn in step for text in judge.prompts(turn).values()]
-    for text in made:
-        ids = engine.tokenizer.encode(f"<|user|>{text}<|assistant|>", add_special_tokens=False).ids
-        seen |= {tuple(ids[:end]) for end in range(1, len(ids) + 1)}
-    return len(seen), len(made)
-
-
-@pytest.mark.slow
-async def test_a_server_computes_what_the_candidates_of_two_steps_share_once(llama: Path) -> None:
-    first = "Question: who founded the city?"
-    steps = [
-        candidates(first),
-        candidates(f"{first}\nThinking: a\nQuery: b\nRetrieved: {'c' * 300}"),
-    ]
-    async with served(llama) as (engine, url):
-        judge = Slate(ChatEndpoint(url, llama.name, max_tokens=2))
-        needed, prompts = distinct(engine, judge, steps)
-        await judge.start()
-        for step in steps:
-            await judge.score(step)
-        await judge.close()
-        assert judge.counts["failed"] == 0
-        assert engine.counts["prompt_tokens"] > 10 * needed
-        assert (
-            needed <= engine.counts["prefilled_tokens"] <= needed + prompts
-        )  # a prompt's last token may be computed anew
-
-
 # ----------------------------------------------------------------------------------------------
 # constrained replies
 
@@ -185,20 +129,3 @@ def test_too_few_tokens_for_a_constrained_reply_are_refused_with_the_number_need
     with pytest.raises(ValueError, match=r"max_tokens 40: .* 62 or more"):
         Slate(ChatEndpoint("http://h", "m", max_tokens=40, constrain="sglang"))
     Slate(ChatEndpoint("http://h", "m", max_tokens=40))
-
-
-async def test_a_model_that_knows_nothing_gives_valid_grades_when_it_is_held_to_the_form(
-    llama: Path,
-) -> None:
-    async with served(llama) as (_, url):
-        judge = Slate(
-            ChatEndpoint(url, llama.name, max_tokens=80, temperature=1.0, constrain="sglang")
-        )
-        await judge.start()
-        made = await judge.score(candidates("Question: who?"))
-        await judge.close()
-    assert judge.stats()["judge_valid_rate"] == 1.0
-    assert all(
-        not judgement.invalid and set(judgement.scores.values()) <= {-1.0, 0.0, 1.0}
-        for judgement in made
-    )

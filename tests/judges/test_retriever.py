@@ -17,9 +17,10 @@ import numpy as np
 import pytest
 from aiohttp import web
 
+from coppice.judges.config import RetrieverConfig
 from coppice.judges.retriever.encoder import Encoder, model_folder
 from coppice.judges.retriever.hot import HotQueries
-from coppice.judges.retriever.http_client import SearchR1Client
+from coppice.judges.retriever.http_client import SearchR1Client, contents_of, title_and_text
 from coppice.judges.retriever.http_server import application
 from coppice.judges.retriever.index import (
     BadCorpus,
@@ -29,7 +30,6 @@ from coppice.judges.retriever.index import (
     read_manifest,
     sha256,
 )
-from coppice.judges.retriever.passage_text import contents_of, title_and_text
 from coppice.judges.retriever.worker import RetrieverProcess
 from coppice.tools.defaults.index_corpus import ensure_index
 from coppice.wire.faults import DataFault, InfrastructureFault
@@ -65,7 +65,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def folder(corpus: Path, minilm: Encoder, tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("index") / "made"
-    build(corpus, made, minilm, batch=3, progress=False)
+    build(corpus, made, minilm)
     return made
 
 
@@ -205,17 +205,9 @@ def test_lines_passed_over_do_not_shift_the_passages_after_them(
     path.write_text(
         "\n".join(["{bad", *map(json.dumps, rows[:2]), "{bad", *map(json.dumps, rows[2:]), ""])
     )
-    build(path, tmp_path / "made", minilm, skip_bad=True, progress=False)
+    build(path, tmp_path / "made", minilm, skip_bad=True)
     (row,) = Index(tmp_path / "made", minilm).search([MOUNTAIN], topk=1)
     assert row[0].id == row[0].title == "Chile"
-
-
-def test_a_corpus_without_passages_or_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "empty.jsonl").write_text("")
-    with pytest.raises(BadCorpus, match="no usable passage"):
-        read_corpus(tmp_path / "empty.jsonl")
-    with pytest.raises(FileNotFoundError, match="JSONL"):
-        read_corpus(tmp_path / "absent.jsonl")
 
 
 def test_an_index_of_another_encoder_is_refused_with_the_remedy(
@@ -248,7 +240,7 @@ def test_a_folder_that_holds_something_else_is_never_replaced(
 ) -> None:
     (tmp_path / "thesis.txt").write_text("years of work")
     with pytest.raises(FileExistsError, match="holds no index"):
-        build(corpus, tmp_path, minilm, progress=False)
+        build(corpus, tmp_path, minilm)
     assert (tmp_path / "thesis.txt").exists()
 
 
@@ -368,115 +360,18 @@ async def test_a_server_that_answers_otherwise_is_a_fault_that_names_it(
             await client.search(["x"], 1)
 
 
-async def test_a_server_that_is_not_there_is_a_fault() -> None:
-    async with serving(answering(b"")) as url:
-        pass
-    async with SearchR1Client(url, attempts=1) as client:
-        with pytest.raises(InfrastructureFault, match=f"{url}/retrieve: ClientConnector"):
-            await client.search(["x"], 1)
-
-
-async def test_a_server_that_is_busy_or_silent_for_a_while_is_asked_again() -> None:
-    inner, statuses = application(Shelf()), [503, 0, 429]
-
-    @web.middleware
-    async def busy(request: web.Request, handler: Any) -> web.StreamResponse:
-        if not statuses:
-            return await handler(request)
-        if status := statuses.pop():
-            return web.Response(status=status)
-        await asyncio.Event().wait()
-        raise AssertionError("the client has left")
-
-    inner.middlewares.append(busy)
-    async with serving(inner) as url, SearchR1Client(url, timeout_s=0.2, backoff_s=0.001) as client:
-        assert await client.search(["x"], 1) == await Shelf().search(["x"], 1)
-    assert statuses == []
-
-
 # ----------------------------------------------------------------------------------------------
 # worker
 
 
-async def test_queries_asked_before_are_answered_from_the_cache(tmp_path: Path) -> None:
-    shelf = Shelf()
-    retriever = HotQueries(shelf, 8)
-    async with bench(tmp_path) as b:
-        await b.work("retriever", {"retrieve": retriever.handle})
-        for queries in (["x", "y", "x"], ["y", "z"], ["x"]):
-            result: RetrieveResult = await b.dispatcher.call(
-                "retrieve", RetrieveRequest(queries, 2), deadline=10
-            )
-            assert result.passages == await Shelf().search(queries, 2)
-    assert shelf.asked == [["x", "y"], ["z"]]
-    assert (retriever.stats()["queries"], retriever.stats()["searched"]) == (6, 3)
-
-
-async def test_another_topk_is_another_search_and_the_cache_stays_within_its_size(
-    tmp_path: Path,
-) -> None:
+async def test_the_query_used_longest_ago_leaves_the_cache_first() -> None:
     shelf = Shelf()
     retriever = HotQueries(shelf, 2)
-    async with bench(tmp_path) as b:
-        await b.work("retriever", {"retrieve": retriever.handle})
-        for topk in (1, 2, 3, 3):
-            request = RetrieveRequest(["x"], topk)
-            result: RetrieveResult = await b.dispatcher.call("retrieve", request, deadline=10)
-            assert len(result.passages[0]) == topk
-    assert len(shelf.asked) == 3
-    assert list(retriever.kept) == [("x", 2), ("x", 3)]
-
-
-class Latch(Shelf):
-    """Finds nothing, and waits before it says so."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.entered, self.gate = asyncio.Event(), asyncio.Event()
-
-    async def search(self, queries: list[str], topk: int) -> list[list[Passage]]:
-        if "slow" in queries:
-            self.entered.set()
-            await self.gate.wait()
-        self.asked.append(queries)
-        return [[] for _ in queries]
-
-
-async def test_a_cached_answer_that_leaves_the_cache_during_a_search_is_still_given(
-    tmp_path: Path,
-) -> None:
-    shelf = Latch()
-    async with bench(tmp_path) as b:
-        await b.work("retriever", {"retrieve": HotQueries(shelf, 1, at_once=2).handle})
-        await b.dispatcher.call("retrieve", RetrieveRequest(["x"], 1), deadline=10)
-        slow = asyncio.create_task(
-            b.dispatcher.call("retrieve", RetrieveRequest(["x", "slow"], 1), deadline=10)
-        )
-        await shelf.entered.wait()
-        await b.dispatcher.call("retrieve", RetrieveRequest(["y"], 1), deadline=10)
-        shelf.gate.set()
-        result: RetrieveResult = await slow
-    assert result.passages == [[], []]
-
-
-async def test_the_query_used_longest_ago_leaves_the_cache_first(tmp_path: Path) -> None:
-    shelf = Shelf()
-    async with bench(tmp_path) as b:
-        await b.work("retriever", {"retrieve": HotQueries(shelf, 2).handle})
-        for query in ("x", "y", "x", "z", "x"):
-            await b.dispatcher.call("retrieve", RetrieveRequest([query], 1), deadline=10)
+    for query in ("x", "y", "x", "z", "x"):
+        await retriever.search([query], 1)
     assert shelf.asked == [["x"], ["y"], ["z"]]
-
-
-async def test_a_topk_below_one_is_a_fault_of_the_request_and_searches_nothing(
-    tmp_path: Path,
-) -> None:
-    shelf = Shelf()
-    async with bench(tmp_path) as b:
-        await b.work("retriever", {"retrieve": HotQueries(shelf, 8).handle})
-        with pytest.raises(DataFault, match="topk 0"):
-            await b.dispatcher.call("retrieve", RetrieveRequest(["x"], 0), deadline=10)
-    assert shelf.asked == []
+    with pytest.raises(DataFault, match="topk 0"):
+        await retriever.handle(RetrieveRequest(["x"], 0), None)  # pyright: ignore[reportArgumentType]
 
 
 async def test_a_retriever_process_over_a_remote_server_serves_and_drains(tmp_path: Path) -> None:
@@ -484,7 +379,9 @@ async def test_a_retriever_process_over_a_remote_server_serves_and_drains(tmp_pa
     async with serving(application(shelf)) as url, bench(tmp_path) as b:
         (tmp_path / "endpoint").write_text(b.dispatcher.endpoint)
         process = tmp_path / "retriever.json"
-        process.write_bytes(msgspec.json.encode(RetrieverProcess("retriever", str(tmp_path), url)))
+        process.write_bytes(
+            msgspec.json.encode(RetrieverProcess("retriever", str(tmp_path), RetrieverConfig(url)))
+        )
         command = [sys.executable, "-m", "coppice.judges.retriever.worker", str(process)]
         worker = await asyncio.create_subprocess_exec(
             *command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}

@@ -14,12 +14,10 @@ from coppice.actors.environments.sotopia.conversation import DIMENSIONS, Convers
 from coppice.actors.environments.sotopia.environment import Sotopia, State
 from coppice.actors.environments.sotopia.scenarios import Condition, load
 from coppice.judges.llm import ChatEndpoint
-from coppice.judges.sotopia import SotopiaJudge, parse, reply_form
-from coppice.judges.sotopia_rules import SotopiaRules, holds
+from coppice.judges.sotopia import SotopiaJudge, SotopiaRules, holds, parse, reply_form
 from coppice.wire.faults import DataFault
 from coppice.wire.messages import JudgedTurn, Judgement
-from tests.judges.test_llm import chat
-from tests.judges.test_speakers import endpoint
+from tests.judges.test_llm import chat, chat_server
 
 SCORES = {"believability": 9, "relationship": 2, "knowledge": 3, "secret": 0, "social_rules": -1, "financial_and_material_benefits": 1, "goal": 7}  # fmt: skip
 ENVIRONMENT = Sotopia()
@@ -93,7 +91,7 @@ async def score(
         seen.append((await request.json())["messages"][0]["content"])
         return chat(text) if text else web.Response(status=400, text="no")
 
-    async with endpoint(answer) as url:
+    async with chat_server(answer) as url:
         judge = SotopiaJudge(ChatEndpoint(url, "m"), **options)
         await judge.start()
         (judgement,) = await judge.score([turn])

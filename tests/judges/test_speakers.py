@@ -10,32 +10,21 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from coppice.judges.serve import built_in_service, make_worker, serve, service_of
-from coppice.judges.speakers import Chat, Speaker
+from coppice.judges.base import Speaker
+from coppice.judges.serve import built_in_service, make_worker, serve
+from coppice.judges.speakers import Chat
 from coppice.wire.faults import DataFault, InfrastructureFault
 from coppice.wire.messages import SpeakRequest, SpeakResult
-from tests.judges.test_llm import Reply, chat
+from tests.judges.test_llm import Reply, chat, chat_server
 from tests.services import Bench, bench
 
 ASKED = SpeakRequest([{"role": "user", "content": "Hello?"}], 7, 0.25, ["\n"], 2**40 + 5)
 
 
 @asynccontextmanager
-async def endpoint(reply: Reply) -> AsyncIterator[str]:
-    """The URL of a real server that answers with ``reply``."""
-    app = web.Application()
-    app.router.add_post("/v1/chat/completions", reply)
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    yield f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
-    await runner.cleanup()
-
-
-@asynccontextmanager
 async def served(folder: Path, reply: Reply, **options: Any) -> AsyncIterator[Bench]:
     """A dispatcher with the built-in speaker of such a server."""
-    async with endpoint(reply) as url, bench(folder) as b:
+    async with chat_server(reply) as url, bench(folder) as b:
         settings = {
             "endpoint": {"url": url, "model": "m", "backoff_s": 1e-3} | options.pop("endpoint", {})
         } | options
@@ -93,7 +82,7 @@ async def test_a_reply_that_does_not_come_in_time_is_a_fault_with_its_limit() ->
         await asyncio.sleep(60)  # longer than the speaker's patience
         return chat("late")
 
-    async with endpoint(reply) as url:
+    async with chat_server(reply) as url:
         speaker: Any = make_worker(
             "chat", {"endpoint": {"url": url, "model": "m", "patience_s": 0.05}}
         )
@@ -110,7 +99,7 @@ def test_a_plug_in_names_its_own_service() -> None:
         async def speak(self, request: SpeakRequest) -> str:
             return request.messages[-1]["content"]
 
-    assert service_of(Echo()) == "speaker.echo"
+    assert Echo().service == "speaker.echo"
     assert [built_in_service(name) for name in ("chat", "frozen", "echo")] == [
         "speaker.chat",
         "speaker.frozen",

@@ -162,7 +162,7 @@ def test_a_state_of_another_shop_is_a_data_fault() -> None:
     plain = JudgedTurn("t", [], "", "", 1, 4, state=msgspec.to_builtins(state))
     with pytest.raises(DataFault, match="catalogue 'another'"):
         judge([plain])
-    with pytest.raises(DataFault, match="not a state of an embedded shop"):
+    with pytest.raises(DataFault, match="its state is not one of"):
         judge([msgspec.structs.replace(plain, state={"board": "x"})])
 
 

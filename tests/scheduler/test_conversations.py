@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from coppice.actors.environments.sotopia.environment import Sotopia
-from coppice.judges.sotopia_rules import SotopiaRules
+from coppice.judges.sotopia import SotopiaRules
 from coppice.scheduler.config import SchedulerConfig
 from coppice.scheduler.growth.context import Context
 from coppice.scheduler.growth.rollouts import outcomes, position_before

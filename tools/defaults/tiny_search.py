@@ -16,7 +16,7 @@ from typing import Any
 import tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from coppice.judges.retriever.passage_text import title_and_text
+from coppice.judges.retriever.http_client import title_and_text
 from coppice.tools.defaults.tiny_board import TEMPLATE, save_random
 
 NAME = "tiny-search"

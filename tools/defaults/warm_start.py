@@ -15,7 +15,7 @@ import msgspec
 import torch
 
 from coppice.actors.environments.search_qa import SearchQA
-from coppice.common.apart import Killed, apart
+from coppice.common.process import Killed, in_subprocess
 from coppice.judges.retriever.encoder import Encoder
 from coppice.judges.retriever.index import Index
 from coppice.learner.fine_tune import Example, Recipe, fine_tune
@@ -158,7 +158,7 @@ def _learn(
     model: Path, examples: Sequence[Example], out: Path, recipe: Recipe, threads: int
 ) -> None:
     try:
-        apart(fine_tune, model, examples, out, recipe, threads)
+        in_subprocess(fine_tune, model, examples, out, recipe, threads)
     except Killed:
         raise MemoryError(
             "the warm start's process was killed, most likely for memory: free some, or set warm_start.rows lower"

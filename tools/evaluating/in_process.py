@@ -11,8 +11,8 @@ import numpy as np
 
 from coppice.actors.engines.base import Engine
 from coppice.actors.environments.base import Environment
-from coppice.judges.base import Judge
-from coppice.judges.serve import Batcher, Worker, answering, service_of
+from coppice.judges.base import Judge, Player, Speaker, Worker
+from coppice.judges.serve import Batcher, answering
 from coppice.scheduler.config import SchedulerConfig
 from coppice.scheduler.growth.baselines import PLAYERS
 from coppice.scheduler.growth.context import Context
@@ -40,7 +40,7 @@ class InProcess:
         if engine is not None:
             self.handlers["generate"] = engine.generate
         for worker in workers:
-            self.handlers[service_of(worker)] = _handling(worker)
+            self.handlers[worker.service] = _handling(worker)
 
     async def start(self) -> None:
         """Start the engine, then the workers. Their errors pass through, such as MemoryError for a
@@ -81,6 +81,7 @@ class InProcess:
 
 
 def _handling(worker: Worker) -> Handler:
+    assert isinstance(worker, Judge | Player | Speaker)
     handle = Batcher(worker).handle if isinstance(worker, Judge) else answering(worker)
     return lambda request: handle(request, None)  # pyright: ignore[reportArgumentType] (the handlers ignore their call)
 

@@ -14,8 +14,8 @@ from coppice.actors.engines.endpoint import EndpointEngine, EndpointText
 from coppice.actors.environments import registry
 from coppice.actors.environments.base import POLICY, Environment, Task
 from coppice.actors.environments.game import Game
-from coppice.judges.players import Player
-from coppice.judges.serve import BUILT_IN, PLAYERS, Worker, make_worker
+from coppice.judges.base import Player, Worker
+from coppice.judges.serve import BUILT_IN, PLAYERS, make_worker
 from coppice.scheduler.config import UNJUDGED, SchedulerConfig
 from coppice.scheduler.growth import baselines
 from coppice.scheduler.growth.text import Text

@@ -9,7 +9,7 @@ from coppice.actors.environments import registry
 from coppice.actors.environments.agents.environment import Agent
 from coppice.actors.environments.base import Task, Tools
 from coppice.actors.environments.task_files import listed, load_tasks
-from coppice.common.apart import apart
+from coppice.common.process import in_subprocess
 from coppice.tools.launching.config import Config
 from coppice.wire.faults import Fault
 from coppice.wire.messages import Passage
@@ -48,7 +48,7 @@ def check(config: Config) -> None:
     """Refuse a run whose agent cannot begin, in a process of its own. Raises ValueError, with what
     the agent wrote. A run without an agent passes."""
     if config.data.environment == "agent" and not config.cluster.on:
-        apart(_check, config)
+        in_subprocess(_check, config)
 
 
 def show(config: Config, reply: str) -> bool:
@@ -58,7 +58,7 @@ def show(config: Config, reply: str) -> bool:
         raise ValueError(
             "--try-agent has no effect without [data] agent: name one (docs/agents.md)"
         )
-    return apart(_show, config, reply)
+    return in_subprocess(_show, config, reply)
 
 
 def _check(config: Config) -> None:

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import msgspec
 
 from coppice.common.atomic import as_json
-from coppice.common.options import known, option
+from coppice.common.options import check_choice, option
 from coppice.tools.bootstrap import ROOT
 from coppice.tools.launching import engine_rules, rules
 from coppice.tools.launching.disk import shown
@@ -218,7 +218,7 @@ def _check_keys(tree: dict[str, Any], kind: type, path: str) -> None:
             guess = f"; it is an option of a plug-in: write {path}{table}.{key}" if table else guess
             raise ConfigError(f"config: unknown key {path}{key} = {value!r}{guess}")
         if typing.get_origin(hints[key]) is Literal and isinstance(value, str):
-            known(f"{path}{key} = {value!r}", value, typing.get_args(hints[key]))
+            check_choice(f"{path}{key} = {value!r}", value, typing.get_args(hints[key]))
         inner = _struct(hints[key])
         if inner is not None and isinstance(value, dict):
             _check_keys(value, inner, f"{path}{key}.")

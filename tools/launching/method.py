@@ -10,8 +10,7 @@ import msgspec
 
 from coppice.actors.environments.base import Environment
 from coppice.common.declared import SchemeNeeds, StrategyGives
-from coppice.judges.base import Judge
-from coppice.judges.serve import Worker
+from coppice.judges.base import Judge, Worker
 from coppice.learner import schemes
 from coppice.learner.config import LearnerConfig
 from coppice.learner.schemes import Scheme

@@ -7,10 +7,10 @@ from typing import Any
 from coppice.actors.environments import registry
 from coppice.actors.environments.base import POLICY, Environment
 from coppice.actors.environments.task_files import check_form, listed
-from coppice.common.options import known
+from coppice.common.options import check_choice
 from coppice.judges.config import SERVED, JudgesConfig, uses_served_model, with_served_model
 from coppice.judges.llm import PATIENCE_S
-from coppice.judges.serve import KINDS, make_worker, service_of
+from coppice.judges.serve import KINDS, make_worker
 from coppice.scheduler.config import UNJUDGED
 from coppice.tools.launching import method
 from coppice.tools.launching.method import Served
@@ -24,7 +24,7 @@ def of_judges(config: Config) -> Generator[str, None, Served]:
     yield from _judge_model(config.judges)
     for spec, options in config.judges.use.items():
         worker = make_worker(spec, _with_url(spec, options, config.judges))
-        served[service_of(worker)] = worker
+        served[worker.service] = worker
         endpoint = options.get("endpoint")
         patience = endpoint.get("patience_s", PATIENCE_S) if isinstance(endpoint, dict) else 0.0
         if patience >= s.judge_deadline_s:
@@ -109,9 +109,9 @@ def _asked(
         if name not in own:
             names = {service.partition(".")[2] for service in served if service.startswith(kind)}
             bring = f"; for one that coppice serve brings, add --set 'judges.outside=[\"{name}\"]'"
-            known(setting, name, {*own, *names, unserved}, bring)
+            check_choice(setting, name, {*own, *names, unserved}, bring)
         yield f"{setting}, which nobody serves: add --set 'judges.use.{name}={{}}' (or its section)"
     for name in outside:
         if not any(f"{kind}.{name}" in asked for kind in KINDS):
             asks = [service.partition(".")[2] for service in asked]
-            known(f"judges.outside names {name!r}, which the run does not ask", name, asks)
+            check_choice(f"judges.outside names {name!r}, which the run does not ask", name, asks)

@@ -1,7 +1,7 @@
 """The set-up of a run in a process of its own, so that the launcher, which waits for it, never
 holds torch in memory."""
 
-from coppice.common.apart import Killed, apart
+from coppice.common.process import Killed, in_subprocess
 from coppice.tools.launching import agent_trial
 from coppice.tools.launching.assets import Assets
 from coppice.tools.launching.config import Config
@@ -12,7 +12,7 @@ def prepare(config: Config) -> Assets:
     FileNotFoundError, ValueError or MemoryError with the remedy."""
     try:
         agent_trial.check(config)
-        return apart(_prepare, config)
+        return in_subprocess(_prepare, config)
     except Killed:
         raise MemoryError(
             "the set-up's process was killed, most likely for memory: free some, then start again"

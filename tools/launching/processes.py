@@ -14,7 +14,7 @@ from coppice.common.process import free_port
 from coppice.judges.config import with_served_model
 from coppice.judges.retriever.worker import RetrieverProcess
 from coppice.judges.serve import PLAYERS, JudgeProcess, built_in_service
-from coppice.judges.slate_rules import SlateRules
+from coppice.judges.slate import SlateRules
 from coppice.learner import schemes
 from coppice.learner.config import LearnerConfig, LearnerProcess
 from coppice.scheduler.config import EvaluationConfig, SchedulerConfig, SchedulerProcess
@@ -102,20 +102,13 @@ def _files(config: Config, assets: Assets, run: str) -> dict[str, Any]:
         if players:
             files[name("players")] = JudgeProcess(name("players"), home, players)
         if assets.retriever:
-            r = config.retriever
             # Joining depends on time, and a query's vector, in its last bits, on what it is joined
             # with.
-            batch = 1 if config.deterministic else r.batch
-            files[name("retriever")] = RetrieverProcess(
-                name("retriever"),
-                home,
-                assets.retriever,
-                r.encoder,
-                r.threads,
-                r.cache,
-                r.search,
-                batch,
+            batch = 1 if config.deterministic else config.retriever.batch
+            retriever = msgspec.structs.replace(
+                config.retriever, backend=assets.retriever, batch=batch
             )
+            files[name("retriever")] = RetrieverProcess(name("retriever"), home, retriever)
     for i in range(config.actors.count):
         home = str(shards.folder(Path(run), i % s.shards))
         files[f"actor-{i}"] = ActorProcess(

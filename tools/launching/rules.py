@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from coppice.common import storage
-from coppice.common.options import known
+from coppice.common.options import check_choice
 from coppice.judges.config import RetrieverConfig
 from coppice.learner import schemes
 from coppice.learner.update import corrections
@@ -39,7 +39,7 @@ def _faults(config: Config) -> Iterator[str]:
         yield f"scheduler.max_action_tokens = {s.max_action_tokens} leaves no room for a prompt in actors.max_context = {a.max_context}"
     if "/" not in encoder and not Path(encoder).is_dir():
         expected = [RetrieverConfig().encoder]
-        known(
+        check_choice(
             f"retriever.encoder = {encoder!r}",
             encoder,
             expected,
@@ -64,7 +64,7 @@ def _cluster(config: Config) -> Iterator[str]:
     on, w = config.cluster.on, config.learner
     if on and on != "ray" and not on.startswith("ray://"):
         others = " or ray://HOST:PORT; slurm and kuberay as --cluster alone"
-        known(f"cluster.on = {on!r}", on, ["ray", "slurm", "kuberay"], others)
+        check_choice(f"cluster.on = {on!r}", on, ["ray", "slurm", "kuberay"], others)
     if on and w.publish != "file" and w.publish_host == "127.0.0.1":
         yield f"learner.publish = {w.publish!r} on a cluster with learner.publish_host = '127.0.0.1': expected an address that the actors reach"
     if w.publish_url and w.publish == "memory":
@@ -76,7 +76,7 @@ def _cluster(config: Config) -> Iterator[str]:
 def _exports(config: Config) -> Iterator[str]:
     """The trackers are known, and Prometheus has an address."""
     for name in config.scheduler.trackers:
-        known(f"scheduler.trackers names {name!r}", name, TRACKERS)
+        check_choice(f"scheduler.trackers names {name!r}", name, TRACKERS)
     address = config.scheduler.prometheus
     host, _, port = address.rpartition(":")
     if address and not (host and port.isdecimal() and int(port) < 2**16):

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from coppice.common.options import checked, command_parser, known, option
+from coppice.common.options import check_choice, checked, command_parser, option
 from coppice.scheduler.growth import strategies
 from coppice.tools.inspecting import runs
 from coppice.tools.launching.config import DEFAULT_CONFIG, Config, load
@@ -108,7 +108,7 @@ def main(arguments: list[str] | None = None) -> int:
 def check(options: argparse.Namespace, given: set[str]) -> None:
     """Raise ValueError for options without effect, and for a GPU that is not known. given: names
     that --assume sets."""
-    known(f"--gpu {options.gpu!r}", options.gpu, GPUS)
+    check_choice(f"--gpu {options.gpu!r}", options.gpu, GPUS)
     if options.against and (options.gpus or options.set or options.config or given):
         raise ValueError("--gpus, --set, --config and --assume have no effect with --against, which takes that run's: remove them")  # fmt: skip
     idle = [

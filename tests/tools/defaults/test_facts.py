@@ -83,7 +83,7 @@ def index(facts: Path, tmp_path_factory: pytest.TempPathFactory) -> Index:
     ]
     (folder / "corpus.jsonl").write_text("\n".join(lines) + "\n")
     encoder = Encoder()
-    build(folder / "corpus.jsonl", folder / "index", encoder, progress=False)
+    build(folder / "corpus.jsonl", folder / "index", encoder)
     return Index(folder / "index", encoder)
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 
+from coppice.judges.config import RetrieverConfig
 from coppice.judges.retriever.hot import AT_ONCE, Backend, HotQueries
 from coppice.judges.retriever.index import read_manifest
 from coppice.judges.retriever.worker import is_served, opened
@@ -126,6 +127,6 @@ def identity_of(retriever: str) -> str:
 
 def opening_of(retriever: str, threads: int) -> Open:
     """The function that opens the backend of --retriever."""
-    return lambda: opened(
-        retriever, "" if is_served(retriever) else read_manifest(Path(retriever)).encoder, threads
-    )
+    encoder = "" if is_served(retriever) else read_manifest(Path(retriever)).encoder
+    config = RetrieverConfig(retriever, encoder=encoder, threads=threads, cache=0)
+    return lambda: opened(config)

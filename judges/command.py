@@ -1,0 +1,142 @@
+"""The command coppice serve: it plugs a judge, an opponent or a speaker into a live run, and gives or
+takes back the invitation that a judge on another machine needs."""
+
+import argparse
+import sys
+from pathlib import Path
+
+import msgspec
+
+from coppice.common import loop, options
+from coppice.common.process import begin
+from coppice.judges.base import Judge
+from coppice.judges.serve import connection, make_worker, serve
+from coppice.wire.faults import Fault
+from coppice.wire.keys import Invitation, PeerKeys, RunKeys, write_private
+from coppice.wire.sockets import is_loopback
+
+_EVERY_ADDRESS = ("0.0.0.0", "[::]", "*")
+EXAMPLES = """\
+  coppice serve my_judge:Brevity --run RUN              a judge of your own
+  coppice serve pprm --run RUN --option max_tokens=512  a built-in one
+  coppice serve --run RUN --invite judge.brevity --to invitation.json
+  coppice serve my_judge:Brevity --invite-file invitation.json"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of coppice serve."""
+    purpose = "Plug a judge, an opponent or a speaker into a live run,\nor invite one from another machine."
+    parser = options.command_parser("coppice serve", purpose, EXAMPLES)
+    add = parser.add_argument
+    add("judge", nargs="?", metavar="JUDGE", help="module:Class, or a built-in name")
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--run", type=Path, metavar="RUN", help="folder of the live run")
+    invited = "the invitation to a run on another machine"
+    where.add_argument("--invite-file", type=Path, metavar="FILE", help=invited)
+    option = "an argument of the class, its value in TOML; repeatable"
+    add("--option", action="append", default=[], metavar="KEY=VALUE", help=option)
+    add("--name", default=None, help="worker name (default: the judge's, with -plugin)")
+    add = parser.add_argument_group("invitations (with --run)").add_argument
+    service = "print an invitation to offer judge.NAME, player.NAME or speaker.NAME"
+    add("--invite", metavar="SERVICE", help=service)
+    to = "write the invitation to this file, which only you can read"
+    add("--to", type=Path, metavar="FILE", help=to)
+    host = "the name or address by which the guest reaches this machine"
+    add("--host", default="", help=host)
+    revoke = "take an invitation back, by the name that --invite told"
+    add("--revoke", metavar="KEY", help=revoke)
+    return parser
+
+
+def plug_in(arguments: list[str] | None = None) -> int:
+    """Run the command coppice serve and return its exit status."""
+    command = parser()
+    asked = command.parse_args(arguments)
+    begin()
+    try:
+        if asked.invite or asked.revoke:
+            _change_invitations(asked)
+            return 0
+        if asked.judge is None:
+            command.error("name the judge that is served, as module:Class or a built-in name")
+        endpoint, keys = _reached(asked)
+        worker = make_worker(asked.judge, dict(options.option(text) for text in asked.option))
+    except (OSError, ValueError) as error:
+        print(f"coppice serve: {error}", file=sys.stderr)
+        return 2
+    offered = worker.service + (f" {list(worker.columns)}" if isinstance(worker, Judge) else "")
+    while True:
+        print(f"serving {offered} to {endpoint}; Ctrl-C drains and leaves", flush=True)
+        try:
+            loop.run(serve([worker], asked.name or f"{worker.name}-plugin", endpoint, keys))
+            return 0
+        # the scheduler refused this worker, or a model server does not answer
+        except (Fault, OSError) as error:
+            before, endpoint = endpoint, _endpoint_now(asked)
+            if endpoint in (before, ""):
+                print(f"coppice serve: {error}", file=sys.stderr)
+                return 1
+
+
+def _reached(asked: argparse.Namespace) -> tuple[str, PeerKeys]:
+    """Return the endpoint and the keys of the run folder or of the invitation."""
+    if asked.invite_file is None:
+        return connection(asked.run)
+    invitation = Invitation.read(asked.invite_file)
+    return invitation.endpoint, invitation
+
+
+def _endpoint_now(asked: argparse.Namespace) -> str:
+    """Return the run's current endpoint, "" if it has none. A resumed run has a new endpoint and
+    the same keys."""
+    try:
+        return _reached(asked)[0]
+    except (FileNotFoundError, ValueError):
+        return ""
+
+
+def _change_invitations(asked: argparse.Namespace) -> None:
+    """Invite or revoke. Raises ValueError or OSError, which names the remedy."""
+    if asked.run is None:
+        raise ValueError("--invite and --revoke need --run: only the owner of a run invites to it")
+    endpoint, _ = connection(asked.run)
+    keys = RunKeys.load(asked.run / "keys")
+    if asked.revoke:
+        keys.revoke(asked.revoke)
+        print(f"{asked.revoke} is revoked; a live run sends its worker away within seconds")
+        return
+    if asked.to is not None and asked.to.exists():
+        raise FileExistsError(f"{asked.to} is there already: name another file, or remove it")
+    name, invitation = keys.invite(asked.invite, reachable(endpoint, asked.host))
+    text = msgspec.json.encode(invitation).decode()
+    if asked.to is not None:
+        write_private(asked.to, text + "\n")
+    else:
+        print(text, flush=True)
+    # On the other stream, so that the invitation can be redirected to a file.
+    print(
+        f"{name} may offer {asked.invite} and nothing else. The guest saves the line as a file that only the guest can read and runs"
+        f" coppice serve module:Class --invite-file FILE. Take it back: coppice serve --run {asked.run} --revoke {name}",
+        file=sys.stderr,
+    )
+    if is_loopback(invitation.endpoint):
+        print(
+            f"{invitation.endpoint} is reached from this machine alone: for another machine start the run with"
+            " --set scheduler.bind=tcp://ADDRESS:PORT",
+            file=sys.stderr,
+        )
+
+
+def reachable(endpoint: str, host: str) -> str:
+    """Return the endpoint as the guest names it. Raises ValueError when the run listens on every
+    address and ``host`` is "".
+
+    >>> reachable("tcp://0.0.0.0:5555", "gpu-1")
+    'tcp://gpu-1:5555'
+    """
+    bound, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    if not host and bound in _EVERY_ADDRESS:
+        raise ValueError(
+            f"the run listens on every address ({endpoint}): say with --host by which one the guest reaches it"
+        )
+    return f"tcp://{host or bound}:{port}"
