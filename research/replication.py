@@ -24,7 +24,7 @@ from matplotlib.figure import Figure
 from coppice.common.options import command_parser
 from coppice.tools.bootstrap import ROOT
 from coppice.tools.inspecting.figures import save
-from coppice.tools.inspecting.intervals import interval, shown
+from coppice.tools.inspecting.runs import interval, shown
 from coppice.tools.launching.config import ConfigError, load, saved
 
 STEPS = ("count/environment_steps", "count/continuation_steps")

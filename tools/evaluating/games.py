@@ -1,16 +1,10 @@
 """The command coppice evaluate measures a player on the tasks that an environment makes, with
-intervals, in one process.
-
-Invariant: every game is a tree of OUT/journal.sqlite and counts once, however often the evaluation
-was interrupted.
-"""
+intervals, in one process."""
 
 import argparse
-import functools
-import random
-import shlex
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +18,11 @@ from coppice.judges.serve import PLAYERS
 from coppice.scheduler.evaluation.evaluation import summarise
 from coppice.scheduler.growth import strategies
 from coppice.scheduler.growth.context import Context
-from coppice.scheduler.growth.services import Shop
 from coppice.scheduler.growth.tree import Tree
-from coppice.scheduler.telemetry.together import together
-from coppice.tools.evaluating import players
-from coppice.tools.evaluating.folder import Kept, Ledger, Measured, claim, conduct, own_folder
-from coppice.tools.evaluating.in_process import InProcess, Seat, config_of, without_model
+from coppice.tools.evaluating import examination, players
+from coppice.tools.evaluating.examination import Examination, Measured, Prepared, Row
+from coppice.tools.evaluating.in_process import Seat, config_of, without_model
 from coppice.tools.evaluating.match import NO_MODEL, SIMULATIONS, Match, Settings, prepare
-from coppice.wire.faults import InfrastructureFault
-from coppice.wire.messages import Sample
 
 
 class SeedResult(msgspec.Struct, frozen=True):
@@ -57,10 +47,6 @@ class Result(msgspec.Struct, frozen=True):
     engine: dict[str, float]
 
 
-# ----------------------------------------------------------------------------------------------
-# command line
-
-
 EXAMPLES = """\
   coppice evaluate tictactoe --run RUN --games 200       a run's newest weights
   coppice evaluate sudoku --run RUN --version best       its best ones
@@ -78,265 +64,138 @@ def parser() -> argparse.ArgumentParser:
         EXAMPLES,
         "coppice evaluate ENV PLAYER [options]",
     )
-    parser.add_argument(
-        "environment", metavar="ENV", help=f"one of {', '.join(registry.KNOWN)}, or module:Class"
-    )
-    _add_players(parser)
-    _add_games(parser.add_argument_group("games"))
-    parser.add_argument(
-        "--out",
-        type=Path,
-        help="folder; an evaluation in it is continued (default: evaluations/ENV-TIME)",
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="print the result as JSON instead of a table"
-    )
-    parser.add_argument(
-        "--concurrency", type=int, default=16, help="games played at once (default: %(default)s)"
-    )
+    known = f"one of {', '.join(registry.KNOWN)}, or module:Class"
+    parser.add_argument("environment", metavar="ENV", help=known)
+    one = parser.add_argument_group("player").add_mutually_exclusive_group(required=True)
+    add = one.add_argument
+    add("--model", metavar="NAME", help="a model folder, a built-in name or a hub id")
+    run = "a run folder: its newest weights, and its settings of ENV"
+    add("--run", type=Path, metavar="RUN", help=run)
+    add("--endpoint", metavar="URL", help="an OpenAI-compatible endpoint, up to /v1")
+    baseline = "no model: a random reply of those listed, or the first"
+    add("--baseline", choices=sorted(NO_MODEL), help=baseline)
+    players.add_players(parser)
+    add = parser.add_argument_group("games").add_argument
+    add("--games", type=int, default=100, help="games per set of tasks (default: %(default)s)")
+    seed = "first task seed (default: held-out)"
+    add("--seed", type=int, default=HELD_OUT_SEEDS.start, help=seed)
+    add("--seeds", type=int, default=1, help="the number of sets of tasks (default: %(default)s)")
+    opponent = f"random, one of {', '.join(PLAYERS)}, or module:Class (default: MCTS)"
+    add("--opponent", metavar="NAME", help=opponent)
+    simulations = f"simulations of the MCTS opponent (default: {SIMULATIONS})"
+    add("--simulations", type=int, help=simulations)
+    oracle = "label moves by the built-in oracle (default: yes)"
+    add("--oracle", action=argparse.BooleanOptionalAction, default=True, help=oracle)
+    for flag, words in (
+        ("--option", "option of ENV, a TOML value; repeatable"),
+        ("--oracle-option", "option of the oracle or of the outcome's judge; repeatable"),
+        ("--speaker-option", "option of a served partner; repeatable"),
+    ):
+        add(flag, action="append", default=[], metavar="KEY=VALUE", help=words)
+    examination.add_output(parser, "ENV")
+    at_once = "games played at once (default: %(default)s)"
+    parser.add_argument("--concurrency", type=int, default=16, help=at_once)
     return parser
 
 
-def _add_players(parser: argparse.ArgumentParser) -> None:
-    one = parser.add_argument_group("player").add_mutually_exclusive_group(required=True)
-    one.add_argument("--model", metavar="NAME", help="a model folder, a built-in name or a hub id")
-    one.add_argument(
-        "--run",
-        type=Path,
-        metavar="RUN",
-        help="a run folder: its newest weights, and its settings of ENV",
-    )
-    one.add_argument("--endpoint", metavar="URL", help="an OpenAI-compatible endpoint, up to /v1")
-    one.add_argument(
-        "--baseline",
-        choices=sorted(NO_MODEL),
-        help="no model: a random reply of those listed, or the first",
-    )
-    players.add_endpoint(parser)
-    players.add_local(parser)
-    players.add_actions(parser)
+class Games(Examination[Result]):
+    """The games of one match in one folder."""
 
-
-def _add_games(games: Any) -> None:
-    games.add_argument(
-        "--games", type=int, default=100, help="games per set of tasks (default: %(default)s)"
-    )
-    games.add_argument(
-        "--seed", type=int, default=HELD_OUT_SEEDS.start, help="first task seed (default: held-out)"
-    )
-    games.add_argument(
-        "--seeds", type=int, default=1, help="the number of sets of tasks (default: %(default)s)"
-    )
-    games.add_argument(
-        "--option",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="option of ENV, a TOML value; repeatable",
-    )
-    games.add_argument(
-        "--opponent",
-        metavar="NAME",
-        help=f"random, one of {', '.join(PLAYERS)}, or module:Class (default: MCTS)",
-    )
-    games.add_argument(
-        "--simulations", type=int, help=f"simulations of the MCTS opponent (default: {SIMULATIONS})"
-    )
-    oracle = "label moves by the built-in oracle (default: yes)"
-    games.add_argument("--oracle", action=argparse.BooleanOptionalAction, default=True, help=oracle)
-    games.add_argument(
-        "--oracle-option",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="option of the oracle or of the outcome's judge; repeatable",
-    )
-    games.add_argument(
-        "--speaker-option",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="option of a served partner; repeatable",
-    )
-
-
-# ----------------------------------------------------------------------------------------------
-# playing
-
-
-class Evaluation:
-    """The games of one match in one folder. ``play`` may be cancelled at any moment and continued
-    later; then ``close``."""
+    unit, done = "games", "played"
 
     def __init__(self, match: Match, out: Path, concurrency: int):
-        self.match, self.settings, self.out = match, match.settings, out
-        self.services = InProcess(match.engine, match.workers)
-        self.started = False
-        s = match.settings
-        self.kept = Kept(out, s.games * s.seeds, "games", "not be played", concurrency)
-        self.ledger = Ledger(out, "games", self.kept.progress.start_s)
-        self.config = config_of(s, match.judge, strategy="chain")
-        # The dispatcher is None here, because each game's seat takes its place.
-        self.shop = Shop(
-            None,  # pyright: ignore[reportArgumentType]
-            self.kept.journal, match.text, match.environment, self.config, Counter(), lambda tree, turns: None,
-        )  # fmt: skip
-
-    async def _start(self) -> None:
-        """Start the services, with the weights of the run's version. Raises NotStarted."""
-        self.started = True
-        await self.services.begin(self.match.load)
-        self.ledger.open(self.match.engine.stats if self.match.engine is not None else dict)
+        s, self.match = match.settings, match
+        make: Any = match.environment
+        tasks = [("", make.task(s.seed + number)) for number in range(s.games * s.seeds)]
+        super().__init__(out, tasks, concurrency, match.workers)
 
     async def play(self) -> Result:
-        """Play the games that are not played yet. Raises Fault if they cannot go on, NotStarted if
-        they cannot begin."""
-        s = self.settings
-        if self.kept.before < s.games * s.seeds:
-            await self._start()
-        games = await together(self._game(position) for position in range(s.games * s.seeds))
-        pairs = [pair for pair in games if pair is not None]
-        unplayed = self.kept.undone
-        if not pairs:
-            raise InfrastructureFault(
-                f"no game could be played; the last reason: {list(unplayed.values())[-1]}"
-            )
-        self.ledger.close(self.kept.now)
-        spent = self.ledger.total()
+        """Play the games that are not played yet."""
+        s, environment = self.match.settings, self.match.environment
+        config = config_of(s, self.match.judge, strategy="chain")
+        examined = await self.examine(Row("", s, self.match.player, environment, config))
+        games = [game for game in examined.outcomes if game is not None]
         by_seed = []
-        for k in range(s.seeds):
-            first = s.seed + k * s.games
-            ours = [(task, tree) for task, tree in pairs if first <= task.seed < first + s.games]
+        for first in range(s.seed, s.seed + s.games * s.seeds, s.games):
+            ours = [game for game in games if first <= game[0].seed < first + s.games]
             by_seed.append(self._measured(first, ours))
+        spent = examined.spent
         result = Result(
-            s, self.match.environment.headline, self._measured(s.seed, pairs), by_seed, unplayed,
+            s, environment.headline, self._measured(s.seed, games), by_seed, examined.undone,
             spent.seconds, int(spent.engine.get("decoded_tokens", 0)), spent.engine,
         )  # fmt: skip
         write_whole(self.out / "result.json", result)
         return result
 
-    async def _game(self, position: int) -> tuple[Task, Tree] | None:
-        task: Task = self.match.environment.task(self.settings.seed + position)  # pyright: ignore[reportAttributeAccessIssue]
-        grow = functools.partial(self._grow, task)
-        tree = await self.kept.task(position, task.id, self.settings.version, grow)
+    async def grow(self, row: Row, of: str, context: Context, seat: Seat) -> None:
+        """Play a game."""
+        if self.match.settings.player == "baseline":
+            name = NO_MODEL[self.match.settings.source]
+            seat.generate = without_model(name, row.environment, row.player.text, context)
+        if seat.generate is not None or row.environment.speakers:
+            # A baseline makes the same moves again by itself; a partner's replies would not be the
+            # same again, so an interrupted conversation begins anew.
+            seat.said.clear()
+        await context.plant()
+        await strategies.load("chain")(context.tree, context)
+
+    def outcome(self, task: Task, tree: Tree | None) -> tuple[Task, Tree] | None:
+        """The game."""
         return (task, tree) if tree is not None else None
 
-    async def _grow(self, task: Task, tree: Tree, said: list[Sample]) -> None:
-        # The draws are the same as in a run's held-out evaluation of this task, and the same again
-        # after an interruption.
-        rng = random.Random(f"heldout/{tree.id}")
-        context = Context(self.shop, task, tree, rng)
-        # The partner's replies would not be the same again, so an interrupted conversation begins
-        # anew.
-        seat = Seat(self.services, [] if self.match.environment.speakers else said)
-        if self.settings.player == "baseline":  # a baseline makes the same moves again by itself
-            name, rules = NO_MODEL[self.settings.source], self.match.environment
-            seat = Seat(self.services, [], without_model(name, rules, self.match.text, context))
-        context.shop = msgspec.structs.replace(self.shop, dispatcher=seat)
-        await context.plant()
-        await strategies.load("chain")(tree, context)
-
-    def _measured(self, seed: int, pairs: list[tuple[Task, Tree]]) -> SeedResult:
-        counts: Counter[str] = Counter()
-        for task, tree in pairs:
+    def _measured(self, seed: int, games: list[tuple[Task, Tree]]) -> SeedResult:
+        environment, counts = self.match.environment, Counter[str]()
+        for task, tree in games:
             turns = [{**action.scores, "forced": float(action.forced)} for action in tree.actions()]
-            counts.update(
-                {
-                    name: len(values)
-                    for name, values in self.match.environment.measures(task, turns).items()
-                }
-            )
-        summary = summarise(self.settings.version, self.match.environment, pairs)
-        estimates = summary.measures.items()
-        measures = {
-            name: Measured(e.mean, e.half, counts[name]) for name, e in estimates if counts[name]
-        }
-        return SeedResult(seed, len(pairs), measures)
-
-    async def close(self) -> None:
-        """Release everything. The finished games stay in the folder."""
-        self.ledger.close(self.kept.now)
-        self.kept.journal.close()
-        if self.started:
-            await self.services.close()
-
-
-# ---------------------------------------------------------------------------------------------- the
-# printed result
+            measures = environment.measures(task, turns)
+            counts.update({name: len(values) for name, values in measures.items()})
+        estimates = summarise(self.match.settings.version, environment, games).measures.items()
+        measured = {n: Measured(e.mean, e.half, counts[n]) for n, e in estimates if counts[n]}
+        return SeedResult(seed, len(games), measured)
 
 
 def lines(result: Result) -> str:
     """The result as a table: the overall measures, and the means of each set of tasks if there are
     several sets."""
-    s = result.settings
-    names = sorted(result.overall.measures, key=lambda name: (name != result.headline, name))
+    s, measures = result.settings, result.overall.measures
     each = result.by_seed if len(result.by_seed) > 1 else []
     rows = [["measure", "mean ±95%", "n", *(f"seed {one.seed}" for one in each)]]
-    for name in names:
-        m = result.overall.measures[name]
+    for name in sorted(measures, key=lambda name: (name != result.headline, name)):
         means = [f"{one.measures[name].mean:.3f}" if name in one.measures else "-" for one in each]
-        rows.append([name, f"{m.mean:.3f} ±{m.half:.3f}", str(m.n), *means])
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        rows.append([name, str(measures[name]), str(measures[name].n), *means])
     printed = [f"{s.environment}, {result.overall.games} games, {_player(s)}{_against(s)}"]
-    printed += [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
+    printed += examination.table(rows)
     for task, reason in list(result.unplayed.items())[:3]:
         printed.append(f"not played: {task}: {reason}")
     if len(result.unplayed) > 3:
         printed.append(f"not played: {len(result.unplayed) - 3} more, see result.json")
-    return "\n".join(
-        [*printed, f"{result.seconds:.0f} s, {result.generated_tokens} generated tokens"]
-    )
+    printed.append(f"{result.seconds:.0f} s, {result.generated_tokens} generated tokens")
+    return "\n".join(printed)
 
 
 def _player(s: Settings) -> str:
-    how = (
-        ""
-        if s.player == "baseline"
-        else ", greedy"
-        if s.temperature == 0
-        else f", temperature {s.temperature:g}"
-    )
-    name = {"run": f"{s.source} version {s.version}", "endpoint": f"{s.model} at {s.source}"}.get(
-        s.player, s.source
-    )
-    return f"{s.player} {name}{how}"
+    if s.player == "baseline":
+        return f"baseline {s.source}"
+    how = "greedy" if s.temperature == 0 else f"temperature {s.temperature:g}"
+    names = {"run": f"{s.source} version {s.version}", "endpoint": f"{s.model} at {s.source}"}
+    return f"{s.player} {names.get(s.player, s.source)}, {how}"
 
 
 def _against(s: Settings) -> str:
     if "opponents" not in s.options:
         return ""
-    shown = [" ".join([name, *(f"{k}={v}" for k, v in s.opponents.get(name, {}).items())]) for name in s.options["opponents"]]  # fmt: skip
+    options = {name: s.opponents.get(name, {}).items() for name in s.options["opponents"]}
+    shown = [" ".join([name, *(f"{k}={v}" for k, v in more)]) for name, more in options.items()]
     return f", against {' or '.join(shown)}"
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command. Returns its exit status."""
-    arguments = sys.argv[1:] if arguments is None else arguments
-    flags = parser().parse_args(arguments)
-    try:
+
+    def prepared(flags: argparse.Namespace) -> Prepared:
         match = prepare(flags)
-        out = flags.out or own_folder(match.environment.name)
-        lock = claim(out, match.settings)
-    except (OSError, ValueError, MemoryError) as error:
-        print(f"coppice evaluate: {error}", file=sys.stderr)
-        return 2
-    with lock:
-        return _report(flags, match, out, arguments)
+        begin = lambda out: Games(match, out, flags.concurrency)  # noqa: E731
+        return Prepared(match.environment.name, match.settings, begin, lines, "played")
 
-
-def _report(flags: argparse.Namespace, match: Match, out: Path, arguments: list[str]) -> int:
-    again = shlex.join(
-        ["coppice", "evaluate", *arguments, *([] if flags.out else ["--out", str(out)])]
-    )
-    result = conduct(lambda: Evaluation(match, out, flags.concurrency), again, "played")
-    if isinstance(result, int):
-        return result
-    print(
-        msgspec.json.encode(result).decode()
-        if flags.json
-        else f"{lines(result)}\nresult {out / 'result.json'}"
-    )
-    return 0
+    arguments = sys.argv[1:] if arguments is None else arguments
+    return examination.run("coppice evaluate", parser(), prepared, arguments)

@@ -17,18 +17,25 @@ from coppice.scheduler.config import SchedulerConfig
 from coppice.scheduler.growth.baselines import PLAYERS
 from coppice.scheduler.growth.context import Context
 from coppice.scheduler.growth.text import Text
-from coppice.tools.evaluating.folder import PATIENCE_S, NotStarted
 from coppice.wire.faults import InfrastructureFault
-from coppice.wire.messages import GenerateRequest, GenerateResult, LoadRequest, Sample
+from coppice.wire.messages import GenerateRequest, GenerateResult, Sample
 
+PATIENCE_S = 3600.0
+"""The deadline of a call. It is long because no other engine or service could take over from the
+one in this process."""
 Handler = Callable[[Any], Awaitable[Any]]
+
+
+class NotStarted(RuntimeError):
+    """The player could not be started, for example because the model does not fit or an API key is
+    not set."""
 
 
 class InProcess:
     """Serves ``generate`` by an engine, and judges, opponents and speakers by workers, through the
     dispatcher's ``call``.
 
-    Call ``begin`` or ``start`` first and ``close`` last. engine: None for a player without a model.
+    Call ``start`` first and ``close`` last. engine: None for a player without a model.
     more: handlers of other services.
     """
 
@@ -49,15 +56,6 @@ class InProcess:
             await self.engine.start()
         for worker in self.workers:
             await worker.start()
-
-    async def begin(self, load: LoadRequest | None) -> None:
-        """Start, then load the weights that ``load`` names. Raises NotStarted."""
-        try:
-            await self.start()
-        except (OSError, ValueError, MemoryError) as error:
-            raise NotStarted(str(error)) from error
-        if load is not None and self.engine is not None:
-            await self.engine.load(load)
 
     async def close(self) -> None:
         """Release what ``start`` acquired."""
@@ -89,10 +87,10 @@ def _handling(worker: Worker) -> Handler:
 def config_of(settings: Any, judge: str, **more: Any) -> SchedulerConfig:
     """The scheduler's settings for a player: one trajectory per task, with deadlines that allow
     slow services."""
-    s = settings
+    same = ("temperature", "top_p", "top_k", "thinking")
     return SchedulerConfig(
-        judge=judge, temperature=s.temperature, top_p=s.top_p, top_k=s.top_k, max_action_tokens=s.max_tokens,
-        thinking=s.thinking, generate_deadline_s=PATIENCE_S, judge_deadline_s=PATIENCE_S, **more,
+        judge=judge, max_action_tokens=settings.max_tokens, generate_deadline_s=PATIENCE_S,
+        judge_deadline_s=PATIENCE_S, **{name: getattr(settings, name) for name in same}, **more,
     )  # fmt: skip
 
 

@@ -8,20 +8,17 @@ from typing import Any
 
 import msgspec
 
-from coppice.actors.config import ActorsConfig
-from coppice.actors.engines.base import Engine
-from coppice.actors.engines.endpoint import EndpointEngine, EndpointText
+from coppice.actors.engines.endpoint import EndpointText
 from coppice.actors.environments import registry
 from coppice.actors.environments.base import POLICY, Environment, Task
 from coppice.actors.environments.game import Game
-from coppice.judges.base import Player, Worker
+from coppice.judges.base import Player as Opponent
+from coppice.judges.base import Worker
 from coppice.judges.serve import BUILT_IN, PLAYERS, make_worker
 from coppice.scheduler.config import UNJUDGED, SchedulerConfig
 from coppice.scheduler.growth import baselines
-from coppice.scheduler.growth.text import Text
 from coppice.tools.evaluating import players
-from coppice.tools.evaluating.players import MAX_CONTEXT, Trained, table
-from coppice.wire.messages import LoadRequest
+from coppice.tools.evaluating.players import Player, Trained, table
 
 NO_MODEL = {name.removesuffix("_legal_move"): name for name in baselines.PLAYERS}
 """The players of --baseline, by their names on the command line."""
@@ -80,16 +77,13 @@ class HalfEach:
 
 
 class Match(msgspec.Struct, frozen=True):
-    """Everything that an evaluation needs; nothing is started or paid for yet. load: weights that
-    replace the model's."""
+    """Everything that an evaluation needs; nothing is started or paid for yet."""
 
     settings: Settings
     environment: Environment
     workers: list[Worker]
-    engine: Engine | None
-    text: Text
+    player: Player
     judge: str
-    load: LoadRequest | None = None
 
 
 def prepare(flags: argparse.Namespace) -> Match:
@@ -106,10 +100,8 @@ def prepare(flags: argparse.Namespace) -> Match:
         options = kept | options
     environment = _environment(flags.environment, options)
     options, opponents, workers = _opponents(flags, environment, options)
-    halves = (
-        "second" in inspect.signature(type(environment).__init__).parameters
-        and "second" not in options
-    )
+    parameters = inspect.signature(type(environment).__init__).parameters
+    halves = "second" in parameters and "second" not in options
     environment = _environment(flags.environment, options)
     if halves:
         each = [_environment(flags.environment, options | {"second": side}) for side in (0.0, 1.0)]
@@ -129,18 +121,16 @@ def prepare(flags: argparse.Namespace) -> Match:
     speakers = _speakers(flags, environment)
     workers += [_worker(name, one, "--speaker-option") for name, one in speakers.items()]
     default = run.scheduler.scheduler if run is not None and same else SchedulerConfig()
+    player = _player(flags, run, environment)
     settings = Settings(
         environment=flags.environment, options=options, games=flags.games, seed=flags.seed, seeds=flags.seeds,
         temperature=flags.temperature, top_p=flags.top_p, top_k=flags.top_k,
         max_tokens=flags.max_tokens or default.max_action_tokens, thinking=default.thinking and not flags.no_thinking,
         sides="half each" if halves else "as drawn", opponents=opponents | speakers, oracle=oracle, oracle_options=oracle_options,
-        **_player(flags, run, environment),
+        **player.described,
     )  # fmt: skip
-    engine, text = _engine(flags, settings, run)
     judge = judges[0].name if oracle else UNJUDGED
-    return Match(
-        settings, environment, [*workers, *judges], engine, text, judge, run.load if run else None
-    )
+    return Match(settings, environment, [*workers, *judges], player, judge)
 
 
 def _environment(name: str, options: dict[str, Any]) -> Any:
@@ -212,74 +202,39 @@ def _worker(spec: str, options: dict[str, Any], flag: str) -> Worker:
         worker = make_worker(spec, options)
     except (ValueError, ImportError, AttributeError) as error:
         raise ValueError(f"{flag} {spec}: {error}") from None
-    if flag == "--opponent" and not isinstance(worker, Player):
+    if flag == "--opponent" and not isinstance(worker, Opponent):
         raise ValueError(
             f"--opponent {spec} is no opponent: expected random, one of {sorted(PLAYERS)}, or module:Class"
         )
     return worker
 
 
-# ---------------------------------------------------------------------------------------------- the
-# player
+# ----------------------------------------------------------------------------------------------
+# player and checks
 
 
-def _player(flags: argparse.Namespace, run: Trained | None, environment: Any) -> dict[str, Any]:
-    """The player's part of the settings. Raises ValueError."""
+def _player(flags: argparse.Namespace, run: Trained | None, environment: Environment) -> Player:
+    """Who plays. Raises ValueError."""
     if flags.baseline:
         if not baselines.offered(environment):
             raise ValueError(
                 f"--baseline: {flags.environment} lists no replies to choose from (Environment.replies)"
             )
-        return {"player": "baseline", "source": flags.baseline}
+        text: Any = EndpointText()  # stands for a Text
+        described = {"player": "baseline", "source": flags.baseline}
+        return Player(flags.baseline, described, text, lambda: None)
     if run is not None:
-        source = str(flags.run.resolve())
-        described = {"model": run.actor.model, "version": run.version, "weights": run.weights}
-        return {"player": "run", "source": source, **described}
+        return players.of_run(flags.run, run, flags)
     if flags.model:
-        folder = players.model_folder(flags.model)
-        return {"player": "model", "source": folder, "weights": players.weights_digest(folder)}
+        return players.of_model(flags.model, flags)
     if not environment.fresh:
         raise ValueError(f"--endpoint: {flags.environment} shows no fresh prompt each turn")
-    players.check_url(flags.endpoint)
-    fields = table("--endpoint-field", flags.endpoint_field)
-    return {
-        "player": "endpoint",
-        "source": flags.endpoint,
-        "model": flags.endpoint_model,
-        "fields": fields,
-    }
-
-
-def _engine(
-    flags: argparse.Namespace, settings: Settings, run: Trained | None
-) -> tuple[Engine | None, Any]:
-    """The player's engine, not started (None: a baseline), and its text."""
-    if settings.player == "baseline":
-        return None, EndpointText()
-    if settings.player == "endpoint":
-        return EndpointEngine(players.endpoint_of(flags)), EndpointText()
-    config = run.actor.actors if run else ActorsConfig(max_context=MAX_CONTEXT)
-    folder = run.actor.model if run else settings.source
-    return players.local_engine(folder, config, flags), Text(folder)
-
-
-# ----------------------------------------------------------------------------------------------
-# checks
+    return players.of_endpoint(flags)
 
 
 def check(flags: argparse.Namespace) -> None:
     """Refuse values out of range and settings without effect. Raises ValueError."""
-    positive = (
-        "games",
-        "seeds",
-        "concurrency",
-        "timeout",
-        "attempts",
-        "max_tokens",
-        "threads",
-        "max_context",
-    )
-    players.check(flags, positive)
+    players.check(flags, "games", "seeds")
     if flags.baseline and (flags.temperature or flags.max_tokens):
         raise ValueError(
             "--temperature and --max-tokens have no effect with --baseline: leave them out"

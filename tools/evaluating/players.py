@@ -3,7 +3,8 @@ engine that is not started."""
 
 import argparse
 import hashlib
-from collections.abc import Sequence
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -12,9 +13,11 @@ import msgspec
 
 from coppice.actors.config import ActorProcess, ActorsConfig
 from coppice.actors.engines.base import Engine
+from coppice.actors.engines.endpoint import EndpointEngine, EndpointText
 from coppice.common.http import Reached
 from coppice.common.options import option
 from coppice.scheduler.config import SchedulerProcess
+from coppice.scheduler.growth.text import Text
 from coppice.tools.evaluating import versions
 from coppice.wire import published
 from coppice.wire.messages import LoadRequest
@@ -26,71 +29,52 @@ _READ_WHOLE = 2**30
 second."""
 
 
-def add_endpoint(parser: Any) -> None:
-    """Add the flags that say how an endpoint is asked."""
-    remote = parser.add_argument_group("with --endpoint")
-    remote.add_argument("--endpoint-model", metavar="NAME", help="the model to ask for")
-    remote.add_argument(
-        "--api-key-env", metavar="VARIABLE", help="the environment variable that holds the API key"
-    )
-    remote.add_argument(
-        "--endpoint-field",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="a field of each request, its value in TOML; repeatable",
-    )
-    remote.add_argument("--timeout", type=float, help="seconds of one attempt (default: 300)")
-    remote.add_argument("--attempts", type=int, help="attempts of one request (default: 6)")
-
-
-def add_local(parser: Any) -> None:
-    """Add the flags that say how a model in this process computes."""
-    local = parser.add_argument_group("with --model or --run")
-    local.add_argument(
-        "--version",
-        type=versions.argument,
-        metavar="VERSION",
-        help="of --run: this version, or best (on its held-out tasks), instead of the newest; 0 is the start",
-    )
-    local.add_argument(
-        "--no-thinking",
-        action="store_true",
-        help="ask a chat template that knows the switch for none",
-    )
-    local.add_argument("--threads", type=int, help="compute threads (default: 1)")
-    local.add_argument(
-        "--max-context",
-        type=int,
-        help=f"tokens of a prompt and its action together (default: the run's, else {MAX_CONTEXT})",
-    )
-
-
-def add_actions(parser: Any) -> None:
-    """Add the flags that say how actions are sampled."""
-    actions = parser.add_argument_group("actions")
-    actions.add_argument("--temperature", type=float, default=0.0, help="0, the default, is greedy")
+def add_players(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that say how an endpoint is asked, how a model in this process computes, and
+    how actions are sampled."""
+    add = parser.add_argument_group("with --endpoint").add_argument
+    add("--endpoint-model", metavar="NAME", help="the model to ask for")
+    key = "the environment variable that holds the API key"
+    add("--api-key-env", metavar="VARIABLE", help=key)
+    field = "a field of each request, its value in TOML; repeatable"
+    add("--endpoint-field", action="append", default=[], metavar="KEY=VALUE", help=field)
+    add("--timeout", type=float, help="seconds of one attempt (default: 300)")
+    add("--attempts", type=int, help="attempts of one request (default: 6)")
+    add = parser.add_argument_group("with --model or --run").add_argument
+    version = "of --run: this version, or best (on its held-out tasks), instead of the newest; 0 is the start"
+    add("--version", type=versions.argument, metavar="VERSION", help=version)
+    thinking = "ask a chat template that knows the switch for none"
+    add("--no-thinking", action="store_true", help=thinking)
+    add("--threads", type=int, help="compute threads (default: 1)")
+    context = f"tokens of a prompt and its action together (default: the run's, else {MAX_CONTEXT})"
+    add("--max-context", type=int, help=context)
+    add = parser.add_argument_group("actions").add_argument
+    add("--temperature", type=float, default=0.0, help="0, the default, is greedy")
     nucleus = (
         "sample from the likeliest tokens of this total probability (default: %(default)s, all)"
     )
-    actions.add_argument("--top-p", type=float, default=1.0, help=nucleus)
+    add("--top-p", type=float, default=1.0, help=nucleus)
     top = "sample from so many likeliest tokens (default: %(default)s, all)"
-    actions.add_argument("--top-k", type=int, default=0, help=top)
-    actions.add_argument(
-        "--max-tokens",
-        type=int,
-        help="tokens of one action, at most (default: the run's, else 500)",
-    )
+    add("--top-k", type=int, default=0, help=top)
+    most = "tokens of one action, at most (default: the run's, else 500)"
+    add("--max-tokens", type=int, help=most)
 
 
-# ----------------------------------------------------------------------------------------------
-# checks
+_POSITIVE = ("concurrency", "timeout", "attempts", "max_tokens", "threads", "max_context")
+_LOCAL = ("model", "run")
+_NEEDS = {
+    **dict.fromkeys(
+        ("endpoint_model", "api_key_env", "endpoint_field", "timeout", "attempts"), ("endpoint",)
+    ),
+    **{"version": ("run",), "threads": _LOCAL, "max_context": _LOCAL, "no_thinking": _LOCAL},
+}
+"""Flags that have an effect only with one of other flags."""
 
 
-def check(flags: argparse.Namespace, positive: Sequence[str]) -> None:
+def check(flags: argparse.Namespace, *positive: str) -> None:
     """Refuse values and sampling out of range or without effect, and a flag without its player.
-    Raises ValueError. positive: flags above 0."""
-    for name in positive:
+    Raises ValueError. positive: the command's own flags above 0."""
+    for name in (*positive, *_POSITIVE):
         value = getattr(flags, name)
         if value is not None and value <= 0:
             raise ValueError(f"{flag(name)} {value}: expected more than 0")
@@ -106,25 +90,15 @@ def check(flags: argparse.Namespace, positive: Sequence[str]) -> None:
         raise ValueError("--top-p and --top-k have no effect with --temperature 0: leave them out")
     if flags.endpoint and not flags.endpoint_model:
         raise ValueError("--endpoint needs --endpoint-model, the name of a model served there")
-    local = "--model or --run"
-    needs = dict.fromkeys(
-        ("endpoint_model", "api_key_env", "endpoint_field", "timeout", "attempts"), "--endpoint"
-    )
-    needs |= {"version": "--run", "threads": local, "max_context": local, "no_thinking": local}
-    for name, needed in needs.items():
-        if getattr(flags, name) not in (None, [], False) and not any(
-            getattr(flags, _name(one)) for one in needed.split(" or ")
-        ):
-            raise ValueError(f"{flag(name)} has no effect without {needed}")
+    for name, needed in _NEEDS.items():
+        given = getattr(flags, name) not in (None, [], False)
+        if given and not any(getattr(flags, one) for one in needed):
+            raise ValueError(f"{flag(name)} has no effect without {' or '.join(map(flag, needed))}")
 
 
 def flag(name: str) -> str:
     """The flag of a value's name."""
     return "--" + name.replace("_", "-")
-
-
-def _name(one: str) -> str:
-    return one.removeprefix("--").replace("-", "_")
 
 
 def table(name: str, texts: list[str]) -> dict[str, Any]:
@@ -137,7 +111,7 @@ def table(name: str, texts: list[str]) -> dict[str, Any]:
 
 
 # ----------------------------------------------------------------------------------------------
-# players
+# runs
 
 
 class Trained(msgspec.Struct, frozen=True):
@@ -195,19 +169,6 @@ def saved(path: Path, kind: type[_Read]) -> _Read:
         ) from None
 
 
-def model_folder(name: str) -> str:
-    """The folder of --model. Raises ValueError."""
-    from coppice.tools.defaults.models import ensure_model
-    from coppice.tools.defaults.settings import cache_folder  # these import torch
-
-    try:
-        return str(ensure_model(name, cache_folder()))
-    except (FileNotFoundError, ValueError) as error:
-        raise ValueError(
-            f"--model {name}: {str(error).removeprefix(f'model.name = {name!r}: ')}"
-        ) from None
-
-
 def weights_digest(folder: str) -> str:
     """A digest that changes when other weights replace those in a model folder.
 
@@ -226,46 +187,102 @@ def weights_digest(folder: str) -> str:
     return total.hexdigest()[:16]
 
 
-def check_url(url: str) -> None:
-    """Raises ValueError if ``url`` is not the address of an endpoint."""
-    parts = urlsplit(url)
-    if (
-        parts.scheme not in ("http", "https")
-        or not parts.hostname
-        or parts.query
-        or "@" in parts.netloc
-    ):
+# ----------------------------------------------------------------------------------------------
+# players
+
+
+class Player(msgspec.Struct, frozen=True):
+    """Who is measured, not started yet.
+
+    name: a short one. described: its part of the settings. make: makes its engine, None without a
+    model. max_context: tokens of a prompt and its action, 0 without a limit. own: a run's settings.
+    """
+
+    name: str
+    described: dict[str, Any]
+    text: Text
+    make: Callable[[], Engine | None]
+    max_context: int = 0
+    load: LoadRequest | None = None
+    own: SchedulerProcess | None = None
+
+
+def of_model(name: str, flags: argparse.Namespace) -> Player:
+    """The player of --model. Raises ValueError."""
+    from coppice.tools.defaults.models import ensure_model
+    from coppice.tools.defaults.settings import cache_folder  # these import torch
+
+    try:
+        folder = str(ensure_model(name, cache_folder()))
+    except (FileNotFoundError, ValueError) as error:
+        raise ValueError(
+            f"--model {name}: {str(error).removeprefix(f'model.name = {name!r}: ')}"
+        ) from None
+    config = _local(ActorsConfig(max_context=MAX_CONTEXT), flags)
+    described = {"player": "model", "source": folder, "weights": weights_digest(folder)}
+    return Player(
+        _short(Path(name).name or Path(folder).resolve().name), described, Text(folder),
+        lambda: _engine(folder, config), config.max_context,
+    )  # fmt: skip
+
+
+def of_run(path: Path, run: Trained, flags: argparse.Namespace, least_context: int = 0) -> Player:
+    """The player of --run. least_context: a lower bound of the context, unless a flag gives it."""
+    folder, own = run.actor.model, run.actor.actors
+    room = max(own.max_context, least_context)
+    config = _local(msgspec.structs.replace(own, max_context=room), flags)
+    described = {"player": "run", "source": str(path.resolve()), "model": folder}
+    described |= {"version": run.version, "weights": run.weights}
+    return Player(
+        _short(f"{path.resolve().name}-v{run.version}"), described, Text(folder),
+        lambda: _engine(folder, config), config.max_context, run.load, run.scheduler,
+    )  # fmt: skip
+
+
+def of_endpoint(
+    flags: argparse.Namespace,
+    engine: type[EndpointEngine] = EndpointEngine,
+    text: type[EndpointText] = EndpointText,
+) -> Player:
+    """The player of --endpoint. Raises ValueError."""
+    parts = urlsplit(flags.endpoint)
+    good = parts.scheme in ("http", "https") and parts.hostname and not parts.query
+    if not good or "@" in parts.netloc:
         raise ValueError(
             "--endpoint: expected http(s)://host[:port]/v1, without a key (see --api-key-env)"
         )
+    more = {"timeout_s": flags.timeout, "attempts": flags.attempts}
+    more |= {"api_key_env": flags.api_key_env}
+    reached = Reached(
+        flags.endpoint, flags.endpoint_model, concurrency=flags.concurrency,
+        fields=table("--endpoint-field", flags.endpoint_field),
+        **{key: value for key, value in more.items() if value is not None},
+    )  # fmt: skip
+    described = {"player": "endpoint", "source": flags.endpoint, "model": reached.model}
+    described |= {"fields": reached.fields}
+    shown: Any = text()  # stands for a Text
+    return Player(_short(reached.model), described, shown, lambda: engine(reached))
 
 
-def endpoint_of(flags: argparse.Namespace) -> Reached:
-    """The endpoint that a command line describes."""
-    more = {
-        "timeout_s": flags.timeout,
-        "attempts": flags.attempts,
-        "api_key_env": flags.api_key_env,
-    }
-    more = {key: value for key, value in more.items() if value is not None}
-    fields = table("--endpoint-field", flags.endpoint_field)
-    return Reached(
-        flags.endpoint, flags.endpoint_model, concurrency=flags.concurrency, fields=fields, **more
-    )
+def _short(name: str) -> str:
+    return re.sub(r"[^\w.-]+", "_", name)
 
 
-def local_engine(folder: str, config: ActorsConfig, flags: argparse.Namespace) -> Engine:
-    """The embedded engine, with a batch that holds all concurrent requests of the command line (at
-    most 64)."""
-    from transformers.utils import logging  # these import torch, which the other players do without
-
-    from coppice.actors.engines.local import LocalEngine
-
-    logging.disable_progress_bar()
-    config = msgspec.structs.replace(
+def _local(config: ActorsConfig, flags: argparse.Namespace) -> ActorsConfig:
+    """The settings of the embedded engine, with a batch that holds all concurrent requests of the
+    command line (at most 64)."""
+    return msgspec.structs.replace(
         config,
         max_batch=max(config.max_batch, min(flags.concurrency, 64)),
         max_context=flags.max_context or config.max_context,
         threads=flags.threads or config.threads,
     )
+
+
+def _engine(folder: str, config: ActorsConfig) -> Engine:
+    from transformers.utils import logging  # these import torch, which the other players do without
+
+    from coppice.actors.engines.local import LocalEngine
+
+    logging.disable_progress_bar()
     return LocalEngine(folder, config)

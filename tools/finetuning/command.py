@@ -3,20 +3,26 @@ inspected and repeated."""
 
 import argparse
 import functools
+import itertools
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
-from coppice.common.atomic import write_whole
+from coppice.common.atomic import draft_of, write_whole
 from coppice.common.options import command_parser, option
-from coppice.tools.evaluating.folder import INTERRUPTED, conduct, keep, locked
+from coppice.tools.evaluating.examination import INTERRUPTED, conduct
+from coppice.tools.evaluating.folder import keep, locked
 from coppice.tools.evaluating.judge_bench import build, judging, record
-from coppice.tools.evaluating.judge_bench.evaluate import add_deadline, check_threshold
+from coppice.tools.evaluating.judge_bench.evaluate import (
+    add_deadline,
+    check_deadline,
+    check_threshold,
+)
 from coppice.tools.evaluating.judge_bench.record import THRESHOLD, Labelled, Step, Trajectory
 from coppice.tools.finetuning import training
-from coppice.tools.finetuning.judge import files, label
+from coppice.tools.finetuning.judge import label
 from coppice.wire.faults import Fault
 
 MODEL_MAKERS = ("train", "warm-start")
@@ -30,7 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         if options.command not in MODEL_MAKERS:
-            files.check(options)
+            check_files(options)
         return options.run(options) or 0
     except KeyboardInterrupt:
         print(f"coppice sft {options.command}: stopped; {_left(options)}", file=sys.stderr)
@@ -64,169 +70,173 @@ def parser() -> argparse.ArgumentParser:
     parser = command_parser(
         "coppice sft", "Make a fine-tuned judge from trajectories of runs (docs/sft.md).", EXAMPLES
     )
+    out, seed, graded = (argparse.ArgumentParser(add_help=False) for _ in range(3))
+    out.add_argument("--out", required=True, type=Path, help="what is written")
+    seed.add_argument("--seed", type=int, default=0, help="of every random draw (default: 0)")
+    graded.add_argument("labelled", nargs="+", type=Path, help="labelled or corrected trajectories")
     commands = parser.add_subparsers(dest="command", required=True)
-    _add_stages(commands)
-    _add_training(commands)
+    for name, words, run, options, *parents in (
+        ("collect", "trajectories of search runs, from their journals", collect, _collect, out),
+        ("label", "two judges score every step; steps on which they differ are dropped", label_, _label_options, out),
+        ("review", "apply the corrections of an edited review file", review, _review, out),
+        ("rows", "training rows of a process reward model", rows, _rows, graded, seed, out),
+        ("bench", "a balanced benchmark of process judges", bench, _bench, graded, seed, out),
+        ("train", "fine-tune a model on rows of {prompt or messages, completion}", training.train, _train, seed, out),
+        ("warm-start", "the supervised warm start of a run's policy, as a folder", training.warm_start, _warm_start, out),
+    ):  # fmt: skip
+        one = commands.add_parser(name, help=words, parents=parents)
+        options(one)
+        one.set_defaults(run=run)
     return parser
 
 
-def _add_stages(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    one = commands.add_parser("collect", help="trajectories of search runs, from their journals")
-    one.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders")
-    one.add_argument(
-        "--split",
-        choices=("train", "heldout"),
-        default="train",
-        help="which tasks (default: train)",
-    )
-    one.add_argument(
-        "--prefix",
-        default="",
-        help="put before the ids, which begin with the folder's name (for runs of one name)",
-    )
-    one.add_argument("--out", required=True, type=Path, help="what is written")
-    one.set_defaults(run=collect)
+def _collect(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("runs", nargs="+", type=Path, metavar="RUN", help="run folders")
+    split = "which tasks (default: train)"
+    add("--split", choices=("train", "heldout"), default="train", help=split)
+    prefix = "put before the ids, which begin with the folder's name (for runs of one name)"
+    add("--prefix", default="", help=prefix)
 
-    one = commands.add_parser(
-        "label", help="two judges score every step; steps on which they differ are dropped"
-    )
-    one.add_argument("trajectories", type=Path, help="file of `collect`")
+
+def _label_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("trajectories", type=Path, help="file of `collect`")
     for side in "ab":
-        one.add_argument(
-            f"--judge-{side}",
-            required=True,
-            metavar="SPEC",
-            help="a built-in judge or module:Class",
-        )
-        one.add_argument(
-            f"--option-{side}",
-            action="append",
-            default=[],
-            metavar="KEY=VALUE",
+        judge = "a built-in judge or module:Class"
+        add(f"--judge-{side}", required=True, metavar="SPEC", help=judge)
+        add(
+            f"--option-{side}", action="append", default=[], metavar="KEY=VALUE",
             help="its option, a TOML value",
-        )
-    one.add_argument(
-        "--most-difference",
-        type=float,
-        default=label.MOST_DIFFERENCE,
-        help="of two scores that count as equal (default: %(default)s)",
-    )
-    add_deadline(one)
-    one.add_argument("--out", required=True, type=Path, help="what is written")
-    one.add_argument("--review", required=True, type=Path, help="the steps in a form to edit")
-    one.set_defaults(run=label_)
+        )  # fmt: skip
+    most = "of two scores that count as equal (default: %(default)s)"
+    add("--most-difference", type=float, default=label.MOST_DIFFERENCE, help=most)
+    add_deadline(parser)
+    add("--review", required=True, type=Path, help="the steps in a form to edit")
 
-    one = commands.add_parser("review", help="apply the corrections of an edited review file")
-    one.add_argument("labelled", type=Path, help="file of `label`")
-    one.add_argument("review", type=Path, help="the review file, edited")
-    one.add_argument("--out", required=True, type=Path, help="what is written")
-    one.set_defaults(run=review)
 
-    one = commands.add_parser("rows", help="training rows of a process reward model")
-    one.add_argument("labelled", nargs="+", type=Path, help="labelled or corrected trajectories")
-    one.add_argument(
-        "--balance", action="store_true", help="as many rows of good steps as of bad ones"
-    )
-    one.add_argument(
-        "--most", type=int, default=0, help="take at most so many rows at random (default: all)"
-    )
-    one.add_argument("--seed", type=int, default=0, help="of every random draw (default: 0)")
-    one.add_argument("--out", required=True, type=Path, help="what is written")
-    one.set_defaults(run=rows)
+def _review(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("labelled", type=Path, help="file of `label`")
+    add("review", type=Path, help="the review file, edited")
 
-    one = commands.add_parser("bench", help="a balanced benchmark of process judges")
-    one.add_argument("labelled", nargs="+", type=Path, help="labelled or corrected trajectories")
-    one.add_argument("--size", required=True, type=int, help="trajectories in the benchmark")
-    one.add_argument(
-        "--threshold",
-        default=str(THRESHOLD),
-        help="good scores exceed it: a number, or mean (default: %(default)s)",
-    )
+
+def _rows(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--balance", action="store_true", help="as many rows of good steps as of bad ones")
+    add("--most", type=int, default=0, help="take at most so many rows at random (default: all)")
+
+
+def _bench(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--size", required=True, type=int, help="trajectories in the benchmark")
+    threshold = "good scores exceed it: a number, or mean (default: %(default)s)"
+    add("--threshold", default=str(THRESHOLD), help=threshold)
     excluded = "leave out these labelled trajectories and every other trajectory of their questions"
-    one.add_argument("--exclude", type=Path, action="append", default=[], help=excluded)
-    one.add_argument("--seed", type=int, default=0, help="of every random draw (default: 0)")
-    one.add_argument("--out", required=True, type=Path, help="what is written")
-    one.set_defaults(run=bench)
+    add("--exclude", type=Path, action="append", default=[], help=excluded)
 
 
-def _add_training(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    one = commands.add_parser(
-        "train", help="fine-tune a model on rows of {prompt or messages, completion}"
+def _train(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--model", required=True, help="a model folder, a built-in name or a hub id")
+    add("--rows", required=True, type=Path, help="JSONL file of `rows`, or of your own")
+    length = parser.add_mutually_exclusive_group().add_argument
+    length("--epochs", type=float, default=3, help="passes over the rows (default: %(default)s)")
+    length("--steps", type=int, help="instead of epochs")
+    add("--batch", type=int, default=32, help="rows per step (default: %(default)s)")
+    add("--lr", type=float, default=2e-5, help="peak learning rate (default: %(default)s)")
+    schedules = ("cosine", "constant", "linear")
+    rate = "of the learning rate (default: cosine)"
+    add("--schedule", choices=schedules, default="cosine", help=rate)
+    warmup = "share of the steps (default: %(default)s)"
+    add("--warmup-ratio", type=float, default=0.1, help=warmup)
+    add("--lora-rank", type=int, default=0, help="0, the default, trains all weights")
+    add("--lora-alpha", type=float, default=32.0, help="scale of LoRA (default: %(default)s)")
+    switch = argparse.BooleanOptionalAction
+    packing = "read a batch as one forest, shared prefixes once"
+    add("--packing", action=switch, default=True, help=packing)
+    forward = "tokens of one forward pass (default: %(default)s)"
+    add("--forward-tokens", type=int, default=8192, help=forward)
+    longest = "longer rows are left out and counted (default: the model's context)"
+    add("--max-tokens", type=int, help=longest)
+    held_out = "share to measure on, in whole groups (default: %(default)s)"
+    add("--held-out", type=float, default=0.1, help=held_out)
+    end = (
+        "add the model's end token to completions (not useful for actions, which end by themselves)"
     )
-    one.add_argument("--model", required=True, help="a model folder, a built-in name or a hub id")
-    one.add_argument(
-        "--rows", required=True, type=Path, help="JSONL file of `rows`, or of your own"
-    )
-    one.add_argument("--out", required=True, type=Path, help="what is written")
-    length = one.add_mutually_exclusive_group()
-    length.add_argument(
-        "--epochs", type=float, default=3, help="passes over the rows (default: %(default)s)"
-    )
-    length.add_argument("--steps", type=int, help="instead of epochs")
-    one.add_argument("--batch", type=int, default=32, help="rows per step (default: %(default)s)")
-    one.add_argument(
-        "--lr", type=float, default=2e-5, help="peak learning rate (default: %(default)s)"
-    )
-    one.add_argument(
-        "--schedule",
-        choices=("cosine", "constant", "linear"),
-        default="cosine",
-        help="of the learning rate (default: cosine)",
-    )
-    one.add_argument(
-        "--warmup-ratio", type=float, default=0.1, help="share of the steps (default: %(default)s)"
-    )
-    one.add_argument("--lora-rank", type=int, default=0, help="0, the default, trains all weights")
-    one.add_argument(
-        "--lora-alpha", type=float, default=32.0, help="scale of LoRA (default: %(default)s)"
-    )
-    one.add_argument(
-        "--packing",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="read a batch as one forest, shared prefixes once",
-    )
-    one.add_argument(
-        "--forward-tokens",
-        type=int,
-        default=8192,
-        help="tokens of one forward pass (default: %(default)s)",
-    )
-    one.add_argument(
-        "--max-tokens",
-        type=int,
-        help="longer rows are left out and counted (default: the model's context)",
-    )
-    one.add_argument(
-        "--held-out",
-        type=float,
-        default=0.1,
-        help="share to measure on, in whole groups (default: %(default)s)",
-    )
-    one.add_argument(
-        "--end-token",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="add the model's end token to completions (not useful for actions, which end by themselves)",
-    )
-    one.add_argument("--seed", type=int, default=0, help="of every random draw (default: 0)")
-    one.add_argument(
-        "--threads",
-        type=int,
-        default=len(os.sched_getaffinity(0)),
-        help="compute threads (default: all, %(default)s)",
-    )
-    one.set_defaults(run=training.train)
+    add("--end-token", action=switch, default=True, help=end)
+    cores, threads = len(os.sched_getaffinity(0)), "compute threads (default: all, %(default)s)"
+    add("--threads", type=int, default=cores, help=threads)
 
-    one = commands.add_parser(
-        "warm-start", help="the supervised warm start of a run's policy, as a folder"
-    )
-    one.add_argument("--config", required=True, type=Path, help="TOML file of the run to come")
-    one.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="change a key; repeatable"
-    )
-    one.add_argument("--out", required=True, type=Path, help="what is written")
-    one.set_defaults(run=training.warm_start)
+
+def _warm_start(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--config", required=True, type=Path, help="TOML file of the run to come")
+    add("--set", action="append", default=[], metavar="KEY=VALUE", help="change a key; repeatable")
+
+
+# ----------------------------------------------------------------------------------------------
+# files
+
+
+def check_files(options: argparse.Namespace) -> None:
+    """Raises ValueError if an output is an input or lies in an input folder, if two outputs are one
+    file, or if one cannot be written."""
+    _check_writable("--out", options.out)
+    written = [("--out", options.out)]
+    if options.command == "label":
+        _check_writable("--review", options.review)
+        written += [("--out with its answers", path) for path in _answers_of(options.out)]
+        written.append(("--review", options.review))
+    if options.command == "bench":
+        written.append(("--out with its report", _report_of(options.out)))
+    for (flag, path), read in itertools.product(written, _inputs(options)):
+        if path.resolve().is_relative_to(read.resolve()):
+            conflict = "lies in" if read.is_dir() else "would write over"
+            raise ValueError(
+                f"{flag} {path} {conflict} {read}, which this command reads: name another file"
+            )
+    for (other, earlier), (flag, path) in itertools.combinations(written, 2):
+        if path.resolve() == earlier.resolve():
+            raise ValueError(f"{flag} {path} is {other} too: name two files")
+
+
+def _inputs(options: argparse.Namespace) -> list[Path]:
+    """The files that the command reads, and the folders that it reads with all their contents."""
+    if options.command == "collect":
+        from coppice.tools.finetuning.judge.collect import (
+            task_files,  # which imports the environments
+        )
+
+        return [*options.runs, *(path for folder in options.runs for path in task_files(folder))]
+    if options.command == "label":
+        return [options.trajectories]
+    if options.command == "review":
+        return [options.labelled, options.review]
+    return [*options.labelled, *getattr(options, "exclude", [])]
+
+
+def _answers_of(out: Path) -> list[Path]:
+    """The answers, the settings and the lock that ``label`` keeps beside ``out``."""
+    return [out.with_suffix(f".answers.{kind}") for kind in ("jsonl", "json", "lock")]
+
+
+def _report_of(out: Path) -> Path:
+    return out.with_name(out.name.removesuffix(".jsonl") + ".report.json")
+
+
+def _check_writable(flag: str, path: Path) -> None:
+    if not path.parent.is_dir():
+        raise ValueError(f"{flag} {path}: there is no folder {path.parent}, make it first")
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{flag} {path} is no ordinary file: name a file")
+    try:
+        draft_of(path).touch()
+        draft_of(path).unlink()
+    except OSError as error:
+        raise ValueError(
+            f"{flag} {path} cannot be written ({error.strerror}): name another file"
+        ) from None
 
 
 # ----------------------------------------------------------------------------------------------
@@ -258,52 +268,47 @@ def label_(options: argparse.Namespace) -> int:
             f"--most-difference {options.most_difference:g}: expected a difference of scores, 0 to 1"
         )
     trajectories = record.read(options.trajectories, Trajectory[Step])
-    if options.deadline <= 0:
-        raise ValueError(f"--deadline {options.deadline:g}: expected more than 0 seconds")
-    asked = [
-        _asked("a", options.judge_a, options.option_a),
-        _asked("b", options.judge_b, options.option_b),
+    check_deadline(options.deadline)
+    judges = [
+        judging.JudgeSpec(name, spec, dict(map(option, texts)))
+        for name, spec, texts in (
+            ("a", options.judge_a, options.option_a),
+            ("b", options.judge_b, options.option_b),
+        )
     ]
-    settings = label.Settings(record.digest(options.trajectories), judging.lasting(asked))
-    _, settings_file, lock = files.answers_of(options.out)
+    settings = label.Settings(record.digest(options.trajectories), judging.lasting(judges))
+    _, settings_file, lock = _answers_of(options.out)
     with locked(lock, f"--out {options.out}"):
         keep(settings_file, settings, str(settings_file))
-        return _label(options, trajectories, asked)
+        return _label(options, trajectories, judges)
 
 
 def _label(
-    options: argparse.Namespace, trajectories: list[Trajectory[Step]], asked: list[judging.Asked]
+    options: argparse.Namespace,
+    trajectories: list[Trajectory[Step]],
+    judges: list[judging.JudgeSpec],
 ) -> int:
-    answers = judging.Answers(files.answers_of(options.out)[0])
-    session = functools.partial(judging.Session, asked, trajectories, answers, options.deadline)
-    failed = conduct(
-        session, "the same command", f"answered (in {answers.path})", "coppice sft label"
-    )
-    if isinstance(failed, int):
-        return failed
-    if failed:
-        judging.say_failed(failed, "coppice sft label")
-        print(
-            f"the answers so far are kept in {answers.path}; go on with the same command",
-            file=sys.stderr,
-        )
-        return 1
-    kept, counts = label.labelled(trajectories, answers, "a", "b", options.most_difference)
-    if not kept:
+    path = _answers_of(options.out)[0]
+    session = functools.partial(judging.Session, judges, trajectories, path, options.deadline)
+    kept = f"answered (in {path})"
+    answers = conduct(session, "the same command", kept, "coppice sft label")
+    if isinstance(answers, int):
+        return answers
+    steps, counts = label.labelled(trajectories, answers, "a", "b", options.most_difference)
+    if not steps:
         raise ValueError(f"no step is left: {dict(counts)}")
-    record.write(options.out, kept)
-    record.write(options.review, label.to_review(kept))
-    print(f"{len(kept)} trajectories in {options.out}, to be reviewed in {options.review}")
+    record.write(options.out, steps)
+    record.write(options.review, label.to_review(steps))
+    print(f"{len(steps)} trajectories in {options.out}, to be reviewed in {options.review}")
     _say("steps", counts)
     return 0
 
 
 def review(options: argparse.Namespace) -> None:
     """Read labelled trajectories and an edited review file; write corrected trajectories."""
-    from coppice.tools.finetuning.judge.review import corrected, read_corrections
-
     records = record.read(options.labelled, Trajectory[Labelled])
-    kept, counts = corrected(records, read_corrections(options.review, label.to_review(records)))
+    corrections = label.read_corrections(options.review, label.to_review(records))
+    kept, counts = label.corrected(records, corrections)
     if not kept:
         raise ValueError("the review drops every step: there is nothing to write")
     record.write(options.out, kept)
@@ -313,10 +318,10 @@ def review(options: argparse.Namespace) -> None:
 
 def rows(options: argparse.Namespace) -> None:
     """Read labelled trajectories; write training rows of a process reward model."""
-    from coppice.tools.finetuning.judge.rows import judgement_rows
-
     labelled = record.read_all(options.labelled, Trajectory[Labelled])
-    training_rows, left_out = judgement_rows(labelled, options.most, options.seed, options.balance)
+    training_rows, left_out = label.judgement_rows(
+        labelled, options.most, options.seed, options.balance
+    )
     if not training_rows:
         raise ValueError(
             f"no row can be made; left out: {dict(left_out)} (label with judges that explain)"
@@ -340,7 +345,7 @@ def bench(options: argparse.Namespace) -> None:
         pool, options.size, _threshold(options.threshold), options.seed, excluded
     )
     record.write(options.out, items)
-    report_path = files.report_of(options.out)
+    report_path = _report_of(options.out)
     write_whole(report_path, report)
     print(
         f"{len(items)} trajectories in {options.out}, {report.multi_step} of several steps; {report.good_steps} of {report.steps} steps are good"
@@ -362,10 +367,6 @@ def _threshold(text: str) -> float | None:
         raise ValueError(f"--threshold {text}: expected a number from 0 to 1, or mean") from None
     check_threshold(threshold)
     return threshold
-
-
-def _asked(name: str, spec: str, options: Sequence[str]) -> judging.Asked:
-    return judging.Asked(name, spec, dict(option(text) for text in options))
 
 
 def _say(heading: str, counts: Mapping[str, int]) -> None:

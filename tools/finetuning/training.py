@@ -2,18 +2,23 @@
 or not at all."""
 
 import argparse
+import itertools
 import math
 import os
 import random
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
+import msgspec
+
+from coppice.common import jsonl
 from coppice.common.atomic import drafted, write_whole
 
 if TYPE_CHECKING:
     from coppice.learner.fine_tune import Example  # which imports torch
+    from coppice.scheduler.growth.text import Text
 
 
 def train(options: argparse.Namespace) -> None:
@@ -34,19 +39,15 @@ def _train(options: argparse.Namespace, folder: Path) -> None:
     from coppice.scheduler.growth.text import Text
     from coppice.tools.defaults.models import ensure_model
     from coppice.tools.defaults.settings import cache_folder
-    from coppice.tools.finetuning.pairs import read_pairs
 
     logging.disable_progress_bar()
     model = ensure_model(options.model, cache_folder())
     end = _end_token(model) if options.end_token else []
-    examples = read_pairs(options.rows, Text(str(model)), end)
+    examples = read_rows(options.rows, Text(str(model)), end)
     limit = min(options.max_tokens or context_of(model), context_of(model))
     kept, long = within(examples, limit)
     if long:
-        print(
-            f"{long} of {len(examples)} rows are longer than {limit} tokens and left out",
-            flush=True,
-        )
+        print(f"{long} of {len(examples)} rows are longer than {limit} tokens and left out")
     learnt, held_out = split(kept, options.held_out, options.seed)
     if not learnt:
         raise ValueError(
@@ -58,10 +59,8 @@ def _train(options: argparse.Namespace, folder: Path) -> None:
         shuffle=options.seed, lora_rank=options.lora_rank, lora_alpha=options.lora_alpha, packing=options.packing,
         forward_tokens=options.forward_tokens,
     )  # fmt: skip
-    print(
-        f"{len(learnt)} rows, {len(held_out)} held out, {steps} steps of {options.batch}",
-        flush=True,
-    )
+    sizes = f"{len(learnt)} rows, {len(held_out)} held out"
+    print(f"{sizes}, {steps} steps of {options.batch}", flush=True)
     try:
         losses = fine_tune.train(model, learnt, folder, recipe, options.threads, held_out)
     except OutOfMemoryError as error:
@@ -69,14 +68,8 @@ def _train(options: argparse.Namespace, folder: Path) -> None:
         raise MemoryError(
             f"{reason}: train adapters (--lora-rank 16), or less at once (--forward-tokens)"
         ) from None
-    summary = {
-        "rows": len(learnt),
-        "held_out_rows": len(held_out),
-        "too_long": long,
-        "recipe": recipe,
-        "losses": losses,
-    }
-    write_whole(folder / "sft.json", summary)
+    counts = {"rows": len(learnt), "held_out_rows": len(held_out), "too_long": long}
+    write_whole(folder / "sft.json", counts | {"recipe": recipe, "losses": losses})
 
 
 def _check_new(out: Path) -> None:
@@ -85,19 +78,61 @@ def _check_new(out: Path) -> None:
 
 
 def _check(options: argparse.Namespace) -> None:
-    for name in ("batch", "lr", "epochs", "steps", "threads", "max_tokens"):
-        if getattr(options, name) is not None and getattr(options, name) <= 0:
+    positive, shares = (
+        ("batch", "lr", "epochs", "steps", "threads", "max_tokens"),
+        ("held_out", "warmup_ratio"),
+    )
+    for name in (*positive, *shares, "lora_rank", "forward_tokens"):
+        value, said = getattr(options, name), f"--{name.replace('_', '-')}"
+        if value is None:
+            continue
+        if name in positive and value <= 0:
+            raise ValueError(f"{said} {value:g}: expected more than 0")
+        if name in shares and not 0 <= value < 1:
+            raise ValueError(f"{said} {value:g}: expected a share, 0 to less than 1")
+        if value < 0:
+            raise ValueError(f"{said} {value}: expected 0 or more")
+
+
+class _Message(msgspec.Struct, forbid_unknown_fields=True):
+    role: Literal["system", "user", "assistant"]
+    content: str
+
+
+class _Row(msgspec.Struct, forbid_unknown_fields=True):
+    completion: str
+    prompt: str = ""
+    messages: list[_Message] = []
+    group: str = ""
+
+
+def read_rows(path: Path, text: "Text", end: Sequence[int] = ()) -> "list[Example]":
+    """Read the rows {prompt or messages, completion} of a JSONL file as examples in the chat
+    format. end: tokens after each completion.
+
+    Raises ValueError if there is no such file, or with the number of a bad line.
+    """
+    from coppice.learner.fine_tune import Example
+
+    examples = []
+    expected = "{prompt, completion} or {messages, completion} (docs/sft.md)"
+    for number, row in jsonl.lines(path, _Row, expected, "--rows"):
+        if bool(row.prompt) == bool(row.messages):
             raise ValueError(
-                f"--{name.replace('_', '-')} {getattr(options, name):g}: expected more than 0"
+                f"{path}:{number}: {'both' if row.prompt else 'neither'} of prompt and messages; expected {expected}"
             )
-    for flag, share in (("--held-out", options.held_out), ("--warmup-ratio", options.warmup_ratio)):
-        if not 0 <= share < 1:
-            raise ValueError(f"{flag} {share:g}: expected a share, 0 to less than 1")
-    for name in ("lora_rank", "forward_tokens"):
-        if getattr(options, name) < 0:
+        chat = msgspec.to_builtins(row.messages) or [{"role": "user", "content": row.prompt}]
+        prompt, completion = (
+            text.encode(part).tolist() for part in (text.prompt(chat), row.completion)
+        )
+        if not completion:
             raise ValueError(
-                f"--{name.replace('_', '-')} {getattr(options, name)}: expected 0 or more"
+                f"{path}:{number}: the completion is empty: expected a text to learn; remove that line"
             )
+        examples.append(Example(prompt + completion + list(end), len(prompt), row.group))
+    if not examples:
+        raise ValueError(f"{path} holds no example: expected lines of {expected}")
+    return examples
 
 
 def split(
@@ -115,9 +150,8 @@ def split(
     while held < wanted and count < len(order) - 1:
         held += len(order[count])
         count += 1
-    return [one for group in order[count:] for one in group], [
-        one for group in order[:count] for one in group
-    ]
+    learnt, held_out = (list(itertools.chain(*part)) for part in (order[count:], order[:count]))
+    return learnt, held_out
 
 
 def _end_token(model: Path) -> list[int]:

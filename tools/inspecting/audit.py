@@ -7,7 +7,6 @@ ended may have trees in flight, and the records of its newest update may not be 
 
 import argparse
 import contextlib
-import itertools
 import os
 import sys
 from collections import Counter
@@ -52,39 +51,29 @@ def audit(run: Path, staleness: int | None = None) -> list[Violation]:
     """
     known = run / "config.json"
     settings = msgspec.json.decode(known.read_bytes())["scheduler"] if known.exists() else {}
-    bounds = [
-        one["max_staleness"]
-        for one in (settings, *(config["scheduler"] for config in changes.former(run)))
-        if "max_staleness" in one
-    ]
+    former = [config["scheduler"] for config in changes.former(run)]
+    bounds = [one["max_staleness"] for one in (settings, *former) if "max_staleness" in one]
     staleness = max(bounds, default=None) if staleness is None else staleness
     count = settings.get("shards", 1)
-    homes = {shards.Shard(number, count): shards.folder(run, number) for number in range(count)}
-    ended = all((home / "summary.json").exists() for home in homes.values())
-    with contextlib.ExitStack() as stack:
-        journals = {
-            shard: stack.enter_context(
-                contextlib.closing(Journal(home / "journal.sqlite", readonly=True))
-            )
-            for shard, home in homes.items()
-        }
-        trees = {
-            shard: [
-                _Known(row, dict(journal.groups(row.id))) for row in journal.trees("split='train'")
-            ]
-            for shard, journal in journals.items()
-        }
-        every = list(itertools.chain.from_iterable(trees.values()))
-        checks = [
-            _one_update_each(every),
-            _records(list(homes.values()), every, ended),
-            _checkpoints(
-                run, {group: version for tree in every for group, version in tree.groups.items()}
-            ),
-        ]
-        for shard, journal in journals.items():
-            checks += [_draws(shard, trees[shard], ended), _trees(journal, trees[shard], staleness)]
-        return list(itertools.chain.from_iterable(checks))
+    homes = [shards.folder(run, number) for number in range(count)]
+    ended = all((home / "summary.json").exists() for home in homes)
+    every: list[_Known] = []
+    violations: list[Violation] = []
+    for number, home in enumerate(homes):
+        with contextlib.closing(Journal(home / "journal.sqlite", readonly=True)) as journal:
+            rows = journal.trees("split='train'")
+            trees = [_Known(row, dict(journal.groups(row.id))) for row in rows]
+            violations += _draws(shards.Shard(number, count), trees, ended)
+            violations += _trees(journal, trees, staleness)
+        every += trees
+    journaled = {group: version for tree in every for group, version in tree.groups.items()}
+    for checks in (
+        _one_update_each(every),
+        _records(homes, every, ended),
+        _checkpoints(run, journaled),
+    ):
+        violations += checks
+    return violations
 
 
 def _draws(shard: shards.Shard, trees: list[_Known], ended: bool) -> Iterator[Violation]:
@@ -96,22 +85,18 @@ def _draws(shard: shards.Shard, trees: list[_Known], ended: bool) -> Iterator[Vi
         if drawn[position] != (position in own):
             yield Violation("drawn once", f"draw {position} was made {drawn[position]} times")
     for tree in trees:
-        if foreign := [
-            identity for identity in (tree.row.id, *tree.groups) if not shard.owns(identity)
-        ]:
-            yield Violation(
-                "ids of one shard",
-                f"tree {tree.row.id} of shard {shard.number} has the id {foreign[0]}",
-            )
-        if tree.row.status == "quarantined" and not tree.row.reason:
-            yield Violation("quarantined with a reason", f"tree {tree.row.id} has none")
-        if ended and tree.row.status == "growing":
-            yield Violation("nothing in flight at the end", f"tree {tree.row.id} still grows")
+        row, name = tree.row, f"tree {tree.row.id}"
+        if foreign := [one for one in (row.id, *tree.groups) if not shard.owns(one)]:
+            what = f"{name} of shard {shard.number} has the id {foreign[0]}"
+            yield Violation("ids of one shard", what)
+        if row.status == "quarantined" and not row.reason:
+            yield Violation("quarantined with a reason", f"{name} has none")
+        if ended and row.status == "growing":
+            yield Violation("nothing in flight at the end", f"{name} still grows")
         untrained = [group for group, version in tree.groups.items() if version is None]
         if ended and untrained:
             yield Violation(
-                "nothing in flight at the end",
-                f"group {untrained[0]} of tree {tree.row.id} is not trained",
+                "nothing in flight at the end", f"group {untrained[0]} of {name} is not trained"
             )
 
 
@@ -119,15 +104,11 @@ def _one_update_each(trees: list[_Known]) -> Iterator[Violation]:
     for tree in trees:
         versions = {version for version in tree.groups.values() if version is not None}
         if len(versions) > 1:
-            yield Violation(
-                "a tree in one update",
-                f"tree {tree.row.id} was trained into versions {sorted(versions)}",
-            )
+            what = f"tree {tree.row.id} was trained into versions {sorted(versions)}"
+            yield Violation("a tree in one update", what)
         if versions and tree.row.status == "growing":
-            yield Violation(
-                "trained after it closed",
-                f"tree {tree.row.id} grows and was trained into {min(versions)}",
-            )
+            what = f"tree {tree.row.id} grows and was trained into {min(versions)}"
+            yield Violation("trained after it closed", what)
 
 
 def _records(homes: list[Path], trees: list[_Known], ended: bool) -> Iterator[Violation]:
@@ -147,18 +128,14 @@ def _records(homes: list[Path], trees: list[_Known], ended: bool) -> Iterator[Vi
                 if (version := int(record["version"])) in counted:
                     yield Violation("one record per update", f"version {version} has two")
                 counted[version] = int(record[UPDATE])
-    groups = Counter(
-        v
-        for tree in trees
-        if tree.row.status != "replaced"
-        for v in tree.groups.values()
-        if v is not None
-    )
+    groups = Counter[int]()
+    for tree in trees:
+        if tree.row.status != "replaced":
+            groups.update(version for version in tree.groups.values() if version is not None)
     settled = min(max(counted, default=0) for counted in counts)
     for counted in counts:
-        for version in range(
-            1, max(max(counted, default=0), max(groups, default=0) if ended else 0) + 1
-        ):
+        last = max([0, *counted, *(groups if ended else ())])
+        for version in range(1, last + 1):
             if version not in counted:
                 yield Violation("one record per update", f"version {version} has none")
             elif counted[version] != groups[version] and (ended or version < settled):
@@ -188,10 +165,8 @@ def _checkpoints(run: Path, journaled: dict[int, int | None]) -> Iterator[Violat
     trained = newest.groups()
     for group, version in trained.items():
         if group not in journaled:
-            yield Violation(
-                "journal and checkpoint agree",
-                f"group {group} was trained and is not in the journal",
-            )
+            what = f"group {group} was trained and is not in the journal"
+            yield Violation("journal and checkpoint agree", what)
         elif newest.dated and (said := journaled[group]) not in (version, None):
             what = f"group {group} was trained into version {version}, and the journal says {said}"
             yield Violation("journal and checkpoint agree", what)
@@ -208,33 +183,22 @@ def _trees(journal: Journal, trees: list[_Known], staleness: int | None) -> Iter
     earliest = sys.maxsize
     for tree in reversed(trees):  # the earliest version among the trees that were admitted later
         fastest[tree.row.id] = earliest
-        earliest = min(
-            [earliest, *(version for version in tree.groups.values() if version is not None)]
-        )
+        trained = [version for version in tree.groups.values() if version is not None]
+        earliest = min([earliest, *trained])
     for known in trees:
         tree = journal.tree(known.row)
-        yield from (
-            Violation("well-formed trees", f"tree {tree.id}: {fault}") for fault in _faults(tree)
-        )
+        for fault in _faults(tree):
+            yield Violation("well-formed trees", f"tree {tree.id}: {fault}")
+        actions = {node.id: node for node in tree.nodes.values() if node.kind == "action"}
         for group, version in known.groups.items():
             nodes = [turn.node for turn in journal.turns(group)]
-            if strange := [
-                node
-                for node in nodes
-                if node not in tree.nodes or tree.nodes[node].kind != "action"
-            ]:
-                yield Violation(
-                    "well-formed trees",
-                    f"tree {tree.id}: group {group} trains node {strange[0]}, which is no action",
-                )
+            if strange := [node for node in nodes if node not in actions]:
+                what = f"group {group} trains node {strange[0]}, which is no action"
+                yield Violation("well-formed trees", f"tree {tree.id}: {what}")
             elif version is not None and staleness is not None:
-                sampled = [
-                    v for node in nodes if (v := tree.nodes[node].versions) is not None and len(v)
-                ]
-                oldest, newest = (
-                    min(int(v.min()) for v in sampled),
-                    max(int(v.max()) for v in sampled),
-                )
+                versions = [actions[node].versions for node in nodes]
+                sampled = np.concatenate([one for one in versions if one is not None])
+                oldest, newest = int(sampled.min()), int(sampled.max())
                 late = version - 1 - oldest > staleness and fastest[tree.id] >= version
                 synchronous = staleness > 0 or oldest == newest == version - 1
                 if late or not synchronous:
@@ -244,19 +208,16 @@ def _trees(journal: Journal, trees: list[_Known], staleness: int | None) -> Iter
 
 def _faults(tree: Tree) -> Iterator[str]:
     for node in tree.nodes.values():
-        if (
-            node.parent >= node.id
-            or (node.parent < 0) != (node.id == 0)
-            or (node.id and node.parent not in tree.nodes)
-        ):
+        rooted = (node.parent < 0) == (node.id == 0)
+        known = not node.id or node.parent in tree.nodes
+        if node.parent >= node.id or not rooted or not known:
             yield f"node {node.id} hangs below node {node.parent}"
         for name in ("logprobs", "versions", "sampled"):
             values = getattr(node, name)
             if values is not None and len(values) != len(node.tokens):
                 yield f"node {node.id} has {len(node.tokens)} tokens and {len(values)} {name}"
-        if node.logprobs is not None and not (
-            np.isfinite(node.logprobs).all() and (node.logprobs <= 1e-3).all()
-        ):
+        logprobs = node.logprobs if node.logprobs is not None else np.zeros(0)
+        if not (np.isfinite(logprobs).all() and (logprobs <= 1e-3).all()):
             yield f"node {node.id} has log-probabilities that are no logarithms of probabilities"
 
 

@@ -60,10 +60,8 @@ class Call(msgspec.Struct, frozen=True):
 
     def name(self, moment: float) -> str:
         """Return what the call did at a moment: its service and, if known, its phase."""
-        phase = next(
-            (f" ({name})" for name, start, end in self.phases if start <= moment < end), ""
-        )
-        return self.service.partition(".")[0] + phase
+        phases = [f" ({name})" for name, start, end in self.phases if start <= moment < end]
+        return self.service.partition(".")[0] + "".join(phases[:1])
 
 
 class Update(msgspec.Struct, frozen=True):
@@ -120,15 +118,12 @@ def recorded(run: Path, records: Sequence[dict[str, float]]) -> Recorded:
 
 def _lengths(record: Mapping[str, float]) -> dict[str, float]:
     """Return the seconds of an update's causes, in the order in which the learner spends them."""
-    parts = {
-        f"learner: {part}": record[key] for part in PARTS if (key := f"{PREFIX}{part}") in record
-    }
+    known = [part for part in PARTS if f"{PREFIX}{part}" in record]
+    parts = {f"learner: {part}": record[f"{PREFIX}{part}"] for part in known}
     rest = max(0.0, record["learner/seconds"] - sum(parts.values()))
     parts["learner: updates, other work" if parts else "learner: updates"] = rest
-    return parts | {
-        PUBLISH: record.get("time/publish", 0.0),
-        CHECKPOINT: record.get("time/checkpoint", 0.0),
-    }
+    parts[PUBLISH] = record.get("time/publish", 0.0)
+    return parts | {CHECKPOINT: record.get("time/checkpoint", 0.0)}
 
 
 class _Start(msgspec.Struct):
@@ -154,10 +149,8 @@ class _Start(msgspec.Struct):
                 self.answered.setdefault(version, end)
         elif row["name"] != "close":
             phases = tuple(_consecutive(start, known.get("phases", {}), end))
-            of = frames.tree_of(known)
-            self.calls.append(
-                Call(row["name"], start, end, of, row["pid"], known["outcome"], phases)
-            )
+            what = (frames.tree_of(known), row["pid"], known["outcome"], phases)
+            self.calls.append(Call(row["name"], start, end, *what))
 
 
 def _newest(run: Path) -> _Start:
@@ -206,10 +199,8 @@ def shares(
     changes += [(call.end, True, call) for call in calls]
     changes.sort(key=lambda change: change[:2])
     inside = {t for call in calls for _, *times in call.phases for t in times}
-    edges = sorted(
-        {since, until, *(t for t, _, _ in changes), *(t for work in works for t in work[1:])}
-        | inside
-    )
+    worked = {t for work in works for t in work[1:]}
+    edges = sorted({since, until, *(t for t, _, _ in changes)} | worked | inside)
     first = min((call.start for call in calls), default=until)
     opened: defaultdict[int | None, list[Call]] = defaultdict(list)
     kinds: Counter[str] = Counter()
@@ -218,9 +209,8 @@ def shares(
     moment, ends_now, call = next(coming)
     for start, end in pairwise(edges):
         while call is not None and moment <= start:
-            kind = (
-                WEIGHTS if call.service == "load" else HELDOUT if call.tree in heldout else OTHERS
-            )
+            kind = HELDOUT if call.tree in heldout else OTHERS
+            kind = WEIGHTS if call.service == "load" else kind
             kinds[kind] += -1 if ends_now else 1
             (opened[call.tree].remove if ends_now else opened[call.tree].append)(call)
             moment, ends_now, call = next(coming)

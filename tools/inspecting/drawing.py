@@ -16,18 +16,7 @@ SHOWN = 4
 """The first and the last lines of a node's text that are shown; those between are folded."""
 _IN_WORDS = ("valid", "judge_valid")
 """Scores that a node's title says in words."""
-_AS_IT_IS = (
-    "kind",
-    "step",
-    "trajectory",
-    "text",
-    "scores",
-    "invalid",
-    "notes",
-    "chosen",
-    "forced",
-    "finish",
-)
+_AS_IT_IS = "kind step trajectory text scores invalid notes chosen forced finish".split()
 """Fields of a node that are plain values."""
 
 
@@ -41,10 +30,7 @@ def as_json(journal: Journal, row: TreeRow) -> dict[str, Any]:
         "status": row.status,
         "reason": row.reason,
         "admitted_at_version": row.version,
-        "groups": [
-            {"id": group, "trained_by_version": trained}
-            for group, trained in journal.groups(row.id)
-        ],
+        "groups": [{"id": g, "trained_by_version": v} for g, v in journal.groups(row.id)],
         "nodes": [_plain(node) for node in tree.nodes.values()],
     }
 
@@ -88,15 +74,13 @@ class Detail(msgspec.Struct, frozen=True):
 def as_text(journal: Journal, row: TreeRow, detail: Detail, calls: Sequence[str] = ()) -> str:
     """Return a tree as text for a terminal. calls: what is said of its calls."""
     tree = journal.tree(row)
-    trained = ", ".join(
-        f"{g} (version {v})" if v is not None else f"{g} (not yet)"
-        for g, v in journal.groups(row.id)
-    )
-    head = f"tree {row.id}  task {row.task}  {row.split}, {row.status}  admitted at version {row.version}"
-    lines = [
-        head + (f"  reason: {row.reason}" if row.reason else ""),
-        f"groups trained: {trained or 'none'}",
+    groups = [
+        f"{group} ({'not yet' if version is None else f'version {version}'})"
+        for group, version in journal.groups(row.id)
     ]
+    head = f"tree {row.id}  task {row.task}  {row.split}, {row.status}  admitted at version {row.version}"
+    head += f"  reason: {row.reason}" if row.reason else ""
+    lines = [head, f"groups trained: {', '.join(groups) or 'none'}"]
     lines += [f"calls: {', '.join(calls)}"] if calls else []
     root = tree.nodes.get(0)
     if root is not None:
@@ -124,9 +108,8 @@ def _below(tree: Tree, node: Node, indent: str, detail: Detail) -> list[str]:
 
 def title(node: Node) -> str:
     """Return what a node is, and all its scores, in one line. * marks an action that was continued."""
-    parts = [
-        f"{'*' if node.chosen and node.kind == 'action' else ' '} {node.kind} {node.id}, {len(node.tokens)} tokens"
-    ]
+    mark = "*" if node.chosen and node.kind == "action" else " "
+    parts = [f"{mark} {node.kind} {node.id}, {len(node.tokens)} tokens"]
     if node.cached:
         parts.append(f"{node.cached} cached")
     if node.forced:
@@ -150,20 +133,14 @@ def _folded(text: str, indent: str, detail: Detail) -> list[str]:
     lines = _wrapped(text, indent, detail.width)
     if detail.full or len(lines) <= 2 * SHOWN + 1:
         return lines
-    return [
-        *lines[:SHOWN],
-        f"{indent}... {len(lines) - 2 * SHOWN} lines (--full) ...",
-        *lines[-SHOWN:],
-    ]
+    folded = f"{indent}... {len(lines) - 2 * SHOWN} lines (--full) ..."
+    return [*lines[:SHOWN], folded, *lines[-SHOWN:]]
 
 
 def _wrapped(text: str, indent: str, width: int) -> list[str]:
-    lines = [
-        line
-        for part in text.splitlines() or [""]
-        for line in textwrap.wrap(part, max(20, width - len(indent))) or [""]
-    ]
-    return [indent + line for line in lines]
+    size = max(20, width - len(indent))
+    parts = [textwrap.wrap(part, size) or [""] for part in text.splitlines() or [""]]
+    return [indent + line for lines in parts for line in lines]
 
 
 def difference(first: list[Node], second: list[Node], width: int) -> str:
@@ -176,15 +153,13 @@ def difference(first: list[Node], second: list[Node], width: int) -> str:
         shared += 1
     tokens = sum(len(node.tokens) for node in first[:shared])
     lines = [f"the first {shared} nodes are equal ({tokens} tokens)"]
-    one, other = (
-        [
-            line
-            for node in path[shared:]
-            for line in (title(node), *_wrapped(node.text.strip(), "  ", width))
-        ]
-        for path in (first, second)
-    )
-    lines += [line for line in difflib.ndiff(one, other) if not line.startswith("?")]
+
+    def told(path: list[Node]) -> list[str]:
+        nodes = [(title(node), *_wrapped(node.text.strip(), "  ", width)) for node in path[shared:]]
+        return [line for node in nodes for line in node]
+
+    compared = difflib.ndiff(told(first), told(second))
+    lines += [line for line in compared if not line.startswith("?")]
     a, b = first[-1].scores, second[-1].scores
     lines += [f"{name:<20} {_number(a, name):>10} {_number(b, name):>10}" for name in {**a, **b}]
     return "\n".join(lines)

@@ -15,7 +15,7 @@ import polars as pl
 from coppice.common.options import command_parser
 from coppice.scheduler.growth.tree import Node, Tree
 from coppice.scheduler.ledger.journal import Journal, TreeRow
-from coppice.tools.inspecting import drawing, frames, page, replay, tokens
+from coppice.tools.inspecting import drawing, frames, page, replay
 
 EXAMPLES = """\
   coppice trees RUN                               the last finished tree
@@ -27,19 +27,8 @@ EXAMPLES = """\
   coppice trees RUN --diff 12:4 12:9              two candidates of tree 12
   coppice trees RUN --surprising 20 --html trees.html
                                                a page to click through
-  coppice trees RUN --parquet FOLDER          trees.parquet and nodes.parquet"""
-LISTED = (
-    "tree",
-    "task",
-    "status",
-    "version",
-    "actions",
-    "reward",
-    "spread",
-    "outcome",
-    "invalid",
-    "age_s",
-)
+  coppice trees RUN --parquet FOLDER              trees.parquet and nodes.parquet"""
+LISTED = "tree task status version actions reward spread outcome invalid age_s".split()
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -55,10 +44,8 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"coppice trees: {error}", file=sys.stderr)
         return 2
     except sqlite3.DatabaseError as error:
-        print(
-            f"coppice trees: {options.run} is no journal of a run, or a damaged one ({error})",
-            file=sys.stderr,
-        )
+        damaged = f"{options.run} is no journal of a run, or a damaged one ({error})"
+        print(f"coppice trees: {damaged}", file=sys.stderr)
         return 2
     return 0
 
@@ -78,84 +65,52 @@ def parser() -> argparse.ArgumentParser:
         "coppice trees RUN [which trees] [how]",
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="run folder, or a journal file")
-    which = parser.add_argument_group("which trees (default: the last finished one)")
-    which.add_argument("--tree", type=int, help="this tree")
-    which.add_argument("--heldout", action="store_true", help="trees of held-out evaluations")
-    which.add_argument("--where", metavar="SQL", help="a condition on the columns of --columns")
-    which.add_argument("--text", metavar="REGEX", help="trees in which the text of a node matches")
-    which.add_argument("--sort", metavar="COLUMN", help="by this column, the largest first")
-    which.add_argument("--reverse", action="store_true", help="with --sort: the smallest first")
+    which = parser.add_argument_group("which trees (default: the last finished one)").add_argument
+    which("--tree", type=int, help="this tree")
+    which("--heldout", action="store_true", help="trees of held-out evaluations")
+    which("--where", metavar="SQL", help="a condition on the columns of --columns")
+    which("--text", metavar="REGEX", help="trees in which the text of a node matches")
+    which("--sort", metavar="COLUMN", help="by this column, the largest first")
+    which("--reverse", action="store_true", help="with --sort: the smallest first")
     for name, words in (
-        ("best", "highest outcome"),
-        ("worst", "lowest outcome"),
-        ("surprising", "largest advantage"),
+        ("best", "the N trees with the highest outcome"),
+        ("worst", "the N trees with the lowest outcome"),
+        ("surprising", "the N trees with the largest advantage"),
+        ("sample", "N trees at random, the same ones each time"),
+        ("limit", "at most N trees"),
     ):
-        which.add_argument(
-            f"--{name}", type=_count, metavar="N", help=f"the N trees with the {words}"
-        )
-    which.add_argument(
-        "--sample", type=_count, metavar="N", help="N trees at random, the same ones each time"
-    )
-    which.add_argument("--limit", type=_count, metavar="N", help="at most N trees")
-    which.add_argument(
-        "--all", action="store_true", help="print every tree found, not a list of them"
-    )
-    how = parser.add_argument_group("how").add_mutually_exclusive_group()
-    how.add_argument(
-        "--list", action="store_true", help="one line per tree (default when several are found)"
-    )
-    how.add_argument(
-        "--columns", action="store_true", help="the columns that --where and --sort take"
-    )
-    how.add_argument(
-        "--json", action="store_true", help="one JSON document: a tree, or a list of several"
-    )
-    how.add_argument("--jsonl", action="store_true", help="JSON, one tree per line")
-    how.add_argument("--dot", action="store_true", help="graphs for Graphviz")
-    how.add_argument(
-        "--parquet", type=Path, metavar="FOLDER", help="trees.parquet and nodes.parquet"
-    )
-    how.add_argument(
-        "--html",
-        type=Path,
-        metavar="FILE",
-        help="a page to click through, one file for all trees found",
-    )
-    how.add_argument(
-        "--diff",
-        nargs=2,
-        metavar="TREE[:NODE]",
-        help="two trees or nodes against each other; TASK@VERSION stands for a tree, too",
-    )
-    parser.add_argument(
-        "--newest",
-        action="store_true",
-        help="with --html or --tokens: log-probabilities under the newest policy, too",
-    )
-    parser.add_argument(
-        "--tokens", action="store_true", help="the log-probability of every sampled token"
-    )
-    parser.add_argument(
-        "--full", action="store_true", help="whole texts, with the judges' explanations"
-    )
+        which(f"--{name}", type=_count, metavar="N", help=words)
+    which("--all", action="store_true", help="print every tree found, not a list of them")
+    how = parser.add_argument_group("how").add_mutually_exclusive_group().add_argument
+    for name, words in (
+        ("list", "one line per tree (default when several are found)"),
+        ("columns", "the columns that --where and --sort take"),
+        ("json", "one JSON document: a tree, or a list of several"),
+        ("jsonl", "JSON, one tree per line"),
+        ("dot", "graphs for Graphviz"),
+    ):
+        how(f"--{name}", action="store_true", help=words)
+    how("--parquet", type=Path, metavar="FOLDER", help="trees.parquet and nodes.parquet")
+    page = "a page to click through, one file for all trees found"
+    how("--html", type=Path, metavar="FILE", help=page)
+    diff = "two trees or nodes against each other; TASK@VERSION stands for a tree, too"
+    how("--diff", nargs=2, metavar="TREE[:NODE]", help=diff)
+    for name, words in (
+        ("newest", "with --html or --tokens: log-probabilities under the newest policy, too"),
+        ("tokens", "the log-probability of every sampled token"),
+        ("full", "whole texts, with the judges' explanations"),
+    ):
+        parser.add_argument(f"--{name}", action="store_true", help=words)
     return parser
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
     command = parser()
     options = command.parse_args(arguments)
-    if (
-        len(
-            asked := [
-                name
-                for name in (*frames.RANKS, "sort", "sample")
-                if getattr(options, name) is not None
-            ]
-        )
-        > 1
-    ):
+    orders = (*frames.RANKS, "sort", "sample")
+    if len(given := [name for name in orders if getattr(options, name) is not None]) > 1:
         command.error(
-            f"--{' and --'.join(asked)} put the trees in different orders: give one of them"
+            f"--{' and --'.join(given)} put the trees in different orders: give one of them"
         )
     if options.newest and not (options.html or options.tokens):
         command.error("--newest has an effect with --html or --tokens")
@@ -196,24 +151,19 @@ def show(journal: Journal, options: argparse.Namespace) -> None:
     elif options.list or (len(rows) > 1 and not (options.all or options.full or options.tokens)):
         print(listed(table, width))
     else:
-        _draw(journal, rows, table, options, width)
+        version, newest = _newest(journal, rows, options)
+        detail = drawing.Detail(width, options.full)
+        if options.tokens:
+            words = replay.tokenizer(options.run)
 
+            def of_token(tree: int, node: Node) -> list[str]:
+                return replay.token_lines(words, node, newest.get((tree, node.id)))
 
-def _draw(
-    journal: Journal,
-    rows: list[TreeRow],
-    table: pl.DataFrame,
-    options: argparse.Namespace,
-    width: int,
-) -> None:
-    version, newest = _newest(journal, rows, options)
-    words = tokens.tokenizer(options.run) if options.tokens else None
-    of_token = lambda tree, node: tokens.lines(words, node, newest.get((tree, node.id)))  # noqa: E731
-    detail = drawing.Detail(width, options.full, *([of_token] if options.tokens else []))
-    if version is not None:
-        print(f"newest: version {version}")
-    for row, values in zip(rows, table.iter_rows(named=True), strict=True):
-        print(drawing.as_text(journal, row, detail, frames.calls(values)) + "\n")
+            detail = drawing.Detail(width, options.full, of_token)
+        if version is not None:
+            print(f"newest: version {version}")
+        for row, values in zip(rows, table.iter_rows(named=True), strict=True):
+            print(drawing.as_text(journal, row, detail, frames.calls(values)) + "\n")
 
 
 def _newest(journal: Journal, rows: list[TreeRow], options: argparse.Namespace) -> page.Newest:
@@ -266,9 +216,8 @@ def find(
         rows = journal.trees("id=?", options.tree)
     else:
         split = "heldout" if options.heldout else "train"
-        rows = journal.trees("split=? AND status != 'growing'", split) or journal.trees(
-            "split=?", split
-        )
+        finished = journal.trees("split=? AND status != 'growing'", split)
+        rows = finished or journal.trees("split=?", split)
         if not _several(options):
             rows = rows[-1:]
     if not rows:
@@ -284,19 +233,8 @@ def find(
 
 def _several(options: argparse.Namespace) -> bool:
     """Whether the command line asks for more than the last tree."""
-    ways = (
-        "all",
-        "list",
-        "columns",
-        "parquet",
-        "where",
-        "text",
-        "sort",
-        "sample",
-        "limit",
-        *frames.RANKS,
-    )
-    return any(getattr(options, way) not in (None, False) for way in ways)
+    ways = "all list columns parquet where text sort sample limit".split()
+    return any(getattr(options, way) not in (None, False) for way in (*ways, *frames.RANKS))
 
 
 def filtered(table: pl.DataFrame, below: pl.DataFrame, options: argparse.Namespace) -> pl.DataFrame:

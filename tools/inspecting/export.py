@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from safetensors import SafetensorError
 
 from coppice.common import vision
@@ -15,18 +14,9 @@ from coppice.common.atomic import drafted
 from coppice.common.options import command_parser
 from coppice.tools.evaluating import versions
 from coppice.tools.inspecting import replay
-from coppice.wire import published
 from coppice.wire.faults import InfrastructureFault
 
-BESIDE = (
-    "*token*",
-    "*.jinja",
-    "generation_config.json",
-    "vocab*",
-    "merges*",
-    "special*",
-    "preprocessor_config.json",
-)
+BESIDE = "*token* *.jinja generation_config.json vocab* merges* special* preprocessor_config.json".split()
 """The other files of the model folder that belong to the policy: tokenizer, chat template,
 generation settings, image processor."""
 
@@ -43,8 +33,6 @@ def export(
     """
     import torch  # here, because --help should not wait for it
 
-    from coppice.actors.engines import weights
-
     process = replay.learner(run)
     if process is None:
         raise ValueError(f"{run}: no processes/learner.json there; expected the folder of a run")
@@ -56,12 +44,7 @@ def export(
     with drafted(folder, "--out") as draft:
         model: Any = vision.load(process.model, torch.float32, "sdpa")
         if weights_folder is not None:
-            digest = msgspec.json.decode(
-                (weights_folder / published.NAME).read_bytes(), type=published.Manifest
-            ).digest
-            weights.apply(
-                model, Path(process.model), *weights.verified_file(weights_folder, digest)
-            )
+            replay.apply_version(model, process.model, weights_folder)
         try:
             _save(model.to(getattr(torch, dtype)), Path(process.model), draft)
         except (OSError, SafetensorError) as error:
@@ -89,19 +72,14 @@ def parser() -> argparse.ArgumentParser:
     parser = command_parser(
         "coppice export", "Write the policy of a run as a Hugging Face folder.", EXAMPLES
     )
-    parser.add_argument("run", type=Path, metavar="RUN", help="run folder")
-    parser.add_argument(
-        "--out", type=Path, required=True, metavar="FOLDER", help="folder to write, new or empty"
-    )
+    add = parser.add_argument
+    add("run", type=Path, metavar="RUN", help="run folder")
+    out = "folder to write, new or empty"
+    add("--out", type=Path, required=True, metavar="FOLDER", help=out)
     version = "policy version, a number or best (default: the newest)"
-    parser.add_argument("--version", type=versions.argument, metavar="VERSION", help=version)
-    dtypes = ["float32", "bfloat16", "float16"]
-    parser.add_argument(
-        "--dtype",
-        choices=dtypes,
-        default="float32",
-        help="number type of the files (default: %(default)s)",
-    )
+    add("--version", type=versions.argument, metavar="VERSION", help=version)
+    dtypes, words = ["float32", "bfloat16", "float16"], "number type (default: %(default)s)"
+    add("--dtype", choices=dtypes, default="float32", help=words)
     return parser
 
 

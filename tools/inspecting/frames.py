@@ -18,47 +18,29 @@ import msgspec
 import polars as pl
 
 from coppice.common import shards
-from coppice.scheduler.growth.tree import FATES, Node
+from coppice.scheduler.growth.tree import FATES
 from coppice.scheduler.ledger.journal import Journal, TreeRow
 from coppice.tools.inspecting.replay import Replayed
 
-NODE: dict[str, pl.DataType | type[pl.DataType]] = {
-    "tree": pl.Int64,
-    "node": pl.Int64,
-    "parent": pl.Int64,
-    "kind": pl.String,
-    "step": pl.Int64,
-    "trajectory": pl.Int64,
-    "chosen": pl.Boolean,
-    "forced": pl.Boolean,
-    "finish": pl.String,
-    "tokens": pl.Int64,
-    "cached": pl.Int64,
-    "first_version": pl.Int64,
-    "last_version": pl.Int64,
-    "logprob": pl.Float64,
-    "judge_invalid": pl.Int64,
-    "fate": pl.String,
-    "text": pl.String,
-}
+Types = dict[str, pl.DataType | type[pl.DataType]]
+NODE: Types = {
+    **dict.fromkeys(("tree", "node", "parent"), pl.Int64), "kind": pl.String,
+    **dict.fromkeys(("step", "trajectory"), pl.Int64),
+    **dict.fromkeys(("chosen", "forced"), pl.Boolean), "finish": pl.String,
+    **dict.fromkeys(("tokens", "cached", "first_version", "last_version"), pl.Int64),
+    "logprob": pl.Float64, "judge_invalid": pl.Int64, "fate": pl.String, "text": pl.String,
+}  # fmt: skip
 """The columns of ``nodes`` beside the scores. parent: -1 for the root. kind: prompt, action or
 observation. tokens: those that the node adds. cached: prompt tokens that the engine had in its
 cache. first_version, last_version: the weights that sampled an action. logprob: the sum over an
 action's tokens under the policy that sampled them. judge_invalid: how many score columns a judge
 could not give. fate: what ended the episode other than its rules ("crashed: exit status 1: ..."),
 on its last action."""
-TREE: dict[str, pl.DataType | type[pl.DataType]] = {
-    "tree": pl.Int64,
-    "task": pl.String,
-    "split": pl.String,
-    "status": pl.String,
-    "reason": pl.String,
-    "version": pl.Int64,
-    "age_s": pl.Float64,
-    "groups": pl.Int64,
-    "trained": pl.Int64,
-    "trained_by": pl.Int64,
-}
+TREE: Types = {
+    "tree": pl.Int64, **dict.fromkeys(("task", "split", "status", "reason"), pl.String),
+    "version": pl.Int64, "age_s": pl.Float64,
+    **dict.fromkeys(("groups", "trained", "trained_by"), pl.Int64),
+}  # fmt: skip
 """The first columns of ``trees``. version: the one at which the tree was admitted. age_s: seconds
 since then. groups: how many it emitted; trained: how many of them a version has trained, the newest
 of which is trained_by."""
@@ -87,41 +69,24 @@ def nodes(journal: Journal, rows: Sequence[TreeRow]) -> pl.DataFrame:
             versions = node.versions if node.versions is not None and len(node.versions) else None
             span = (None, None) if versions is None else (int(versions.min()), int(versions.max()))
             logprob = None if node.logprobs is None else float(node.logprobs.sum())
-            place = (
-                row.id,
-                node.id,
-                node.parent,
-                node.kind,
-                node.step,
-                node.trajectory,
-                node.chosen,
-                node.forced,
-            )
-            sizes = node.finish, len(node.tokens), node.cached
-            plain.append(
-                (*place, *sizes, *span, logprob, len(node.invalid), _fate(node), node.text)
-            )
+            crashed = [f"{name}: {node.notes[name]}" for name in FATES if name in node.notes]
+            plain.append((
+                row.id, node.id, node.parent, node.kind, node.step, node.trajectory, node.chosen,
+                node.forced, node.finish, len(node.tokens), node.cached, *span, logprob,
+                len(node.invalid), crashed[0].split("\n")[0] if crashed else None, node.text,
+            ))  # fmt: skip
             scores.append(node.scores)
     names = sorted({name for one in scores for name in one})
     taken = {*NODE, *TREE, *SUMS}
     columns = {
-        f"score_{name}" if name in taken else name: pl.Series(
-            [one.get(name) for one in scores], dtype=pl.Float64
-        )
+        f"score_{name}" if name in taken else name: _floats([one.get(name) for one in scores])
         for name in names
     }
     return pl.DataFrame(plain, schema=NODE, orient="row").with_columns(**columns)
 
 
-def _fate(node: Node) -> str | None:
-    return next(
-        (
-            f"{name}: {node.notes[name].partition(chr(10))[0]}"
-            for name in FATES
-            if name in node.notes
-        ),
-        None,
-    )
+def _floats(values: Sequence[float | None]) -> pl.Series:
+    return pl.Series(values, dtype=pl.Float64)
 
 
 def trees(journal: Journal, rows: Sequence[TreeRow], below: pl.DataFrame) -> pl.DataFrame:
@@ -135,16 +100,9 @@ def trees(journal: Journal, rows: Sequence[TreeRow], below: pl.DataFrame) -> pl.
     for row in rows:
         versions = [version for _, version in journal.groups(row.id)]
         known = [version for version in versions if version is not None]
-        what = (
-            row.id,
-            row.task,
-            row.split,
-            row.status,
-            row.reason or "",
-            row.version,
-            now - row.time,
-        )
-        plain.append((*what, len(versions), len(known), max(known, default=None)))
+        what = (row.id, row.task, row.split, row.status, row.reason or "", row.version)
+        trained = (len(versions), len(known), max(known, default=None))
+        plain.append((*what, now - row.time, *trained))
     names = [name for name in below.columns if name not in NODE]
     unread = (pl.col("valid") == 0).sum() if "valid" in names else pl.lit(0)
     reward = pl.col("reward") if "reward" in names else pl.lit(None, pl.Float64)
@@ -172,10 +130,8 @@ def trees(journal: Journal, rows: Sequence[TreeRow], below: pl.DataFrame) -> pl.
 
 def calls(values: Mapping[str, Any]) -> list[str]:
     """Return how long a tree's calls took, in words. values: its row of ``trees``."""
-    kinds = [
-        name for name, value in values.items() if name.endswith("_s") and name not in TREE and value
-    ]
-    return [f"{name[:-2]} {values[name]:.1f} s" for name in kinds]
+    kinds = [name for name in values if name.endswith("_s") and name not in TREE]
+    return [f"{name[:-2]} {values[name]:.1f} s" for name in kinds if values[name]]
 
 
 def traced(home: Path) -> Iterator[dict[str, Any]]:
@@ -202,10 +158,7 @@ def seconds(run: Path) -> pl.DataFrame:
         if (tree := tree_of(row.get("args", {}))) is not None:
             sums[f"{row['name'].partition('.')[0]}_s"][tree] += row["dur"] / 1e6
     known = sorted({tree for kind in sums.values() for tree in kind})
-    columns = {
-        kind: pl.Series([sums[kind].get(tree) for tree in known], dtype=pl.Float64)
-        for kind in sorted(sums)
-    }
+    columns = {kind: _floats([sums[kind].get(tree) for tree in known]) for kind in sorted(sums)}
     return pl.DataFrame({"tree": pl.Series(known, dtype=pl.Int64), **columns})
 
 
@@ -220,9 +173,8 @@ def ranked(table: pl.DataFrame, rank: str) -> pl.DataFrame:
         )
     values = [pl.col(name) for name in names]
     if rank == "surprising":
-        values = [
-            pl.max_horizontal(pl.col(f"{names[0]}_max").abs(), pl.col(f"{names[0]}_min").abs())
-        ]
+        ends = [pl.col(f"{names[0]}_{end}").abs() for end in ("max", "min")]
+        values = [pl.max_horizontal(*ends)]
     return table.sort(values, descending=rank != "worst", nulls_last=True, maintain_order=True)
 
 
@@ -238,7 +190,6 @@ def read(run: Path, split: str = "train") -> tuple[pl.DataFrame, pl.DataFrame]:
 def opened(run: Path) -> Journal:
     """Return the journals of a run folder as one, or the journal file itself, open for reading,
     with advantages. Raises FileNotFoundError."""
-    first, *others = (
-        [home / "journal.sqlite" for home in shards.homes(run)] if run.is_dir() else [run]
-    )
+    homes = shards.homes(run) if run.is_dir() else []
+    first, *others = [home / "journal.sqlite" for home in homes] or [run]
     return Replayed(first, [path for path in others if path.is_file()])

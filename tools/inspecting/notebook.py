@@ -1,13 +1,5 @@
 """A run in a notebook: trees as data frames, other schemes and corrections, judges and plots.
-docs/notebook.md has the examples.
-
-run = notebook.newest()                                          # or
-notebook.Run("runs/NAME-TIME"), also of a live run run.trees.filter(pl.col("reward_max") > 0.5)
-# frames of polars: run.trees, run.nodes, run.records run.advantages("rloo").join(run.advantages(),
-on=["tree", "node"]) run.weights("tis", upper=2.0)                                    # what a
-correction would weigh each turn with today run.judge("slate_rules", tree=12)
-run.plot("score/reward", "learner/entropy")
-"""
+docs/notebook.md has the examples."""
 
 import asyncio
 import contextlib
@@ -64,9 +56,9 @@ class Run:
         Raises ValueError for a scheme that reads what the journal lacks, or for a wrong option.
         """
         with self._journal() as (journal, rows):
-            return _by_place(
-                advantage=replay.advantages(journal, rows, self._learner.learner, scheme, **options)
-            )
+            own = self._learner.learner
+            values = replay.advantages(journal, rows, own, scheme, **options)
+        return _by_place(advantage=values)
 
     def weights(self, correction: str, level: str = "token", **options: Any) -> pl.DataFrame:
         """Return tree, node, ``ratio`` and ``weight`` of every turn, if the newest policy trained
@@ -93,13 +85,10 @@ class Run:
                 torch.as_tensor(np.array(one)) for one in (newest[place], turn.logprobs)
             )
             size = len(turn.sampled)
-            segment = corrections.Segments(
-                torch.zeros(size, dtype=torch.long), torch.zeros(1), torch.full((1,), float(size))
-            )
-            surrogate = of(
-                corrections.Logprobs(current, current, behaviour, {level: segment}),
-                torch.ones(size),
-            )
+            tokens, lengths = torch.zeros(size, dtype=torch.long), torch.full((1,), float(size))
+            segments = {level: corrections.Segments(tokens, torch.zeros(1), lengths)}
+            logprobs = corrections.Logprobs(current, current, behaviour, segments)
+            surrogate = of(logprobs, torch.ones(size))
             ratios[place] = float((current - behaviour).mean().exp())
             weights[place] = float(surrogate.coefficient.mean())
         return _by_place(ratio=ratios, weight=weights)
@@ -120,16 +109,11 @@ class Run:
                 raise ValueError(f"tree = {tree}: the journal has no such {self.split} tree")
             turns = judged.turns(self.folder, row, journal.tree(row))
         scored = _wait(_scored(worker, [turn for _, turn in turns]))
-        return pl.DataFrame(
-            [
-                {
-                    "node": node.id,
-                    "chosen": node.chosen,
-                    **{name: scores.get(name) for name in worker.columns},
-                }
-                for (node, _), scores in zip(turns, scored, strict=True)
-            ]
+        nodes = pl.DataFrame(
+            {"node": [n.id for n, _ in turns], "chosen": [n.chosen for n, _ in turns]}
         )
+        columns = {name: [one.get(name) for one in scored] for name in worker.columns}
+        return nodes.with_columns(**{name: pl.Series(of) for name, of in columns.items()})
 
     def plot(self, *metrics: str) -> Figure:
         """Return a figure of metrics over updates, which a notebook shows; ``.savefig(path)``
@@ -141,21 +125,17 @@ class Run:
 
 def newest(runs: str | Path = "runs") -> Run:
     """Open the run below ``runs`` that began last. Raises FileNotFoundError if there is none."""
-    journals = sorted(
-        Path(runs).glob("*/journal.sqlite"),
-        key=lambda path: (path.parent / "config.json").stat().st_mtime,
-    )
-    if not journals:
+    began = lambda run: (run / "config.json").stat().st_mtime  # noqa: E731
+    folders = [journal.parent for journal in Path(runs).glob("*/journal.sqlite")]
+    if not folders:
         raise FileNotFoundError(f"no run is below {Path(runs).resolve()}: expected run folders")
-    return Run(journals[-1].parent)
+    return Run(max(folders, key=began))
 
 
 def _by_place(**columns: dict[tuple[int, int], float]) -> pl.DataFrame:
     places = sorted(next(iter(columns.values())))
     values = {name: [column[place] for place in places] for name, column in columns.items()}
-    return pl.DataFrame(
-        {"tree": [tree for tree, _ in places], "node": [node for _, node in places], **values}
-    )
+    return pl.DataFrame({"tree": [t for t, _ in places], "node": [n for _, n in places], **values})
 
 
 async def _scored(judge: Judge, turns: list[Any]) -> list[dict[str, float]]:
@@ -164,9 +144,8 @@ async def _scored(judge: Judge, turns: list[Any]) -> list[dict[str, float]]:
         scores: list[dict[str, float]] = []
         for start in range(0, len(turns), judge.batch):
             part = turns[start : start + judge.batch]
-            scores += [
-                judgement.scores for judgement in checked(judge, part, await judge.score(part))[0]
-            ]
+            judgements, _ = checked(judge, part, await judge.score(part))
+            scores += [judgement.scores for judgement in judgements]
         return scores
     finally:
         await judge.close()

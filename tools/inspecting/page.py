@@ -14,20 +14,9 @@ from tokenizers import Tokenizer
 from coppice.common import vision
 from coppice.scheduler.growth.tree import Node
 from coppice.scheduler.ledger.journal import Journal, TreeRow
-from coppice.tools.inspecting import frames, tokens
+from coppice.tools.inspecting import frames, replay
 
-_AS_IT_IS = (
-    "id",
-    "parent",
-    "kind",
-    "text",
-    "invalid",
-    "notes",
-    "chosen",
-    "forced",
-    "finish",
-    "cached",
-)
+_AS_IT_IS = "id parent kind text invalid notes chosen forced finish cached".split()
 DIGITS = 4
 """Digits after the point of what the page shows."""
 
@@ -43,23 +32,15 @@ def html(
 ) -> str:
     """Return the page of the trees ``rows``. table: their ``frames.trees``. newest: what
     ``replay.newest`` returns."""
-    words = tokens.tokenizer(run)
+    words = replay.tokenizer(run)
     trees = []
     for row, values in zip(rows, table.iter_rows(named=True), strict=True):
-        of = newest[1]
         nodes = [
-            _node(node, words, of.get((row.id, node.id)), journal)
+            _node(node, words, newest[1].get((row.id, node.id)), journal)
             for node in journal.tree(row).nodes.values()
         ]
-        trees.append(
-            {
-                "tree": row.id,
-                "task": row.task,
-                "version": row.version,
-                "said": _said(row, values),
-                "nodes": nodes,
-            }
-        )
+        tree = {"tree": row.id, "task": row.task, "version": row.version}
+        trees.append({**tree, "said": _said(row, values), "nodes": nodes})
     name = (run if run.is_dir() else run.parent).resolve().name
     data = {"title": f"{name}: {len(trees)} prefix trees", "newest": newest[0], "trees": trees}
     here = Path(__file__).parent
@@ -73,19 +54,16 @@ def _node(
     node: Node, words: Tokenizer | None, newest: np.ndarray | None, journal: Journal
 ) -> dict[str, Any]:
     values: dict[str, Any] = {name: getattr(node, name) for name in _AS_IT_IS}
-    values |= {
-        "size": len(node.tokens),
-        "scores": {
-            name: round(value, DIGITS) for name, value in node.scores.items() if np.isfinite(value)
-        },
-    }
+    finite = {name: value for name, value in node.scores.items() if np.isfinite(value)}
+    scores = {name: round(value, DIGITS) for name, value in finite.items()}
+    values |= {"size": len(node.tokens), "scores": scores}
     if pictures := [vision.url(png) for png in journal.pictures(node.tokens).values()]:
         values["pictures"] = pictures
     if node.versions is not None and len(node.versions):
         values["versions"] = [int(node.versions.min()), int(node.versions.max())]
     if node.logprobs is not None and len(node.logprobs):
         values["logprobs"] = [round(float(value), DIGITS) for value in node.logprobs]
-        values["pieces"] = tokens.pieces(words, node.tokens)
+        values["pieces"] = replay.pieces(words, node.tokens)
         if newest is not None:
             values["newest"] = [round(float(value), DIGITS) for value in newest]
     return values
@@ -93,11 +71,6 @@ def _node(
 
 def _said(row: TreeRow, values: Mapping[str, Any]) -> str:
     """The tree's line in the list, after its number, task and version."""
-    shown = [
-        f"{name} {values[name]:.2f}"
-        for name in ("outcome", "reward")
-        if values.get(name) is not None
-    ]
-    return ", ".join(
-        [row.status, *shown, f"{values['actions'] or 0} actions", *frames.calls(values)]
-    )
+    means = [name for name in ("outcome", "reward") if values.get(name) is not None]
+    shown = [row.status, *(f"{name} {values[name]:.2f}" for name in means)]
+    return ", ".join([*shown, f"{values['actions'] or 0} actions", *frames.calls(values)])

@@ -1,5 +1,5 @@
-"""Looks back at journaled turns with what a run has: its advantage scheme, or another one, and its
-newest policy."""
+"""Looks back at journaled turns with what a run has: its advantage scheme, or another one, its
+newest policy and its tokenizer."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,18 +7,21 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
 
 from coppice.learner import schemes
 from coppice.learner.config import LearnerConfig, LearnerProcess, LoraConfig
 from coppice.learner.update import rewards
 from coppice.learner.update.table import TurnTable, build
-from coppice.scheduler.growth.tree import Tree
+from coppice.scheduler.growth.tree import Node, Tree
 from coppice.scheduler.ledger.journal import Journal, TreeRow
+from coppice.wire import published
 from coppice.wire.messages import TrainGroup, Turn
 
 Places = list[tuple[int, int]]
 """The tree and the node of each row of a table."""
-TOGETHER = 16
+AT_ONCE = 16
 """Trees whose tokens are packed for one pass of the policy, as in an update."""
 
 
@@ -30,13 +33,11 @@ def learner(run: Path) -> LearnerProcess | None:
 
 def turns(journal: Journal, rows: Sequence[TreeRow]) -> tuple[TurnTable, Places]:
     """Return the turns of all groups of the trees ``rows``, as the learner received them."""
-    return _built(
-        journal,
-        rows,
-        lambda tree: [
-            TrainGroup(g, tree.id, [], journal.turns(g)) for g, _ in journal.groups(tree.id)
-        ],
-    )
+
+    def grouped(tree: Tree) -> list[TrainGroup]:
+        return [TrainGroup(g, tree.id, [], journal.turns(g)) for g, _ in journal.groups(tree.id)]
+
+    return _built(journal, rows, grouped)
 
 
 def _built(journal: Journal, rows: Sequence[TreeRow], grouped: Any) -> tuple[TurnTable, Places]:
@@ -45,13 +46,10 @@ def _built(journal: Journal, rows: Sequence[TreeRow], grouped: Any) -> tuple[Tur
     for row in rows:
         tree = Journal.tree(journal, row)
         groups += grouped(tree)
-        nodes |= {
-            (tree.id, node.id): node.travels(journal.pictures(node.tokens))
-            for node in tree.nodes.values()
-        }
-    return build(groups, nodes), [
-        (group.tree, turn.node) for group in groups for turn in group.turns
-    ]
+        for node in tree.nodes.values():
+            nodes[tree.id, node.id] = node.travels(journal.pictures(node.tokens))
+    places = [(group.tree, turn.node) for group in groups for turn in group.turns]
+    return build(groups, nodes), places
 
 
 def advantages(
@@ -68,11 +66,8 @@ def advantages(
     see ``rows`` as one batch. Raises ValueError for a scheme that reads values of the learner's
     models, which a journal lacks.
     """
-    of = (
-        schemes.load(scheme, options)
-        if scheme
-        else schemes.load(config.scheme, config.scheme_options)
-    )
+    own = (config.scheme, config.scheme_options)
+    of = schemes.load(scheme, options) if scheme else schemes.load(*own)
     if of.needs.models or (config.kl_reward_coef and not scheme):
         raise ValueError(
             f"scheme {of.name!r} reads values of the learner's models, which are not in a journal"
@@ -86,10 +81,8 @@ def advantages(
             f"scheme {of.name!r} reads {sorted(lacking)}; the turns have {sorted(table.scores)}"
         )
     kept = of.trains(table)
-    table, places = (
-        table.only(kept),
-        [place for place, keep in zip(places, kept, strict=True) if keep],
-    )
+    table = table.only(kept)
+    places = [place for place, keep in zip(places, kept, strict=True) if keep]
     column = of.needs.reward_column
     if column and not scheme:
         table = rewards.shaped(table, column, config)
@@ -114,11 +107,8 @@ class Replayed(Journal):
         """The tree of a row, with its advantages."""
         tree = super().tree(row)
         trained = [version for _, version in self.groups(row.id) if version is not None]
-        if (
-            self._process is None
-            or not trained
-            or any("advantage" in node.scores for node in tree.nodes.values())
-        ):
+        written = any("advantage" in node.scores for node in tree.nodes.values())
+        if self._process is None or not trained or written:
             return tree
         if trained[0] not in self._known:
             self._known = {trained[0]: self._advantages(trained[0])}
@@ -130,13 +120,21 @@ class Replayed(Journal):
 
     def _advantages(self, version: int) -> dict[tuple[int, int], float]:
         assert self._process is not None
-        together = self.trees(
-            "id IN (SELECT tree FROM groups WHERE trained=?) AND status!='replaced'", version
-        )
+        of_update = "id IN (SELECT tree FROM groups WHERE trained=?) AND status!='replaced'"
+        batch = self.trees(of_update, version)
         try:
-            return advantages(self, together, self._process.learner)
+            return advantages(self, batch, self._process.learner)
         except ValueError:
             return {}
+
+
+def apply_version(model: Any, base: str, folder: Path) -> None:
+    """Copy the weights of a version's folder into ``model``, whose folder is ``base``. Raises
+    InfrastructureFault for weights that fail their digest."""
+    from coppice.actors.engines import weights  # with torch, which takes seconds
+
+    written = msgspec.json.decode((folder / published.NAME).read_bytes(), type=published.Manifest)
+    weights.apply(model, Path(base), *weights.verified_file(folder, written.digest))
 
 
 def newest(
@@ -149,12 +147,10 @@ def newest(
     among the tokens that top-p and top-k left. Raises ValueError without the run's folder or
     weights, InfrastructureFault for weights that fail their digest.
     """
-    from coppice.actors.engines import weights  # with torch, which takes seconds
-    from coppice.learner.model.model import Policy
+    from coppice.learner.model.model import Policy  # with torch, which takes seconds
     from coppice.learner.model.ranks import Ranks
-    from coppice.learner.update.passes import Rows, plan, sweep
+    from coppice.learner.update.passes import plan, sweep
     from coppice.tools.evaluating import versions
-    from coppice.wire import published
 
     process = learner(run)
     if process is None:
@@ -163,32 +159,57 @@ def newest(
         )
 
     def sampled(tree: Tree) -> list[TrainGroup]:
-        actions = [
-            node for node in tree.nodes.values() if node.logprobs is not None and len(node.tokens)
-        ]
-        return [
-            TrainGroup(tree.id, tree.id, [], [Turn(node.id, 0, node.step, {}) for node in actions])
-        ]
+        nodes = tree.nodes.values()
+        actions = [node for node in nodes if node.logprobs is not None and len(node.tokens)]
+        turns = [Turn(node.id, 0, node.step, {}) for node in actions]
+        return [TrainGroup(tree.id, tree.id, [], turns)]
 
     version, folder = versions.chosen(run, None)
     ranks = Ranks(timeout_s=60.0)
-    policy = Policy(
-        process.model, process.learner, process.temperature, ranks, lora=LoraConfig(rank=0)
-    )
+    config = process.learner
+    policy = Policy(process.model, config, process.temperature, ranks, lora=LoraConfig(rank=0))
     if folder is not None:
-        digest = msgspec.json.decode(
-            (folder / published.NAME).read_bytes(), type=published.Manifest
-        ).digest
-        weights.apply(policy.causal, Path(process.model), *weights.verified_file(folder, digest))
+        apply_version(policy.causal, process.model, folder)
     known: dict[tuple[int, int], np.ndarray] = {}
     with policy.inference():
-        for start in range(0, len(rows), TOGETHER):
-            table, places = _built(journal, rows[start : start + TOGETHER], sampled)
-            if len(table):
-                together = Rows(table.paths)
-                steps = plan(together.trie, range(len(table)), process.learner.micro_tokens, ranks)
-                values = sweep(together, steps, ranks, lambda forest: policy.logprobs(forest)[0])
-                known |= {
-                    place: values[span] for place, span in zip(places, together.spans, strict=True)
-                }
+        for start in range(0, len(rows), AT_ONCE):
+            _, tokens, places = _built(journal, rows[start : start + AT_ONCE], sampled)
+            if tokens:
+                batch = rows_of(tokens)
+                steps = plan(batch.trie, range(len(tokens)), config.micro_tokens, ranks)
+                values = sweep(batch, steps, ranks, lambda forest: policy.logprobs(forest)[0])
+                known |= zip(places, (values[span] for span in batch.spans), strict=True)
     return version, known
+
+
+# ----------------------------------------------------------------------------------------------
+# tokens
+
+
+def tokenizer(run: Path) -> Tokenizer | None:
+    """Return the tokenizer of a run's policy, or None if the run's folder or the policy's is not
+    there."""
+    process = learner(run)
+    file = Path(process.model) / "tokenizer.json" if process is not None else None
+    return Tokenizer.from_file(str(file)) if file is not None and file.is_file() else None
+
+
+def pieces(words: Tokenizer | None, tokens: np.ndarray) -> list[str]:
+    """Return the text of each token, or its number without a tokenizer. Of a character of several
+    tokens, the last one has the text."""
+    if words is None:
+        return [str(token) for token in tokens.tolist()]
+    stream = DecodeStream(skip_special_tokens=False)
+    return [stream.step(words, int(token)) or "" for token in tokens]
+
+
+def token_lines(words: Tokenizer | None, node: Node, newest: np.ndarray | None) -> list[str]:
+    """Return one line per token of an action: its log-probability when it was sampled, that under
+    the newest policy if it is known, its text."""
+    if node.logprobs is None or not len(node.logprobs):
+        return []
+    columns = [node.logprobs] if newest is None else [node.logprobs, newest]
+    values = ["".join(f"{value:9.4f}" for value in row) for row in zip(*columns, strict=True)]
+    shown = pieces(words, node.tokens)
+    head = "  sampled" + ("   newest" if newest is not None else "") + "  token"
+    return [head, *(f"{row}  {piece!r}" for row, piece in zip(values, shown, strict=True))]

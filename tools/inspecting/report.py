@@ -37,9 +37,8 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"coppice report: {error}", file=sys.stderr)
         return 2
     table = sections.results(groups)
-    print(
-        f"{sections.markdown(table) if table.rows else 'no held-out evaluation yet'}\nreport: {options.out}"
-    )
+    print(sections.markdown(table) if table.rows else "no held-out evaluation yet")
+    print(f"report: {options.out}")
     return 0
 
 
@@ -51,50 +50,28 @@ def parser() -> argparse.ArgumentParser:
         "other file. Runs may be live, stopped, failed or old.",
         EXAMPLES,
     )
-    parser.add_argument(
-        "runs",
-        nargs="+",
-        metavar="RUN[=NAME]",
-        help="run folders; those of one NAME are seeds of one group",
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=Path("report.html"),
-        metavar="FILE",
-        help="FILE.html, .png or .svg (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--png",
-        type=Path,
-        metavar="FOLDER",
-        help="with a page: write each of its figures here as well",
-    )
-    parser.add_argument(
-        "--metric",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="draw this metric of metrics.jsonl; repeatable",
-    )
-    parser.add_argument(
-        "--against",
-        choices=["version", "time/run"],
-        default="version",
-        help="curves against updates (default) or seconds",
-    )
+    add = parser.add_argument
+    runs = "run folders; those of one NAME are seeds of one group"
+    add("runs", nargs="+", metavar="RUN[=NAME]", help=runs)
+    out, page = "FILE.html, .png or .svg (default: %(default)s)", Path("report.html")
+    add("--out", type=Path, default=page, metavar="FILE", help=out)
+    png = "with a page: write each of its figures here as well"
+    add("--png", type=Path, metavar="FOLDER", help=png)
+    metric = "draw this metric of metrics.jsonl; repeatable"
+    add("--metric", action="append", default=[], metavar="NAME", help=metric)
+    against = "curves against updates (default) or seconds"
+    add("--against", choices=["version", "time/run"], default="version", help=against)
     return parser
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
     command = parser()
     options = command.parse_args(arguments)
+    out = f"--out {options.out}"
     if options.out.suffix not in SUFFIXES:
-        command.error(f"--out {options.out}: expected a name that ends with {', '.join(SUFFIXES)}")
+        command.error(f"{out}: expected a name that ends with {', '.join(SUFFIXES)}")
     if options.png and options.out.suffix != ".html":
-        command.error(
-            f"--png has no effect with --out {options.out}: it writes the figures of a page"
-        )
+        command.error(f"--png has no effect with {out}: it writes the figures of a page")
     return options
 
 

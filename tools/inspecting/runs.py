@@ -1,6 +1,7 @@
 """Reads run folders for reports: live, failed and older ones too. What a run lacks is named in
 ``Run.missing`` and costs nothing else."""
 
+import contextlib
 import itertools
 import json
 import math
@@ -10,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
 import msgspec
@@ -18,7 +20,6 @@ from coppice.common import shards
 from coppice.scheduler.ledger.journal import Journal
 from coppice.scheduler.ledger.records import Reader
 from coppice.scheduler.telemetry.nothing_learnt import COMPARED, EQUAL
-from coppice.tools.inspecting.intervals import interval
 from coppice.tools.launching import changes, environment, status
 
 SHARE = "share/"
@@ -27,7 +28,7 @@ one update before the version being trained."""
 EQUAL_SHARE = "equal/"
 """The same for equal/1: the share of the compared groups of step 1 whose rewards are all equal
 (scheduler/telemetry/nothing_learnt.py)."""
-
+_COMPARED = f"count/{COMPARED}"
 
 UNREADABLE = (OSError, ValueError, sqlite3.Error, msgspec.MsgspecError)
 """Errors of a file of a run that is not there, cut off, damaged or of another version."""
@@ -72,24 +73,17 @@ def read(folder: Path, name: str | None = None) -> Run:
     records = _records(folder)
     if not records:
         missing.append("It has made no update yet, so there are no curves.")
-    summary, config, machine = (
-        _object(folder / file, consequence, missing)
-        for file, consequence in (
-            ("summary.json", "the run has not ended in order, so some totals are missing"),
-            ("config.json", "its settings are unknown"),
-            (environment.NAME, "it was launched before the machine and the packages were recorded"),
-        )
-    )
+    ended = "the run has not ended in order, so some totals are missing"
+    summary = _object(folder / "summary.json", ended, missing)
+    config = _object(folder / "config.json", "its settings are unknown", missing)
+    before = "it was launched before the machine and the packages were recorded"
+    machine = _object(folder / environment.NAME, before, missing)
     missing += _changed(folder, config)
     for home in shards.homes(folder)[1:]:
-        other = _object(
-            home / "summary.json", "another of its schedulers has not ended in order", missing
-        )
-        summary |= {
-            of: Counter(summary.get(of)) + Counter(other.get(of))
-            for of in ("counts", "calls")
-            if of in other
-        }
+        ended = "another of its schedulers has not ended in order"
+        other = _object(home / "summary.json", ended, missing)
+        for of in {"counts", "calls"} & other.keys():
+            summary[of] = Counter(summary.get(of)) + Counter(other[of])
     evaluations = _evaluations(folder, summary, missing)
     stands = status.gather(folder, time.monotonic())
     return Run(
@@ -102,32 +96,20 @@ def _records(folder: Path) -> list[dict[str, float]]:
     """One record per update, with the share of its tokens by their age, and of its groups with
     equal rewards by their step."""
     records = Reader(folder).read()
-    _equal(records)
-    ages = {
-        name
-        for record in records
-        for name in record
-        if re.fullmatch(r"watch/staleness_\d+/tokens", name)
-    }
-    for record in records:
-        if total := sum(record.get(age, 0.0) for age in ages):
-            record |= {f"{SHARE}{age.split('/')[1]}": record.get(age, 0.0) / total for age in ages}
-    return records
-
-
-def _equal(records: list[dict[str, float]]) -> None:
-    """Add to each record, by step, the share of the groups that were emitted since the record
-    before whose rewards are all equal."""
+    names = {name for record in records for name in record}
+    ages = [name for name in names if re.fullmatch(r"watch/staleness_\d+/tokens", name)]
+    steps = [name.removeprefix(_COMPARED) for name in names if name.startswith(_COMPARED)]
     before: dict[str, float] = {}
     for record in records:
-        for name in [name for name in record if name.startswith(f"count/{COMPARED}")]:
-            step = name.removeprefix(f"count/{COMPARED}")
-            equal = f"count/{EQUAL}{step}"
-            if (compared := record[name] - before.get(name, 0.0)) > 0:
-                record[f"{EQUAL_SHARE}{step}"] = (
-                    record.get(equal, 0.0) - before.get(equal, 0.0)
-                ) / compared
+        # of the groups that were emitted since the record before
+        new = lambda name, now=record, then=before: now.get(name, 0.0) - then.get(name, 0.0)  # noqa: E731
+        for step in steps:
+            if (compared := new(_COMPARED + step)) > 0:
+                record[f"{EQUAL_SHARE}{step}"] = new(f"count/{EQUAL}{step}") / compared
+        if total := sum(record.get(age, 0.0) for age in ages):
+            record |= {f"{SHARE}{age.split('/')[1]}": record.get(age, 0.0) / total for age in ages}
         before = record
+    return records
 
 
 def _object(path: Path, consequence: str, missing: list[str]) -> dict[str, Any]:
@@ -145,23 +127,15 @@ def _changed(folder: Path, config: dict[str, Any]) -> list[str]:
         configs = [*changes.former(folder), config]
     except UNREADABLE as error:
         return [f"Its former settings cannot be read ({error})."]
-    told = [
-        "; ".join(map(str, changes.differences(old, new)))
-        for old, new in itertools.pairwise(configs)
-    ]
-    return [f"A resume changed its settings: {text}." for text in told]
+    steps = [changes.differences(*pair) for pair in itertools.pairwise(configs)]
+    return [f"A resume changed its settings: {'; '.join(map(str, step))}." for step in steps]
 
 
 def _evaluations(folder: Path, summary: dict[str, Any], missing: list[str]) -> list[dict[str, Any]]:
     """The held-out results of the journal, or of the summary if the journal cannot be read."""
     try:
-        journal = Journal(folder / "journal.sqlite", readonly=True)
-        try:
-            results = [
-                {**result, "version": version} for version, _, result in journal.evaluations()
-            ]
-        finally:
-            journal.close()
+        with contextlib.closing(Journal(folder / "journal.sqlite", readonly=True)) as journal:
+            results = [{**result, "version": v} for v, _, result in journal.evaluations()]
     except UNREADABLE as error:
         missing.append(f"Its journal cannot be read ({error}), so its trees are not shown.")
         results = sorted(summary.get("heldout", {}).values(), key=lambda result: result["version"])
@@ -190,12 +164,11 @@ def curve(runs: Sequence[Run], metric: str, against: str = "version") -> Curve:
 
     A single run has its own values; several have their mean with the 95% interval over seeds.
     """
-    return _mean(
-        [
-            {r["version"]: (r[against], r[metric], math.nan) for r in run.records if metric in r}
-            for run in runs
-        ]
-    )
+    points = [
+        {r["version"]: (r[against], r[metric], math.nan) for r in run.records if metric in r}
+        for run in runs
+    ]
+    return _mean(points)
 
 
 def heldout(runs: Sequence[Run], measure: str) -> Curve:
@@ -214,13 +187,10 @@ def heldout(runs: Sequence[Run], measure: str) -> Curve:
 def _mean(points: list[dict[float, tuple[float, float, float]]]) -> Curve:
     """points: for each run, (x, y, half width) by version."""
     versions = sorted(set.intersection(*map(set, points)))
-    if len(points) == 1:
-        rows = [points[0][version] for version in versions]
-    else:
-        rows = [
-            (sum(p[v][0] for p in points) / len(points), *interval([p[v][1] for p in points]))
-            for v in versions
-        ]
+    rows = [points[0][version] for version in versions]
+    if len(points) > 1:
+        each = [[run[version] for run in points] for version in versions]
+        rows = [(fmean(p[0] for p in of), *interval([p[1] for p in of])) for of in each]
     x, y, half = ([float(row[i]) for row in rows] for i in range(3))
     return Curve(x, y, half)
 
@@ -233,14 +203,31 @@ def measures(runs: Sequence[Run]) -> list[str]:
     return sorted(names, key=lambda name: name not in headlines)
 
 
+T_95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
+"""Two-sided 95% quantiles of Student's t by degrees of freedom."""
+
+
+def interval(values: list[float]) -> tuple[float, float]:
+    """Return the mean over seeds and the half width of its 95% interval by Student's t (nan for one
+    seed)."""
+    mean, n = fmean(values), len(values)
+    if n < 2:
+        return mean, math.nan
+    return mean, T_95[min(9, n - 1)] * stdev(values) / math.sqrt(n)
+
+
+def shown(estimate: tuple[float, float]) -> str:
+    """Return a mean and its half width in words, "0.500 ±0.100", or the mean alone if it has no
+    interval."""
+    mean, half = estimate
+    return f"{mean:.3f}" if math.isnan(half) else f"{mean:.3f} ±{half:.3f}"
+
+
 def flat(tree: Any, path: str = "") -> dict[str, str]:
     """Return the values of nested tables as JSON texts by their dotted paths."""
     if isinstance(tree, dict) and tree:
-        return {
-            key: value
-            for name, below in tree.items()
-            for key, value in flat(below, f"{path}.{name}").items()
-        }
+        below = [flat(value, f"{path}.{name}") for name, value in tree.items()]
+        return dict(itertools.chain.from_iterable(part.items() for part in below))
     return {path.removeprefix("."): json.dumps(tree, ensure_ascii=False)}
 
 
@@ -249,16 +236,9 @@ def differences(groups: Mapping[str, Sequence[dict[str, Any]]]) -> list[list[str
     group's values ("-" where a tree lacks it)."""
     flats = {name: [flat(tree) for tree in trees] for name, trees in groups.items()}
     everyone = [one for trees in flats.values() for one in trees]
-    keys = sorted(
-        key for key in set().union(*everyone) if len({one.get(key) for one in everyone}) > 1
-    )
-    return [
-        [
-            key,
-            *(
-                ", ".join(dict.fromkeys(one.get(key, "-") for one in trees))
-                for trees in flats.values()
-            ),
-        ]
-        for key in keys
-    ]
+    rows = []
+    for key in sorted(set().union(*everyone)):
+        if len({one.get(key) for one in everyone}) > 1:
+            each = [[one.get(key, "-") for one in trees] for trees in flats.values()]
+            rows.append([key, *(", ".join(dict.fromkeys(values)) for values in each)])
+    return rows

@@ -17,7 +17,6 @@ from coppice.scheduler.telemetry.phases import Training
 from coppice.tools.bootstrap import ROOT
 from coppice.tools.inspecting import critical, drawing, frames
 from coppice.tools.inspecting.figures import caption, inline, panels
-from coppice.tools.inspecting.intervals import shown
 from coppice.tools.inspecting.runs import (
     EQUAL_SHARE,
     SHARE,
@@ -29,6 +28,7 @@ from coppice.tools.inspecting.runs import (
     flat,
     heldout,
     measures,
+    shown,
 )
 from coppice.tools.launching.config import ConfigError, load, saved
 
@@ -40,6 +40,31 @@ ROLLOUTS = 3
 """Trees shown per kind: best, worst, most surprising."""
 CHARACTERS = 40_000
 """The longest text of one tree."""
+
+COMPONENTS = (
+    "Every score column of the judges and the environment, as the mean over an update's trained"
+    " turns. Groups whose rewards are all equal teach nothing."
+)
+STALE = "Updates between the version that sampled a token and the one being trained on it."
+NUMERICS = (
+    "Do engine and learner agree, and how far off-policy is the data? A dotted line is where the"
+    " run warns."
+)
+LINES = (
+    "A thin line has a point for every update, the bold one is its running mean over a twentieth of"
+    " the updates. Below each figure are the means of its first and of its last tenth."
+)
+SEEDS = (
+    "Runs of one name are seeds of one group: curves and tables show their mean and its 95%"
+    " interval by Student's t, at the updates that all of them have reached."
+)
+ROLLOUT = (
+    "The newest {:,} finished trees of each run are read, and shown of each group's first run. Best"
+    " and worst are by outcome, or reward where there is none; most surprising is the largest"
+    " advantage, or reward, or outcome. An action that was continued has a *."
+)
+COLUMNS = ("outcome", "reward", "step_reward", "spread")
+"""What the heading of a tree shows."""
 
 LEARNING = {
     "score/reward": "reward of the rollouts",
@@ -119,42 +144,19 @@ def sections(
 ) -> list[Section]:
     """Return the parts of the page. metrics: replace the curves of the section Learning."""
     learning = {name: name for name in metrics} or LEARNING
-    scores = _present(groups, "score/")
-    shares = {
-        name: f"share of tokens {name.rpartition('_')[2]} updates stale"
-        for name in _present(groups, SHARE)
-    }
-    equal = {
-        name: f"share of groups of step {name.removeprefix(EQUAL_SHARE)} whose rewards are all equal"
-        for name in _present(groups, EQUAL_SHARE)
-    }
+    scores = _present(groups, "score/", "{}")
+    scores |= _present(
+        groups, EQUAL_SHARE, "share of groups of step {} whose rewards are all equal"
+    )
+    stale = STALENESS | _present(groups, f"{SHARE}staleness_", "share of tokens {} updates stale")
     watched = {metric: title for metric, (title, _) in WATCH.items()}
     parts = [
         _runs(groups),
         _heldout(groups),
         Section("Learning", [], _curves(groups, learning, against)),
-        Section(
-            "Reward components",
-            [
-                "Every score column of the judges and the environment, as the mean over an update's trained turns.",
-                "Groups whose rewards are all equal teach nothing.",
-            ],
-            _curves(
-                groups, {name: name.removeprefix("score/") for name in scores} | equal, against
-            ),
-        ),
-        Section(
-            "Staleness",
-            ["Updates between the version that sampled a token and the one being trained on it."],
-            _curves(groups, STALENESS | shares, against),
-        ),
-        Section(
-            "Numerics watch",
-            [
-                "Do engine and learner agree, and how far off-policy is the data? A dotted line is where the run warns."
-            ],
-            _curves(groups, watched, against, _limits(groups)),
-        ),
+        Section("Reward components", [COMPONENTS], _curves(groups, scores, against)),
+        Section("Staleness", [STALE], _curves(groups, stale, against)),
+        Section("Numerics watch", [NUMERICS], _curves(groups, watched, against, _limits(groups))),
         _time(groups, against),
         _trees(groups),
         _config(groups),
@@ -169,11 +171,9 @@ def sections(
 def picture(groups: Groups, against: str = "version", metrics: Sequence[str] = ()) -> Figure:
     """Return one figure with a panel for each metric, by default those of ``OVERVIEW``. Raises
     ValueError if there is nothing to draw."""
-    titles = LEARNING | STALENESS
+    titles = {} if metrics else LEARNING | STALENESS
     drawn = {
-        metric if metrics else titles.get(metric, metric): {
-            n: curve(runs, metric, against) for n, runs in groups.items()
-        }
+        titles.get(metric, metric): {n: curve(runs, metric, against) for n, runs in groups.items()}
         for metric in metrics or OVERVIEW
     }
     if not any(one.x for curves in drawn.values() for one in curves.values()):
@@ -189,11 +189,8 @@ def html(title: str, parts: Sequence[Section]) -> bytes:
         loader=jinja2.PackageLoader("tools.inspecting", ""), autoescape=True, undefined=jinja2.StrictUndefined,
         trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
-    return (
-        environment.get_template("report.html")
-        .render(title=title, sections=parts)
-        .encode(errors="backslashreplace")
-    )
+    page = environment.get_template("report.html").render(title=title, sections=parts)
+    return page.encode(errors="backslashreplace")
 
 
 def markdown(table: Table) -> str:
@@ -209,45 +206,35 @@ def compared(caption: str, columns: Mapping[str, Mapping[str, str]], folded: boo
     return Table(caption, ["", *columns], rows, folded)
 
 
-def _present(groups: Groups, prefix: str) -> list[str]:
-    return sorted(
-        {
-            name
-            for runs in groups.values()
-            for run in runs
-            for name in run.metrics()
-            if name.startswith(prefix)
-        }
-    )
+def _everyone(groups: Groups) -> list[Run]:
+    return [run for runs in groups.values() for run in runs]
+
+
+def _present(groups: Groups, prefix: str, title: str) -> dict[str, str]:
+    """The titles of the recorded metrics that begin with ``prefix``, in which {} is the rest."""
+    names = set().union(*(run.metrics() for run in _everyone(groups)))
+    known = sorted(name for name in names if name.startswith(prefix))
+    return {name: title.format(name.removeprefix(prefix)) for name in known}
 
 
 def _curves(
     groups: Groups, titles: Mapping[str, str], against: str, limits: Mapping[str, float] = {}
 ) -> list[Drawn]:
-    label = "update" if against == "version" else "seconds"
-    return [
-        drawn
-        for metric, title in titles.items()
-        for drawn in _drawn(
-            title,
-            {n: curve(runs, metric, against) for n, runs in groups.items()},
-            label,
-            limits.get(metric),
-        )
-    ]
+    label, figures = "update" if against == "version" else "seconds", []
+    for metric, title in titles.items():
+        curves = {name: curve(runs, metric, against) for name, runs in groups.items()}
+        figures += _drawn(title, curves, label, limits.get(metric))
+    return figures
 
 
 def _drawn(
     title: str, curves: dict[str, Curve], label: str, limit: float | None = None
 ) -> list[Drawn]:
     """One figure, or none if there is no point."""
+    if not any(one.x for one in curves.values()):
+        return []
     limits = {title: limit} if limit else {}
-    shown_at_all = any(one.x for one in curves.values())
-    return (
-        [Drawn(title, panels({title: curves}, label, limits), caption(curves))]
-        if shown_at_all
-        else []
-    )
+    return [Drawn(title, panels({title: curves}, label, limits), caption(curves))]
 
 
 def _names(groups: Groups) -> dict[str, Run]:
@@ -263,35 +250,16 @@ def _names(groups: Groups) -> dict[str, Run]:
 
 
 def _runs(groups: Groups) -> Section:
+    names = _names(groups)
     rows = [
         [name, run.state, str(len(run.records)), f"{run.records[-1].get('time/run', 0):.0f}" if run.records else "-",
          str(run.config.get("seed", "-")), str(run.folder)]
-        for name, run in _names(groups).items()
+        for name, run in names.items()
     ]  # fmt: skip
-    section = Section(
-        "Runs",
-        tables=[
-            Table(
-                "The runs of this report",
-                ["run", "state", "updates", "seconds", "seed", "folder"],
-                rows,
-            )
-        ],
-    )
-    section.words = [
-        f"{name}: {sentence}" for name, run in _names(groups).items() for sentence in run.missing
-    ]
-    section.words.append(
-        "A thin line has a point for every update, the bold one is its running mean over a twentieth of the updates. Below each figure are the"
-        " means of its first and of its last tenth."
-    )
-    if any(len(runs) > 1 for runs in groups.values()):
-        section.words.insert(
-            0,
-            "Runs of one name are seeds of one group: curves and tables show their mean and its 95% interval by Student's t, at the"
-            " updates that all of them have reached.",
-        )
-    return section
+    head = ["run", "state", "updates", "seconds", "seed", "folder"]
+    words = [SEEDS] if any(len(runs) > 1 for runs in groups.values()) else []
+    words += [f"{name}: {sentence}" for name, run in names.items() for sentence in run.missing]
+    return Section("Runs", [*words, LINES], tables=[Table("The runs of this report", head, rows)])
 
 
 def results(groups: Groups) -> Table:
@@ -300,24 +268,16 @@ def results(groups: Groups) -> Table:
     for name, runs in groups.items():
         for measure in measures(runs):
             c = heldout(runs, measure)
-            if c.x:
-                points = list(zip(c.x, c.y, c.half, strict=True))
-                first, last = points[0], points[-1]
-                cells = [
-                    f"{shown((mean, half))} (version {version:.0f})"
-                    for version, mean, half in (first, last)
-                ]
-                rows.append(
-                    [
-                        name,
-                        measure,
-                        cells[0],
-                        *([cells[1], _verdict(first, last)] if len(points) > 1 else ["-", "-"]),
-                    ]
-                )
-    return Table(
-        "Held-out measures with 95% intervals", ["run", "measure", "first", "last", "change"], rows
-    )
+            points = list(zip(c.x, c.y, c.half, strict=True))
+            cells = [
+                f"{shown((mean, half))} (version {version:.0f})" for version, mean, half in points
+            ]
+            if len(points) > 1:
+                rows.append([name, measure, cells[0], cells[-1], _verdict(points[0], points[-1])])
+            elif points:
+                rows.append([name, measure, *cells, "-", "-"])
+    head = ["run", "measure", "first", "last", "change"]
+    return Table("Held-out measures with 95% intervals", head, rows)
 
 
 def _verdict(first: tuple[float, float, float], last: tuple[float, float, float]) -> str:
@@ -328,30 +288,27 @@ def _verdict(first: tuple[float, float, float], last: tuple[float, float, float]
 
 
 def _heldout(groups: Groups) -> Section:
-    everyone = [run for runs in groups.values() for run in runs]
-    figures = [
-        drawn
-        for measure in measures(everyone)
-        for drawn in _drawn(
-            measure, {name: heldout(runs, measure) for name, runs in groups.items()}, "version"
-        )
-    ]
+    figures = []
+    for measure in measures(_everyone(groups)):
+        curves = {name: heldout(runs, measure) for name, runs in groups.items()}
+        figures += _drawn(measure, curves, "version")
     words = [
-        "The interval of a single run is over its held-out tasks, that of a group over its seeds.",
-        *(f"{name}, without a model: " + ", ".join(f"{key} {value:.3f}" for key, value in run.summary["baselines"].items())
-          for name, run in _names(groups).items() if run.summary.get("baselines")),
-        *(f"{name}: the best {best['measure']} is {best['value']:.3f}, of version {best['version']}."
-          for name, run in _names(groups).items() if (best := run.summary.get("best"))),
-    ]  # fmt: skip
+        "The interval of a single run is over its held-out tasks, that of a group over its seeds."
+    ]
+    for name, run in _names(groups).items():
+        if baselines := run.summary.get("baselines"):
+            values = ", ".join(f"{key} {value:.3f}" for key, value in baselines.items())
+            words.append(f"{name}, without a model: {values}")
+        if best := run.summary.get("best"):
+            value = f"{best['measure']} is {best['value']:.3f}"
+            words.append(f"{name}: the best {value}, of version {best['version']}.")
     table = results(groups)
     return Section("Held-out results", words, figures, [table] if table.rows else [])
 
 
 def _limits(groups: Groups) -> dict[str, float]:
     """The thresholds of the watch, if all runs have the same."""
-    watches = [
-        run.config.get("learner", {}).get("watch", {}) for runs in groups.values() for run in runs
-    ]
+    watches = [run.config.get("learner", {}).get("watch", {}) for run in _everyone(groups)]
     same = watches[0] if all(watch == watches[0] for watch in watches) else {}
     return {metric: same[key] for metric, (_, key) in WATCH.items() if same.get(key)}
 
@@ -385,34 +342,28 @@ def _spent(seconds: Mapping[str, float], whole: float | None = None) -> dict[str
 
 
 def _trees(groups: Groups) -> Section:
-    section = Section(
-        "Trees and rollouts",
-        [
-            f"The newest {TREES:,} finished trees of each run are read, and shown of each group's first run. Best and worst are by outcome, or"
-            " reward where there is none; most surprising is the largest advantage, or reward, or outcome. An action that was continued has a *."
-        ],
-    )
+    section = Section("Trees and rollouts", [ROLLOUT.format(TREES)])
     columns, first = {}, {id(runs[0]) for runs in groups.values()}
     for name, run in _names(groups).items():
         with (
             contextlib.suppress(*UNREADABLE),
             contextlib.closing(frames.opened(run.folder)) as journal,
         ):  # Runs has said so
-            columns[name] = {
-                f"trees {status}": f"{count:,}" for status, count in sorted(journal.tally().items())
-            }
+            tally = sorted(journal.tally().items())
+            columns[name] = {f"trees {status}": f"{count:,}" for status, count in tally}
             rows = journal.trees("split='train' AND status!='growing'")[-TREES:]
             below = frames.nodes(journal, rows)
             table = frames.trees(journal, rows, below)
             if not below.is_empty():
                 columns[name] |= _statistics(table, below.filter(frames.ACTION), run)
                 section.words += _crashes(below, name)
-                texts = _remarkable(journal, rows, table, name) if id(run) in first else []
+                if id(run) not in first:
+                    continue
+                texts = _remarkable(journal, rows, table, name)
                 section.texts += texts
-                if id(run) in first and not texts:
-                    section.words.append(
-                        f"{name}: its trees have no scores, so none is the best or the worst."
-                    )
+                if not texts:
+                    no_scores = "its trees have no scores, so none is the best or the worst."
+                    section.words.append(f"{name}: {no_scores}")
     section.tables = [compared("Tree statistics", columns)] if columns else []
     return section
 
@@ -429,11 +380,8 @@ def _remarkable(
                 text = drawing.as_text(journal, by_id[tree["tree"]], drawing.Detail(110, full=True))
                 if len(text) > CHARACTERS:
                     text = f"{text[:CHARACTERS]}\n... (coppice trees RUN --tree {tree['tree']} --full prints the rest)"
-                values = [
-                    f"{c} {tree[c]:+.2f}"
-                    for c in ("outcome", "reward", "step_reward", "spread")
-                    if tree.get(c) is not None
-                ]
+                known = [c for c in COLUMNS if tree.get(c) is not None]
+                values = [f"{column} {tree[column]:+.2f}" for column in known]
                 head = f"{name}, {'most ' * (rank == 'surprising')}{rank}: tree {tree['tree']}, task {tree['task']}, version {tree['version']}"
                 texts.append((f"{head} ({', '.join(values)})", text))
     return texts
@@ -442,43 +390,38 @@ def _remarkable(
 def _crashes(below: pl.DataFrame, name: str) -> list[str]:
     """Return a sentence on the episodes that crashed, with the most frequent reason; none if there
     are none."""
-    reasons = below.filter(pl.col("fate").str.starts_with("crashed: "))["fate"].value_counts(
-        sort=True
-    )
-    if reasons.is_empty():
+    fates = below.filter(pl.col("fate").str.starts_with("crashed: "))["fate"]
+    if fates.is_empty():
         return []
-    reason, count = reasons.row(0)
-    return [
-        f"{name}: {reasons['count'].sum()} episodes crashed and score 0, most often ({count} times): {reason[len('crashed: ') :]}"
-    ]
+    reason, count = fates.value_counts(sort=True).row(0)
+    often = f"most often ({count} times): {reason.removeprefix('crashed: ')}"
+    return [f"{name}: {len(fates)} episodes crashed and score 0, {often}"]
 
 
 def _statistics(table: pl.DataFrame, actions: pl.DataFrame, run: Run) -> dict[str, str]:
     """Return means over a run's trees and shares of their actions. A number that the run lacks is
     left out."""
-    paths, forwarded = (
+    path, forwarded = (
         sum(r.get(f"learner/{kind}_tokens", 0.0) for r in run.records)
         for kind in ("path", "forwarded")
     )
+    unread = (actions["valid"] == 0).mean() if "valid" in actions.columns else None
     means: dict[str, Any] = {
         "candidates per tree": table["actions"].mean(),
         "continued turns per tree": table["turns"].mean(),
         "sampled tokens per tree": table["sampled"].mean(),
         "tokens per candidate": actions["tokens"].mean(),
         "spread of rewards in a tree": table["spread"].mean(),
-        "tokens of all paths per token forwarded": paths / forwarded if forwarded else None,
+        "tokens of all paths per token forwarded": path / forwarded if forwarded else None,
     }
     shares: dict[str, Any] = {
-        "candidates that could not be read": (actions["valid"] == 0).mean()
-        if "valid" in actions.columns
-        else None,
+        "candidates that could not be read": unread,
         "candidates with a score that no judge could give": (actions["judge_invalid"] > 0).mean(),
         "candidates cut by the token limit": (actions["finish"] == "length").mean(),
         "trees whose candidates have equal rewards": (table["spread"] == 0).mean(),
     }
-    numbers = [(name, value, ".2f") for name, value in means.items()] + [
-        (name, value, ".2%") for name, value in shares.items()
-    ]
+    numbers = [(name, value, ".2f") for name, value in means.items()]
+    numbers += [(name, value, ".2%") for name, value in shares.items()]
     return {name: format(value, form) for name, value, form in numbers if value is not None}
 
 
@@ -490,27 +433,22 @@ def _config(groups: Groups) -> Section:
         ((config,),) = filter(None, configs.values())
         path = ROOT / "configs" / f"{config.get('name')}.toml"
         with contextlib.suppress(ConfigError):
-            configs = {
-                f"configs/{path.name}": [msgspec.json.decode(saved(load(path, [])))],
-                **configs,
-            }
+            shipped = msgspec.json.decode(saved(load(path, [])))
+            configs = {f"configs/{path.name}": [shipped], **configs}
     rows = differences(configs)
     section = Section("Configuration", [] if rows else [f"The same in {', '.join(configs)}."])
     section.tables = [Table("Keys whose values differ", ["key", *configs], rows)] if rows else []
     for name, run in _names(groups).items():
         settings = [list(row) for row in flat(run.config).items()]
-        section.tables.append(
-            Table(f"All settings of {name}", ["key", "value"], settings, folded=True)
-        )
+        title, head = f"All settings of {name}", ["key", "value"]
+        section.tables.append(Table(title, head, settings, folded=True))
     return section
 
 
 def _environment(groups: Groups) -> Section:
     known = {name: dict(run.environment) for name, run in _names(groups).items() if run.environment}
     packages = {name: one.pop("packages", {}) for name, one in known.items()}
-    columns = {
-        name: {key: _value(key, value) for key, value in one.items()} for name, one in known.items()
-    }
+    columns = {n: {key: _value(key, one[key]) for key in one} for n, one in known.items()}
     section = Section("Environment and versions")
     if known:
         section.tables = [
@@ -518,9 +456,8 @@ def _environment(groups: Groups) -> Section:
             compared("Packages", packages, folded=True),
         ]
     if other := differences({name: [one] for name, one in packages.items()}):
-        section.words.append(
-            f"Packages of different versions: {', '.join(row[0] for row in other)}."
-        )
+        names = ", ".join(row[0] for row in other)
+        section.words.append(f"Packages of different versions: {names}.")
     return section
 
 

@@ -31,29 +31,14 @@ def parser() -> argparse.ArgumentParser:
         "Write a window of a run as a trace that Perfetto shows.",
         EXAMPLES,
     )
-    parser.add_argument("run", type=Path, metavar="RUN", help="run folder, also of a live run")
-    parser.add_argument(
-        "--from",
-        dest="since",
-        type=float,
-        default=0.0,
-        help="seconds since its newest start (default: 0)",
-    )
-    parser.add_argument(
-        "--to",
-        dest="until",
-        type=float,
-        default=float("inf"),
-        metavar="S",
-        help="seconds since its newest start (default: its end)",
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=Path("trace.json"),
-        metavar="FILE",
-        help="file to write (default: %(default)s)",
-    )
+    add = parser.add_argument
+    add("run", type=Path, metavar="RUN", help="run folder, also of a live run")
+    since = "seconds since its newest start (default: 0)"
+    add("--from", dest="since", type=float, default=0.0, help=since)
+    until, end = "seconds since its newest start (default: its end)", float("inf")
+    add("--to", dest="until", type=float, default=end, metavar="S", help=until)
+    out, name = "file to write (default: %(default)s)", Path("trace.json")
+    add("--out", type=Path, default=name, metavar="FILE", help=out)
     return parser
 
 
@@ -64,9 +49,8 @@ def main(arguments: list[str] | None = None) -> int:
         run = recorded(options.run, runs.read(options.run).records)
         events = window(run, run.began + options.since, run.began + options.until)
         if not any(event["ph"] == "X" for event in events):
-            raise ValueError(
-                f"nothing ran between {options.since:g} s and {options.until:g} s; the start lasted {run.until - run.began:.1f} s"
-            )
+            between = f"nothing ran between {options.since:g} s and {options.until:g} s"
+            raise ValueError(f"{between}; the start lasted {run.until - run.began:.1f} s")
         write_whole(options.out, {"traceEvents": events, "displayTimeUnit": "ms"})
     except runs.UNREADABLE as error:
         print(f"coppice report --trace: {options.run}: {error}", file=sys.stderr)
@@ -78,23 +62,15 @@ def main(arguments: list[str] | None = None) -> int:
 def window(run: Recorded, since: float, until: float) -> list[dict[str, Any]]:
     """Return the trace events of what overlaps the time between ``since`` and ``until``, in
     microseconds since the start began."""
-    slices = [
-        (
-            c.worker,
-            c.service,
-            c.start,
-            c.end,
-            {"outcome": c.outcome} | ({} if c.tree is None else {"tree": c.tree}),
-            c,
-        )
-        for c in run.calls
-    ]
-    slices += [
-        (LEARNER, cause.removeprefix("learner: "), start, end, {"version": update.version}, update)
-        for update in run.updates
-        for cause, start, end in update.work
-        if end > start
-    ]
+    slices: list[tuple[str, str, float, float, dict[str, Any], Any]] = []
+    for c in run.calls:
+        known = {"outcome": c.outcome} | ({} if c.tree is None else {"tree": c.tree})
+        slices.append((c.worker, c.service, c.start, c.end, known, c))
+    for update in run.updates:
+        for cause, start, end in update.work:
+            if end > start:
+                name, known = cause.removeprefix("learner: "), {"version": update.version}
+                slices.append((LEARNER, name, start, end, known, update))
     processes = {name: number for number, name in enumerate(sorted({row[0] for row in slices}), 1)}
     lanes: dict[str, list[float]] = {name: [] for name in processes}
     events: list[dict[str, Any]] = [
@@ -105,9 +81,8 @@ def window(run: Recorded, since: float, until: float) -> list[dict[str, Any]]:
     for process, name, start, end, known, what in sorted(slices, key=lambda row: row[2]):
         if end < since or start > until:
             continue
-        free = next(
-            (lane for lane, ends in enumerate(lanes[process]) if ends <= start), len(lanes[process])
-        )
+        ends = lanes[process]
+        free = next((lane for lane, lane_end in enumerate(ends) if lane_end <= start), len(ends))
         # its work never overlaps but for the clock's rounding
         free = 0 if process == LEARNER else free
         lanes[process][free : free + 1] = [end]
@@ -124,29 +99,11 @@ def window(run: Recorded, since: float, until: float) -> list[dict[str, Any]]:
             if start < trained <= until:
                 arrow = {"name": "trained by", "cat": "sampling", "id": len(events)}
                 events.append({"ph": "s", "ts": _us(start, run), **arrow, **place})
-                events.append(
-                    {
-                        "ph": "f",
-                        "bp": "e",
-                        "ts": _us(trained, run),
-                        **arrow,
-                        "pid": processes[LEARNER],
-                        "tid": 1,
-                    }
-                )
-    events += [
-        {
-            "ph": "i",
-            "s": "t",
-            "name": "stream",
-            "ts": _us(at, run),
-            "pid": processes[LEARNER],
-            "tid": 1,
-        }
-        for at in run.streamed
-        if LEARNER in processes and since <= at <= until
-    ]
-    return events
+                end_at = {"ts": _us(trained, run), "pid": processes[LEARNER], "tid": 1}
+                events.append({"ph": "f", "bp": "e", **arrow, **end_at})
+    mark = {"ph": "i", "s": "t", "name": "stream", "pid": processes.get(LEARNER), "tid": 1}
+    streamed = [at for at in run.streamed if LEARNER in processes and since <= at <= until]
+    return events + [{**mark, "ts": _us(at, run)} for at in streamed]
 
 
 def _us(moment: float, run: Recorded) -> float:

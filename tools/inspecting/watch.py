@@ -84,9 +84,8 @@ class TreeScreen(Screen[None]):
         try:
             with contextlib.closing(frames.opened(self.run)) as journal:
                 (row,) = journal.trees("id=?", self.number)
-                text = drawing.as_text(
-                    journal, row, drawing.Detail(max(40, self.size.width - 3), self.full)
-                )
+                detail = drawing.Detail(max(40, self.size.width - 3), self.full)
+                text = drawing.as_text(journal, row, detail)
         except (OSError, sqlite3.Error, msgspec.MsgspecError, ValueError) as error:
             text = f"tree {self.number} cannot be read: {error}"
         self.query_one("#tree", Static).update(text.replace("(--full)", "(key f)"))
@@ -115,23 +114,21 @@ class Table(OptionList):
         if rows == self.cells:
             return
         place, key, before = self.highlighted or 0, self.chosen(), self.lines
-        self.border_title, *self.lines = watched.table(self.columns, rows)
+        self.border_title, *self.lines = watched.table([self.columns, *rows])
         self.cells = rows
-        prompts = [
-            Text(line, "bold red" if set(bad) & set(row) else "")
-            for line, row in zip(self.lines, rows, strict=True)
-        ]
+        styles = ["bold red" if set(bad) & set(row) else "" for row in rows]
+        prompts = [Text(*line) for line in zip(self.lines, styles, strict=True)]
         if len(before) != len(rows):
             self.set_options(prompts)
             self.styles.height = len(rows) + 1
         else:
-            for index in (index for index, line in enumerate(self.lines) if line != before[index]):
-                self.replace_option_prompt_at_index(index, prompts[index])
+            for index, line in enumerate(self.lines):
+                if line != before[index]:
+                    self.replace_option_prompt_at_index(index, prompts[index])
         names = [row[0] for row in rows]
         if names:
-            self.highlighted = (
-                names.index(key) if place and key in names else min(place, len(names) - 1)
-            )
+            kept = place and key in names
+            self.highlighted = names.index(key) if kept else min(place, len(names) - 1)
 
     def chosen(self) -> str:
         """The first cell of the row under the cursor, or "" if the table is empty."""
@@ -192,10 +189,9 @@ class Watch(App[None]):
         while True:
             self.look = await asyncio.to_thread(self.reader.look)
             self.draw()
+            every = EVERY_S if self.look.status.state == "running" else RESTING_S
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(
-                    max(pause, EVERY_S if self.look.status.state == "running" else RESTING_S)
-                ):
+                async with asyncio.timeout(max(pause, every)):
                     await self.asked.wait()
             self.asked.clear()
             now = time.process_time()
@@ -212,24 +208,17 @@ class Watch(App[None]):
         if self.look is None:
             return
         before = self.usable
-        text = "\n".join(
-            watched.words(self.look, self.query_one("#words").content_size.width or 78)
-        )
+        width = self.query_one("#words").content_size.width or 78
+        text = "\n".join(watched.words(self.look, width))
         label = self.query_one("#text", Static)
         if text != label.content:
             label.update(text, layout=text.count("\n") != str(label.content).count("\n"))
-        running, paused = (
-            self.look.status.state == "running",
-            self.look.status.paused.startswith("paus"),
-        )
+        running = self.look.status.state == "running"
+        paused = self.look.status.paused.startswith("paus")
         self.query_one("#trees", Table).show(self.look.trees)
         self.query_one("#processes", Table).show(self.look.processes, BAD if running else ())
-        self.usable = {
-            "pause": running and not paused,
-            "resume": running and paused,
-            "drain": running,
-            "stop": running,
-        }
+        self.usable = {"pause": running and not paused, "resume": running and paused}
+        self.usable |= {"drain": running, "stop": running}
         if self.usable != before:
             self.refresh_bindings()
 
@@ -245,10 +234,8 @@ class Watch(App[None]):
 
     def action_pause(self) -> None:
         """Ask, then pause."""
-        self.order(
-            "Pause the run? No new tree begins until you resume it, also when this view is closed.",
-            control.pause,
-        )
+        end = "No new tree begins until you resume it, also when this view is closed."
+        self.order(f"Pause the run? {end}", control.pause)
 
     def action_resume(self) -> None:
         """Resume, which needs no second question."""
@@ -262,19 +249,15 @@ class Watch(App[None]):
             self.notify("choose a worker in the table of processes first (Tab)", severity="warning")
             return
         try:
-            self.order(
-                f"Drain {name}? {control.draining(self.run_, name)}",
-                partial(control.drain, name=name),
-            )
+            question = f"Drain {name}? {control.draining(self.run_, name)}"
+            self.order(question, partial(control.drain, name=name))
         except ValueError as error:
             self.notify(str(error), severity="error")
 
     def action_stop(self) -> None:
         """Ask, then stop the run."""
-        self.order(
-            "Stop the run? The learner writes a checkpoint and every process ends. coppice launch --resume goes on.",
-            control.stop,
-        )
+        end = "The learner writes a checkpoint and every process ends. coppice launch --resume goes on."
+        self.order(f"Stop the run? {end}", control.stop)
 
     @work
     async def order(self, question: str, order: Callable[[Path], str]) -> None:
@@ -303,15 +286,12 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command and return its exit status."""
     run: Path = parser().parse_args(arguments).run.resolve()
     if not (run.is_file() or (run / "config.json").exists() or (run / "journal.sqlite").exists()):
-        print(
-            f"coppice watch: {run}: expected the folder of a run (runs/NAME-TIME) or a journal file",
-            file=sys.stderr,
-        )
+        expected = "expected the folder of a run (runs/NAME-TIME) or a journal file"
+        print(f"coppice watch: {run}: {expected}", file=sys.stderr)
         return 2
     if sys.stdin.isatty() and sys.stdout.isatty():
         Watch(run).run()
     else:
-        screen.Screen(0).say(
-            "\n".join(watched.page(Reader(run).look(), 80)), "summary"
-        )  # the reader (head, less) may close the pipe
+        page = "\n".join(watched.page(Reader(run).look(), 80))
+        screen.Screen(0).say(page, "summary")  # the reader (head, less) may close the pipe
     return 0

@@ -18,23 +18,13 @@ import msgspec
 from coppice.scheduler.ledger.journal import Journal, TreeRow
 from coppice.scheduler.ledger.records import Reader as Records
 from coppice.scheduler.telemetry import health
+from coppice.tools.evaluating.examination import table
 from coppice.tools.inspecting import frames
 from coppice.tools.launching import status
 from coppice.tools.launching.status import Status, ago, span
 from coppice.tools.launching.table import COLUMNS
 
-CURVES = (
-    "reward",
-    "outcome",
-    "process",
-    "valid",
-    "judged",
-    "engine",
-    "learner",
-    "cache",
-    "tok/s",
-    "stale",
-)
+CURVES = "reward outcome process valid judged engine learner cache tok/s stale".split()
 """The columns of the terminal's table that are drawn, if the run has them. engine, learner: busy
 shares; cache: prompt tokens that the prefix cache served."""
 ENDED, GROWING = 16, 8
@@ -87,17 +77,14 @@ class Reader:
     def _trees(self) -> Rows:
         newest = "id IN (SELECT id FROM trees WHERE status{}='growing' ORDER BY id DESC LIMIT ?)"
         with contextlib.closing(frames.opened(self.run)) as journal:
-            rows = [
-                journal.trees(newest.format(how), count)
-                for how, count in (("!", ENDED), ("", GROWING))
-            ]
-            self._sums = {row.id: self._sums.get(row.id) or _sums(journal, row) for row in rows[0]}
-            return [self._row(journal, row) for part in rows for row in reversed(part)]
+            ended = journal.trees(newest.format("!"), ENDED)
+            growing = journal.trees(newest.format(""), GROWING)
+            self._sums = {row.id: self._sums.get(row.id) or _sums(journal, row) for row in ended}
+            return [self._row(journal, row) for row in (*reversed(ended), *reversed(growing))]
 
     def _row(self, journal: Journal, row: TreeRow) -> tuple[str, ...]:
-        trained = max(
-            (version for _, version in journal.groups(row.id) if version is not None), default="-"
-        )
+        versions = [version for _, version in journal.groups(row.id) if version is not None]
+        trained = max(versions, default="-")
         state = row.status if row.split == "train" else row.split
         sums = self._sums.get(row.id, ("-", "-", "-"))
         return str(row.id), state, str(row.version), str(trained), *sums, row.task
@@ -109,50 +96,33 @@ _SHOWN = {metric for name, metric, _ in COLUMNS if name in CURVES}
 def _sums(journal: Journal, row: TreeRow) -> tuple[str, str, str]:
     """Return the number of a tree's actions, their mean reward and the mean outcome."""
     nodes = journal.tree(row).nodes.values()
-    scores = [
-        [node.scores[name] for node in nodes if name in node.scores]
-        for name in ("reward", "outcome")
-    ]
-    means = [f"{sum(values) / len(values):+.2f}" if values else "-" for values in scores]
-    return str(sum(node.kind == "action" for node in nodes)), means[0], means[1]
+
+    def mean(name: str) -> str:
+        values = [node.scores[name] for node in nodes if name in node.scores]
+        return f"{sum(values) / len(values):+.2f}" if values else "-"
+
+    return str(sum(node.kind == "action" for node in nodes)), mean("reward"), mean("outcome")
 
 
 def _processes(run: Path, now: Status) -> Rows:
     """The launcher's processes, then the workers that joined from elsewhere."""
     report = health.joined(health.read_all(run)) if now.state == "running" else None
-    workers = (
-        {worker.pid: worker for worker in report.workers if worker.state == "here"}
-        if report is not None
-        else {}
-    )
+    known = report.workers if report is not None else []
+    workers = {worker.pid: worker for worker in known if worker.state == "here"}
     rows: Rows = []
     for process in now.processes:
-        rows.append((*status.cells(process), _calls(workers.pop(process.pid, None))))
+        worker = workers.pop(process.pid, None)
+        rows.append((*status.cells(process), _calls(worker) if worker is not None else "-"))
     for worker in workers.values():
         heard = span(report.at - worker.heard if report is not None else None)
-        rows.append(
-            (
-                worker.name,
-                str(worker.pid),
-                f"on {worker.host}",
-                "-",
-                "-",
-                "-",
-                heard,
-                _calls(worker),
-            )
-        )
+        place = (worker.name, str(worker.pid), f"on {worker.host}", "-", "-", "-")
+        rows.append((*place, heard, _calls(worker)))
     return rows
 
 
-def _calls(worker: health.WorkerHealth | None) -> str:
-    if worker is None:
-        return "-"
-    return (
-        str(worker.in_flight)
-        if worker.capacity >= 2**20
-        else f"{worker.in_flight}/{worker.capacity}"
-    )
+def _calls(worker: health.WorkerHealth) -> str:
+    limited = worker.capacity < 2**20
+    return f"{worker.in_flight}/{worker.capacity}" if limited else str(worker.in_flight)
 
 
 # ----------------------------------------------------------------------------------------------
@@ -161,17 +131,13 @@ def _calls(worker: health.WorkerHealth | None) -> str:
 
 def words(look: Look, width: int) -> list[str]:
     """Everything but the two tables, in lines of at most ``width`` columns."""
-    lines = (
-        status.head(look.status, width)
-        + curves(look.records, width)
-        + staleness(look.records, width)
-    )
+    lines = [*status.head(look.status, width), *curves(look.records, width)]
+    lines += staleness(look.records, width)
     said = [f"waits for {text}" for text in look.status.waits]
     if (failure := look.status.failure) is not None:
         when = ago(time.time() - failure.time, failure.process)
-        said.append(
-            f"failed {when}: {failure.cause}; {failure.then} (log: {status.shown(Path(failure.log))})"
-        )
+        log = status.shown(Path(failure.log))
+        said.append(f"failed {when}: {failure.cause}; {failure.then} (log: {log})")
     if look.status.fault:
         said.append(f"a call failed {look.status.fault}")
     if look.status.do:
@@ -217,33 +183,19 @@ def staleness(records: Sequence[dict[str, float]], width: int) -> list[str]:
     whole = tokens.total()
     if not whole:
         return []
-    bars = [
-        f"{name}\N{NO-BREAK SPACE}{'█' * round(10 * tokens[name] / whole)}\N{NO-BREAK SPACE}{tokens[name] / whole:.0%}"
-        for name in sorted(tokens)
-    ]
-    return status.told(
-        f"staleness of the tokens of the last {min(LATEST, len(records))} updates: {'  '.join(bars)}",
-        width,
-    )
-
-
-def table(names: Sequence[str], rows: Rows) -> list[str]:
-    """A table as lines."""
-    widths = [max(map(len, column)) for column in zip(names, *rows, strict=True)]
-    return [
-        "  ".join(cell.ljust(size) for cell, size in zip(row, widths, strict=True)).rstrip()
-        for row in (names, *rows)
-    ]
+    bars = []
+    for name in sorted(tokens):
+        share = tokens[name] / whole
+        bars.append("\N{NO-BREAK SPACE}".join([name, "█" * round(10 * share), f"{share:.0%}"]))
+    heading = f"staleness of the tokens of the last {min(LATEST, len(records))} updates"
+    return status.told(f"{heading}: {'  '.join(bars)}", width)
 
 
 def page(look: Look, width: int) -> list[str]:
     """Everything, for a pipe."""
     lines = words(look, width)
-    for title, names, rows in (
-        ("newest trees", TREES, look.trees),
-        ("processes", PROCESSES, look.processes),
-    ):
-        lines += (
-            [title, *(f"  {line}" for line in table(names, rows))] if rows else [f"{title}: none"]
-        )
+    parts = ("newest trees", TREES, look.trees), ("processes", PROCESSES, look.processes)
+    for title, names, rows in parts:
+        shown = [f"  {line}" for line in table([names, *rows])]
+        lines += [title, *shown] if rows else [f"{title}: none"]
     return lines

@@ -14,7 +14,7 @@ from coppice.scheduler.growth.text import Text
 from coppice.tools.defaults.facts import build as build_facts
 from coppice.tools.defaults.settings import WarmStart
 from coppice.tools.defaults.warm_start import _Row, traces
-from coppice.tools.finetuning.pairs import read_pairs
+from coppice.tools.finetuning.training import read_rows
 
 
 @pytest.fixture(scope="module")
@@ -144,4 +144,4 @@ def test_a_malformed_sft_row_is_named(tmp_path: Path, llama: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"prompt": "a", "completion": "b"}\n{"prompt": "a"}\n')
     with pytest.raises(ValueError, match=r"rows\.jsonl:2.*completion"):
-        read_pairs(path, Text(str(llama)))
+        read_rows(path, Text(str(llama)))

@@ -29,7 +29,8 @@ from coppice.actors.environments.sotopia.conversation import DIMENSIONS
 from coppice.common.http import Reached
 from coppice.scheduler.config import SchedulerConfig, SchedulerProcess
 from coppice.scheduler.ledger.journal import Journal
-from coppice.tools.evaluating.folder import Ledger, Spent, claim
+from coppice.tools.evaluating.examination import Ledger, Spent
+from coppice.tools.evaluating.folder import claim
 from coppice.tools.evaluating.games import main
 from coppice.tools.inspecting.dump import main as dump
 from coppice.wire import digest
@@ -593,7 +594,7 @@ def test_a_journal_that_cannot_be_made_on_a_full_disk_is_one_line(
     def full(path: Path) -> None:
         raise sqlite3.OperationalError("disk I/O error")
 
-    monkeypatch.setattr("coppice.tools.evaluating.folder.Journal", full)
+    monkeypatch.setattr("coppice.tools.evaluating.examination.Journal", full)
     out = tmp_path / "new"
     assert (
         main(

@@ -452,7 +452,7 @@ def test_answers_by_other_texts_or_another_plug_in_are_not_gone_on_with(
     for more in ("", "more"):
         template.write_text("{query_str} {solution_str}" + more)
         texts.append(
-            evaluate.judging.lasting([evaluate.judging.Asked("j", "pprm", options)])[0].texts
+            evaluate.judging.lasting([evaluate.judging.JudgeSpec("j", "pprm", options)])[0].texts
         )
     assert texts[0] != texts[1]
 
@@ -477,14 +477,14 @@ def test_other_settings_are_refused_but_another_address_is_not(
     assert run(bench, out, "--judge", spec(Told), "--threshold", "0.5") == 2
     assert "begun with threshold = 0.652" in capsys.readouterr().err
     endpoint = 'endpoint={{url="http://127.0.0.1:{}/v1", model="{}"}}'
-    asked = [evaluate.judging.Asked("j", "pprm", dict([evaluate.option(endpoint.format(port, model))])) for port, model in ((1, "m"), (2, "m"), (1, "n"))]  # fmt: skip
+    asked = [evaluate.judging.JudgeSpec("j", "pprm", dict([evaluate.option(endpoint.format(port, model))])) for port, model in ((1, "m"), (2, "m"), (1, "n"))]  # fmt: skip
     one, two, three = evaluate.judging.lasting(asked)
     assert one == two != three
     options: dict[str, Any] = {"url": "http://127.0.0.1:1/v1", "model": "m"}
     reached = {"api_key_env": "KEY", "timeout_s": 9.0, "patience_s": 99.0, "attempts": 2, "backoff_s": 1.0, "concurrency": 3, "wait_s": 1.0}  # fmt: skip
     for key, value in {**reached, "temperature": 0.5}.items():
         found = evaluate.judging.lasting(
-            [evaluate.judging.Asked("j", "pprm", {"endpoint": options | {key: value}})]
+            [evaluate.judging.JudgeSpec("j", "pprm", {"endpoint": options | {key: value}})]
         )
         assert (found == [one]) == (key in reached), key
 

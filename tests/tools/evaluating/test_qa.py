@@ -29,15 +29,14 @@ from coppice.scheduler.evaluation.evaluation import Estimate
 from coppice.scheduler.growth.tasks import held_out
 from coppice.scheduler.growth.tree import Tree
 from coppice.scheduler.ledger.journal import Journal
-from coppice.tools.evaluating.folder import Measured
-from coppice.tools.evaluating.qa.evaluation import Result, macro, settings_of
+from coppice.tools.evaluating.examination import Measured
+from coppice.tools.evaluating.qa.evaluation import Result, macro, notes, settings_of
 from coppice.tools.evaluating.qa.main import main
 from coppice.tools.evaluating.qa.methods import PROMPTS as QA_PROMPTS
 from coppice.tools.evaluating.qa.methods import filled
 from coppice.tools.evaluating.qa.retrieval import CachedRetrieval
 from coppice.tools.evaluating.qa.scoring import score
 from coppice.tools.evaluating.qa.sets import HUB, PAPER, read_sets, subset
-from coppice.tools.evaluating.qa.table import notes
 from coppice.tools.inspecting.dump import main as dump
 from coppice.wire.messages import Passage, RetrieveRequest
 from coppice.wire.published import Manifest
@@ -575,7 +574,8 @@ def test_a_row_of_which_nothing_could_be_answered_is_no_row(
         )
         assert main(command) == 1
         assert (
-            "direct.m: no question could be answered; the first reason: " in capsys.readouterr().err
+            "direct.m: no questions could be answered; the first reason: "
+            in capsys.readouterr().err
         )
         assert not (tmp_path / "out" / "result.json").exists()
         assert main(command) == 0, "it goes on once they can"
@@ -833,7 +833,7 @@ def test_a_model_that_cannot_start_is_said(
         str(tmp_path / "out"),
     ]
     assert main(command) == 2
-    assert "coppice evaluate: it needs 900 GiB" in capsys.readouterr().err
+    assert "coppice evaluate qa: it needs 900 GiB" in capsys.readouterr().err
 
 
 def _too_big(self: Any, settings: Any) -> None:

@@ -19,9 +19,17 @@ from coppice.scheduler.growth.services import Shop
 from coppice.scheduler.growth.tree import Tree
 from coppice.scheduler.ledger.journal import Journal
 from coppice.tools.evaluating.qa import methods
-from coppice.tools.evaluating.qa.methods import How, filled, spoken
-from coppice.tools.evaluating.qa.methods.ircot import MOST_PASSAGES, first_sentence
-from coppice.tools.evaluating.qa.methods.search_o1 import MORE_QUERIES, REPEATED, USED_UP, wanted
+from coppice.tools.evaluating.qa.methods import (  # fmt: skip
+    MORE_QUERIES,
+    MOST_PASSAGES,
+    REPEATED,
+    USED_UP,
+    How,
+    filled,
+    first_sentence,
+    spoken,
+    wanted,
+)
 from coppice.tools.evaluating.qa.scoring import score
 from coppice.wire.messages import (
     GenerateRequest,
@@ -100,20 +108,6 @@ def answered(tmp_path: Path) -> Callable[..., Any]:
         return services, kept, score(kept, ["Livy"], counts["retrievals"])
 
     return run
-
-
-def test_the_methods_of_the_tables_are_known() -> None:
-    assert methods.known() == [
-        "cot",
-        "direct",
-        "ircot",
-        "iter_retgen",
-        "rag",
-        "search",
-        "search_o1",
-    ]
-    retrieving = {name for name in methods.known() if methods.load(name).RETRIEVES}
-    assert retrieving == {"ircot", "iter_retgen", "rag", "search", "search_o1"}
 
 
 def test_a_value_in_a_prompt_is_not_filled_in_again() -> None:

@@ -39,11 +39,9 @@ from coppice.tools.evaluating.judge_bench import evaluate, record
 from coppice.tools.evaluating.judge_bench.judging import Answer, Answers
 from coppice.tools.evaluating.judge_bench.record import Labelled, Step, Trajectory
 from coppice.tools.finetuning.command import main, parser
-from coppice.tools.finetuning.judge import label, rows
-from coppice.tools.finetuning.judge.judgement import two_lines
-from coppice.tools.finetuning.judge.review import corrected, read_corrections
-from coppice.tools.finetuning.pairs import read_pairs
-from coppice.tools.finetuning.training import split
+from coppice.tools.finetuning.judge import label
+from coppice.tools.finetuning.judge.label import corrected, read_corrections, two_lines
+from coppice.tools.finetuning.training import read_rows, split
 from coppice.wire.faults import InfrastructureFault
 from coppice.wire.messages import JudgedTurn, Judgement
 from tests import tiny
@@ -509,7 +507,7 @@ def test_a_training_row_asks_as_the_judge_asks_and_answers_in_two_lines(tmp_path
     unlearnt = msgspec.structs.replace(
         made[1], steps=[msgspec.structs.replace(made[1].steps[0], target="")]
     )
-    found, left = rows.judgement_rows([made[0], made[0], unlearnt])
+    found, left = label.judgement_rows([made[0], made[0], unlearnt])
     assert (len(found), left) == (3, {"without a judgement to learn": 1, "the same as another": 3})
     assert [message.role for message in found[0].messages] == ["system", "user"]
     assert QUESTION in found[0].messages[1].content
@@ -523,11 +521,11 @@ def test_balanced_rows_are_half_of_good_steps_and_half_of_bad_ones(tmp_path: Pat
     target = JUDGEMENT.replace("3,4", "1,4")
     low = [msgspec.structs.replace(step, target=target) for step in made[0].steps[:1]]
     records = [msgspec.structs.replace(made[0], steps=[*low, *made[0].steps[1:]])]
-    found, left = rows.judgement_rows(records, balance=True)
+    found, left = label.judgement_rows(records, balance=True)
     assert (len(found), left) == (2, {"more than the other kind": 1})
-    assert len(rows.judgement_rows(records, most=2)[0]) == 2
+    assert len(label.judgement_rows(records, most=2)[0]) == 2
     assert main(["rows", str(tmp_path / "l.jsonl"), "--out", str(tmp_path / "rows.jsonl")]) == 0
-    assert len(read_pairs(tmp_path / "rows.jsonl", Text(str(tiny.save(tmp_path / "m"))))) == 4
+    assert len(read_rows(tmp_path / "rows.jsonl", Text(str(tiny.save(tmp_path / "m"))))) == 4
 
 
 def test_a_benchmark_is_built_from_files(tmp_path: Path, capsys: Any) -> None:
@@ -835,9 +833,9 @@ def test_the_rows_of_a_question_are_learnt_or_held_out_together(tmp_path: Path) 
     assert not {e.group for e in learnt if e.group} & {e.group for e in held if e.group}
     assert split(examples[:9:4], 0.1, 0)[1] == [], "one question alone is learnt"
     made, _ = labelled_file(tmp_path)
-    assert {row.group for row in rows.judgement_rows(made)[0]} == {QUESTION}
+    assert {row.group for row in label.judgement_rows(made)[0]} == {QUESTION}
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "completion": "b", "group": "q"}\n')
-    assert read_pairs(tmp_path / "rows.jsonl", Text(str(tiny.save(tmp_path / "m"))))[0].group == "q"
+    assert read_rows(tmp_path / "rows.jsonl", Text(str(tiny.save(tmp_path / "m"))))[0].group == "q"
 
 
 def test_a_model_that_scales_its_logits_is_refused(
@@ -874,7 +872,7 @@ def test_an_empty_completion_is_refused_with_its_line(
     with pytest.raises(
         ValueError, match=r"rows\.jsonl:2: the completion is empty.*remove that line"
     ):
-        read_pairs(path, Text(str(llama)), end)
+        read_rows(path, Text(str(llama)), end)
 
 
 def test_a_completion_ends_with_the_end_token_when_asked(llama: Path, tmp_path: Path) -> None:
@@ -882,10 +880,10 @@ def test_a_completion_ends_with_the_end_token_when_asked(llama: Path, tmp_path: 
     path.write_text(
         '{"prompt": "a", "completion": "b"}\n\n{"messages": [{"role": "user", "content": "a"}], "completion": "b"}\n'
     )
-    plain_row, chat_row = read_pairs(path, text, [257])
+    plain_row, chat_row = read_rows(path, text, [257])
     assert plain_row == chat_row
     assert chat_row.tokens[chat_row.start :] == [*text.encode("b").tolist(), 257]
-    assert read_pairs(path, text)[0].tokens == plain_row.tokens[:-1]
+    assert read_rows(path, text)[0].tokens == plain_row.tokens[:-1]
 
 
 @pytest.mark.parametrize("row", ['{"completion": "b"}', '{"prompt": "a", "messages": [{"role": "user", "content": "a"}], "completion": "b"}', '{"messages": [{"role": "judge", "content": "a"}], "completion": "b"}'])  # fmt: skip
@@ -895,7 +893,7 @@ def test_a_row_that_is_not_one_conversation_is_refused_with_its_line(
     path = tmp_path / "rows.jsonl"
     path.write_text('{"prompt": "a", "completion": "b"}\n' + row + "\n")
     with pytest.raises(ValueError, match=r"rows\.jsonl:2.*expected"):
-        read_pairs(path, Text(str(llama)))
+        read_rows(path, Text(str(llama)))
 
 
 @pytest.mark.parametrize("name", ["sft", "process-bench"])

@@ -2,8 +2,7 @@
 steps (methods.md 2.5).
 
 The judge is right about a step if 1[S/M > threshold] equals the label. An output that cannot be
-read counts as wrong. Every answer is kept in OUT/answers.jsonl, so that an interrupted evaluation
-can be continued.
+read counts as wrong.
 """
 
 import argparse
@@ -19,9 +18,10 @@ import msgspec
 from coppice.common.atomic import write_whole
 from coppice.common.options import command_parser, option
 from coppice.scheduler.evaluation.evaluation import estimate
-from coppice.tools.evaluating.folder import Measured, claim, conduct, own_folder
+from coppice.tools.evaluating import examination
+from coppice.tools.evaluating.examination import Measured, Prepared
 from coppice.tools.evaluating.judge_bench import judging, record
-from coppice.tools.evaluating.judge_bench.judging import Answers, Asked
+from coppice.tools.evaluating.judge_bench.judging import JudgeSpec, Session
 from coppice.tools.evaluating.judge_bench.record import CATEGORIES, THRESHOLD, Item
 
 COMMAND = "coppice evaluate nvprocess"
@@ -34,7 +34,7 @@ class Settings(msgspec.Struct, frozen=True):
 
     bench: str
     threshold: float
-    judges: list[Asked]
+    judges: list[JudgeSpec]
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -137,25 +137,10 @@ def table(result: Result) -> str:
     cells = [["judge", "accuracy ±95%", "valid", *parts]]
     for row in result.rows:
         each = {**row.by_category, **row.by_steps}
-        cells.append(
-            [
-                row.judge,
-                _shown(row.accuracy),
-                f"{row.valid:.3f}",
-                *(_shown(each[name]) for name in parts),
-            ]
-        )
-    widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
-    rows = [
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in cells
-    ]
+        shown = [str(row.accuracy), f"{row.valid:.3f}", *(str(each[name]) for name in parts)]
+        cells.append([row.judge, *shown])
     head = f"{result.bench}: {result.items} trajectories, {result.steps} steps, {result.good_steps} of them good (threshold {result.threshold:g})"
-    return "\n".join([head, *rows])
-
-
-def _shown(m: Measured) -> str:
-    return f"{m.mean:.3f} ±{m.half:.3f}"
+    return "\n".join([head, *examination.table(cells)])
 
 
 # ----------------------------------------------------------------------------------------------
@@ -182,34 +167,18 @@ class _Judge(argparse.Action):
                 judges[-1]["options"][key] = value
 
 
-def add_judges(parser: argparse.ArgumentParser) -> None:
-    """Add --judge SPEC [--option KEY=VALUE ..] [--name NAME], which may be repeated; ``judges_of``
-    reads them."""
-    parser.set_defaults(judges=[])
-    parser.add_argument(
-        "--judge",
-        action=_Judge,
-        metavar="SPEC",
-        help="a built-in judge or module:Class; may be repeated",
-    )
-    parser.add_argument(
-        "--option",
-        action=_Judge,
-        metavar="KEY=VALUE",
-        help="option of the judge before it; repeatable",
-    )
-    parser.add_argument(
-        "--name",
-        action=_Judge,
-        help="table name of the judge before it (default: its spec and options)",
-    )
-
-
 def add_deadline(parser: argparse.ArgumentParser) -> None:
     """Add --deadline, the time that a judge may take for one step."""
+    words = "seconds for one step with all its attempts (default: %(default)g)"
     parser.add_argument(
-        "--deadline", type=float, default=judging.DEADLINE_S, metavar="SECONDS", help="seconds for one step with all its attempts (default: %(default)g)"
-    )  # fmt: skip
+        "--deadline", type=float, default=judging.DEADLINE_S, metavar="SECONDS", help=words
+    )
+
+
+def check_deadline(seconds: float) -> None:
+    """Raises ValueError if ``seconds`` is not above 0."""
+    if seconds <= 0:
+        raise ValueError(f"--deadline {seconds:g}: expected more than 0 seconds")
 
 
 def check_threshold(threshold: float) -> None:
@@ -218,11 +187,11 @@ def check_threshold(threshold: float) -> None:
         raise ValueError(f"--threshold {threshold:g}: expected a score, 0 to 1")
 
 
-def judges_of(flags: argparse.Namespace) -> list[Asked]:
+def judges_of(flags: argparse.Namespace) -> list[JudgeSpec]:
     """The judges of a command line. Raises ValueError if two have the same name."""
     judges = [
-        Asked(j["name"] or _title(j["spec"], j["options"]), j["spec"], j["options"])
-        for j in flags.judges
+        JudgeSpec(one["name"] or _title(one["spec"], one["options"]), one["spec"], one["options"])
+        for one in flags.judges
     ]
     names = [one.name for one in judges]
     if twice := sorted({name for name in names if names.count(name) > 1}):
@@ -248,35 +217,25 @@ EXAMPLES = """\
 def parser() -> argparse.ArgumentParser:
     """Return the parser of coppice evaluate nvprocess."""
     parser = command_parser(
-        "coppice evaluate nvprocess",
-        "Measure process judges on steps labelled good or bad.",
-        EXAMPLES,
+        COMMAND, "Measure process judges on steps labelled good or bad.", EXAMPLES
     )
-    parser.add_argument(
-        "--bench", type=Path, default=SHIPPED, help="JSONL records (default: the shipped set)"
-    )
-    add_judges(parser)
-    parser.add_argument(
-        "--baseline", nargs="+", action="append", default=[], metavar=("KIND", "VALUE"), help="random, first-turn, or constant S; may be repeated (majority is always added)"
-    )  # fmt: skip
-    parser.add_argument(
-        "--threshold",
-        type=float,
-        default=THRESHOLD,
-        help="good steps score above it (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        help="folder; an evaluation in it is continued (default: evaluations/nvprocess-TIME)",
-    )
+    add = parser.add_argument
+    add("--bench", type=Path, default=SHIPPED, help="JSONL records (default: the shipped set)")
+    parser.set_defaults(judges=[])
+    judge = "a built-in judge or module:Class; may be repeated"
+    add("--judge", action=_Judge, metavar="SPEC", help=judge)
+    words = "option of the judge before it; repeatable"
+    add("--option", action=_Judge, metavar="KEY=VALUE", help=words)
+    name = "table name of the judge before it (default: its spec and options)"
+    add("--name", action=_Judge, help=name)
+    kinds = "random, first-turn, or constant S; may be repeated (majority is always added)"
+    add("--baseline", nargs="+", action="append", default=[], metavar=("KIND", "VALUE"), help=kinds)
+    threshold = "good steps score above it (default: %(default)s)"
+    add("--threshold", type=float, default=THRESHOLD, help=threshold)
     add_deadline(parser)
-    parser.add_argument(
-        "--count-failed", action="store_true", help="steps an endpoint refuses or fails on count as wrong (default: the command fails)"
-    )  # fmt: skip
-    parser.add_argument(
-        "--json", action="store_true", help="print the result as JSON instead of a table"
-    )
+    failed = "steps an endpoint refuses or fails on count as wrong (default: the command fails)"
+    add("--count-failed", action="store_true", help=failed)
+    examination.add_output(parser, "nvprocess")
     return parser
 
 
@@ -303,69 +262,49 @@ def _is_score(text: str) -> bool:
         return False
 
 
-def main(arguments: list[str] | None = None) -> int:
+class Bench(Session):
+    """Asks the judges, and measures them and the baselines."""
+
+    def __init__(
+        self, flags: argparse.Namespace, items: list[Item], judges: list[JudgeSpec],
+        baselines: list[str], out: Path,
+    ):  # fmt: skip
+        super().__init__(judges, items, out / "answers.jsonl", flags.deadline, flags.count_failed)
+        self.flags, self.items, self.baselines, self.out = flags, items, baselines, out
+
+    async def play(self) -> Result:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """The accuracy of all judges. Raises Fault as ``Session`` does."""
+        found, threshold = (await super().play()).found, self.flags.threshold
+        rows = [baseline(kind, self.items, threshold) for kind in self.baselines]
+        for one in self.working:
+            answers = {name: found.get((one.name, name)) for name, _ in self.steps}
+            scores = {name: a.score if a is not None else None for name, a in answers.items()}
+            rows.append(measure(one.name, self.items, scores, threshold))
+        steps = [step for item in self.items for step in item.steps]
+        bench = self.flags.bench.name
+        if other := sum(step.label != record.label(step.score, threshold) for step in steps):
+            print(
+                f"{other} of {len(steps)} labels of {bench} were made with another threshold than"
+                f" {threshold:g}: give the threshold of its report (--threshold)",
+                file=sys.stderr,
+            )
+        good = sum(step.label for step in steps)
+        result = Result(bench, len(self.items), len(steps), good, threshold, rows)
+        write_whole(self.out / "result.json", result)
+        return result
+
+
+def prepare(flags: argparse.Namespace) -> Prepared:
+    """The evaluation of a command line. Raises ValueError or OSError with the remedy."""
+    check_threshold(flags.threshold)
+    check_deadline(flags.deadline)
+    items = record.read(flags.bench, Item, "--bench")
+    judges, kinds = judges_of(flags), baselines_of(flags)
+    settings = Settings(record.digest(flags.bench), flags.threshold, judging.lasting(judges))
+    begin = functools.partial(Bench, flags, items, judges, kinds)
+    return Prepared("nvprocess", settings, begin, table)
+
+
+def main(arguments: Sequence[str]) -> int:
     """Run the command. Returns its exit status."""
-    flags = parser().parse_args(arguments)
-    try:
-        check_threshold(flags.threshold)
-        if flags.deadline <= 0:
-            raise ValueError(f"--deadline {flags.deadline:g}: expected more than 0 seconds")
-        items = record.read(flags.bench, Item, "--bench")
-        asked, kinds = judges_of(flags), baselines_of(flags)
-        lasting = judging.lasting(asked)
-        out = flags.out or own_folder("nvprocess")
-        lock = claim(out, Settings(record.digest(flags.bench), flags.threshold, lasting))
-    except (OSError, ValueError) as error:
-        print(f"{COMMAND}: {error}", file=sys.stderr)
-        return 2
-    with lock:
-        return _evaluate(flags, items, asked, kinds, out)
-
-
-def _evaluate(
-    flags: argparse.Namespace, items: list[Item], asked: list[Asked], kinds: list[str], out: Path
-) -> int:
-    again = f"the same command and --out {out}"
-    try:
-        answers = Answers(out / "answers.jsonl")
-    except (OSError, ValueError) as error:
-        print(f"{COMMAND}: {error}", file=sys.stderr)
-        return 1
-    session = functools.partial(judging.Session, asked, items, answers, flags.deadline)
-    failed = conduct(session, again, "answered", COMMAND)
-    if isinstance(failed, int):
-        return failed
-    if failed and not flags.count_failed:
-        judging.say_failed(failed, COMMAND)
-        print(f"go on with: {again}, or count them as wrong with --count-failed", file=sys.stderr)
-        return 1
-    rows = [baseline(kind, items, flags.threshold) for kind in kinds]
-    names = [
-        record.step_id(item, number) for item in items for number in range(1, len(item.steps) + 1)
-    ]
-    for one in asked:
-        by_step = {name: answers.found.get((one.name, name)) for name in names}
-        scores = {
-            name: answer.score if answer is not None else None for name, answer in by_step.items()
-        }
-        rows.append(measure(one.name, items, scores, flags.threshold))
-    steps = [step for item in items for step in item.steps]
-    if other := sum(step.label != record.label(step.score, flags.threshold) for step in steps):
-        print(
-            f"{other} of {len(steps)} labels of {flags.bench.name} were made with another threshold than"
-            f" {flags.threshold:g}: give the threshold of its report (--threshold)",
-            file=sys.stderr,
-        )
-    good = sum(step.label for item in items for step in item.steps)
-    result = Result(flags.bench.name, len(items), len(names), good, flags.threshold, rows)
-    try:
-        write_whole(out / "result.json", result)
-    except OSError as error:
-        print(f"{COMMAND}: {error}\ngo on with: {again}", file=sys.stderr)
-        return 1
-    print(
-        msgspec.json.encode(result).decode()
-        if flags.json
-        else f"{table(result)}\nresult {out / 'result.json'}"
-    )
-    return 0
+    return examination.run(COMMAND, parser(), prepare, arguments)

@@ -7,7 +7,6 @@ that cannot be read is an answer. A step whose answer is in the file is never as
 import asyncio
 import hashlib
 import inspect
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,11 +16,12 @@ import msgspec
 from coppice.judges.base import Judge, checked
 from coppice.judges.serve import BUILT_IN, make_worker
 from coppice.scheduler.telemetry.together import together
-from coppice.tools.evaluating.folder import HOPELESS, Progress, append, cut_torn_tail
+from coppice.tools.evaluating.examination import HOPELESS, Progress
+from coppice.tools.evaluating.folder import append, cut_torn_tail
 from coppice.tools.evaluating.judge_bench import record
 from coppice.tools.evaluating.judge_bench.record import Trajectory
 from coppice.wire.faults import DataFault, Fault, InfrastructureFault
-from coppice.wire.messages import JudgedTurn, Judgement
+from coppice.wire.messages import JudgedTurn
 
 COLUMN = "process"
 """If a judge has several columns, the score of a step is this one."""
@@ -30,7 +30,7 @@ DEADLINE_S = 900.0
 """
 
 
-class Asked(msgspec.Struct, frozen=True):
+class JudgeSpec(msgspec.Struct, frozen=True):
     """A judge as ``judges.serve.make_worker`` takes it. name: the name under which its answers are
     filed.
 
@@ -45,46 +45,35 @@ class Asked(msgspec.Struct, frozen=True):
 
 
 REACHED = frozenset(
-    (
-        "url",
-        "api_key_env",
-        "timeout_s",
-        "patience_s",
-        "attempts",
-        "backoff_s",
-        "concurrency",
-        "wait_s",
-    )
+    "url api_key_env timeout_s patience_s attempts backoff_s concurrency wait_s".split()
 )
 """Keys that say how an endpoint is reached. They may change between sessions."""
 
 
-def lasting(asked: Sequence[Asked]) -> list[Asked]:
+def lasting(judges: Sequence[JudgeSpec]) -> list[JudgeSpec]:
     """The judges without the keys that may change between sessions, and with the digests of their
     texts. Raises as ``make`` does."""
 
     def kept(value: Any) -> Any:
-        return (
-            {k: v for k, v in value.items() if k not in REACHED}
-            if isinstance(value, dict)
-            else value
-        )
+        if not isinstance(value, dict):
+            return value
+        return {key: below for key, below in value.items() if key not in REACHED}
 
     return [
-        Asked(
+        JudgeSpec(
             one.name,
             one.spec,
             {key: kept(value) for key, value in one.options.items()},
             _texts(one, make(one)),
         )
-        for one in asked
+        for one in judges
     ]
 
 
-def _texts(asked: Asked, judge: Judge) -> str:
+def _texts(spec: JudgeSpec, judge: Judge) -> str:
     templates: dict[str, str] = getattr(judge, "templates", {})
     texts = [f"{part}\0{text}" for part, text in sorted(templates.items())]
-    if asked.spec not in BUILT_IN and (source := inspect.getsourcefile(type(judge))):
+    if spec.spec not in BUILT_IN and (source := inspect.getsourcefile(type(judge))):
         texts.append(Path(source).read_text())
     return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:12] if texts else ""
 
@@ -99,12 +88,12 @@ class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     text: str = ""
 
 
-def make(asked: Asked) -> Judge:
+def make(spec: JudgeSpec) -> Judge:
     """Make the judge. Raises ValueError if it does not exist or does not score a step by one
     number."""
-    worker = make_worker(asked.spec, asked.options)
+    worker = make_worker(spec.spec, spec.options)
     if not isinstance(worker, Judge):
-        raise ValueError(f"{asked.spec!r} judges nothing: expected a judge")
+        raise ValueError(f"{spec.spec!r} judges nothing: expected a judge")
     _column(worker)
     return worker
 
@@ -120,8 +109,8 @@ def _column(judge: Judge) -> str:
 class Answers:
     """The file of answers, which the caller must have locked. found: the answers by judge and step.
 
-    A torn last line, left by a killed session, is removed. Raises ValueError that names a line
-    which is no answer.
+    A torn last line, left by a killed session, is removed. Raises InfrastructureFault that names a
+    line which is no answer.
     """
 
     def __init__(self, path: Path):
@@ -132,7 +121,7 @@ class Answers:
             try:
                 self.found = {(a.judge, a.step): a for _, a in record.lines(path, Answer)}
             except ValueError as error:
-                raise ValueError(
+                raise InfrastructureFault(
                     f"{error}: remove that line, then its step is asked again"
                 ) from None
 
@@ -146,23 +135,19 @@ class Asking:
     """Asks one judge about the steps that it has not answered yet. deadline_s: seconds per step.
     failures: the reasons by step."""
 
-    def __init__(self, asked: Asked, judge: Judge, answers: Answers, deadline_s: float):
-        self.asked, self.judge, self.answers, self.deadline_s = asked, judge, answers, deadline_s
-        self.column = _column(judge)
-        self.room = asyncio.Semaphore(judge.concurrency)
+    def __init__(self, spec: JudgeSpec, answers: Answers, deadline_s: float):
+        self.name, self.judge = spec.name, make(spec)
+        self.answers, self.deadline_s = answers, deadline_s
+        self.column = _column(self.judge)
+        self.room = asyncio.Semaphore(self.judge.concurrency)
         self.failures: dict[str, str] = {}
-        self.row = 0
+        self.failed_in_a_row = 0
 
     async def all(self, steps: Sequence[tuple[str, JudgedTurn]]) -> None:
         """Ask about every step. Raises Fault if ``HOPELESS`` steps in a row fail."""
-        left = [
-            (name, turn)
-            for name, turn in steps
-            if (self.asked.name, name) not in self.answers.found
-        ]
-        self.progress = Progress(
-            len(steps), "steps", len(steps) - len(left), f"{self.asked.name}: "
-        )
+        left = [step for step in steps if (self.name, step[0]) not in self.answers.found]
+        before = len(steps) - len(left)
+        self.progress = Progress(len(steps), "steps", before, f"{self.name}: ")
         if left:
             await self.judge.start()
             try:
@@ -172,7 +157,8 @@ class Asking:
 
     async def _one(self, name: str, turn: JudgedTurn) -> None:
         async with self.room:
-            if self.row >= HOPELESS:  # the work has failed, but this task is not cancelled yet
+            # Work that has failed may go on for a moment before it is cancelled.
+            if self.failed_in_a_row >= HOPELESS:
                 return
             before = self._failed()
             try:
@@ -191,10 +177,12 @@ class Asking:
                 # asked again.
                 self._fail(name, judgement.explanation)
                 return
-            self.row = 0
-            self.answers.add(
-                Answer(self.asked.name, name, self._in_range(score, name), _text(judgement))
-            )
+            if score is not None and not 0 <= score <= 1:
+                raise DataFault(
+                    f"{self.name} scored {name} {score:g}: expected S/M, a number from 0 to 1"
+                )
+            self.failed_in_a_row = 0
+            self.answers.add(Answer(self.name, name, score, judgement.explanation.strip()))
             self.progress.one()
 
     def _failed(self) -> float:
@@ -203,57 +191,45 @@ class Asking:
 
     def _fail(self, name: str, reason: str) -> None:
         self.failures[name] = reason
-        self.row += 1
-        if self.row >= HOPELESS:
+        self.failed_in_a_row += 1
+        if self.failed_in_a_row >= HOPELESS:
             raise InfrastructureFault(
-                f"{self.asked.name}: {self.row} steps in a row were not judged; the last: {reason}"
+                f"{self.name}: {HOPELESS} steps in a row were not judged; the last: {reason}"
             )
-
-    def _in_range(self, score: float | None, name: str) -> float | None:
-        if score is not None and not 0 <= score <= 1:
-            raise DataFault(
-                f"{self.asked.name} scored {name} {score:g}: expected S/M, a number from 0 to 1"
-            )
-        return score
-
-
-def _text(judgement: Judgement) -> str:
-    return judgement.explanation.strip()
 
 
 class Session:
-    """Asks every judge about every step, as ``tools.evaluating.folder.conduct`` runs it. Answers in
-    the file are kept."""
+    """Asks every judge about every step, as ``tools.evaluating.examination.conduct`` runs it.
+    Answers in the file ``path`` are kept. count_failed: failed steps are no fault."""
 
     def __init__(
         self,
-        asked: Sequence[Asked],
+        judges: Sequence[JudgeSpec],
         records: Sequence[Trajectory[Any]],
-        answers: Answers,
+        path: Path,
         deadline_s: float = DEADLINE_S,
+        count_failed: bool = False,
     ):
-        self.working = [Asking(one, make(one), answers, deadline_s) for one in asked]
+        self.answers, self.count_failed = Answers(path), count_failed
+        self.working = [Asking(one, self.answers, deadline_s) for one in judges]
         self.steps = [
             (record.step_id(r, number), record.judged_turn(r, step))
             for r in records
             for number, step in enumerate(r.steps, 1)
         ]
 
-    async def play(self) -> dict[str, dict[str, str]]:
-        """Ask all judges. Returns the failed steps with their reasons, by judge. Raises Fault as
-        ``Asking.all`` does."""
+    async def play(self) -> Answers:
+        """Ask all judges. Raises Fault as ``Asking.all`` does, or naming the first failed step of
+        each judge."""
         await together(one.all(self.steps) for one in self.working)
-        return {one.asked.name: one.failures for one in self.working if one.failures}
+        failed = [
+            f"judge {one.name}: {len(one.failures)} steps failed, the first is {': '.join(first)}"
+            for one in self.working
+            for first in list(one.failures.items())[:1]
+        ]
+        if failed and not self.count_failed:
+            raise InfrastructureFault("\n".join(failed))
+        return self.answers
 
     async def close(self) -> None:
         """Does nothing, because ``Asking.all`` closes its judge."""
-
-
-def say_failed(failed: dict[str, dict[str, str]], command: str) -> None:
-    """Print a line on stderr for each judge with failed steps."""
-    for name, reasons in failed.items():
-        step, reason = next(iter(reasons.items()))
-        print(
-            f"{command}: judge {name}: {len(reasons)} steps failed, the first is {step}: {reason}",
-            file=sys.stderr,
-        )

@@ -1,48 +1,31 @@
 """Answer the questions of all sets in every row. An interruption costs at most the replies that
-were under way.
+were under way: an interrupted question repeats the replies in its journal and takes its searches
+from the cache."""
 
-Invariant: a question is a tree of OUT/ROW/journal.sqlite and counts once in its row. An interrupted
-question repeats the replies in its journal and takes its searches from the cache; only the rest is
-generated.
-"""
-
-import functools
 import math
-import random
 import sys
-from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 
 from coppice.actors.environments.base import Task
 from coppice.common.atomic import write_whole
-from coppice.scheduler.config import UNJUDGED
+from coppice.scheduler.config import SchedulerConfig
 from coppice.scheduler.evaluation.evaluation import Estimate, estimate
 from coppice.scheduler.growth.context import Context
-from coppice.scheduler.growth.services import Shop
 from coppice.scheduler.growth.tree import Tree
-from coppice.scheduler.telemetry.together import together
-from coppice.tools.evaluating.folder import Kept, Ledger, Measured
-from coppice.tools.evaluating.in_process import InProcess, Seat, config_of
+from coppice.tools.evaluating.examination import Examination, Examined, Measured, Row
+from coppice.tools.evaluating.in_process import Seat
 from coppice.tools.evaluating.qa import methods
 from coppice.tools.evaluating.qa.retrieval import CachedRetrieval
-from coppice.tools.evaluating.qa.rows import Player, Row, RowSettings
+from coppice.tools.evaluating.qa.rows import RowSettings
 from coppice.tools.evaluating.qa.scoring import COUNTS, MEASURES, TOKENS, score, unanswered
 from coppice.tools.evaluating.qa.sets import MULTI_HOP, QuestionSet
-from coppice.wire.faults import InfrastructureFault
-from coppice.wire.messages import Sample
 
 _COUNTERS = (
-    "prompt_tokens",
-    "cached_tokens",
-    "prefilled_tokens",
-    "decoded_tokens",
-    "busy_s",
-    "requests",
-    "retries",
+    "prompt_tokens cached_tokens prefilled_tokens decoded_tokens busy_s requests retries".split()
 )
 
 
@@ -104,39 +87,36 @@ def settings_of(sets: Sequence[QuestionSet], seed: int) -> TableSettings:
     return TableSettings(columns, seed)
 
 
-class Evaluation:
-    """All rows of a command. ``play`` may be cancelled at any moment and continued later; then
-    ``close``. finished: gets each new table."""
+class Answering(Examination[Result]):
+    """The questions of all rows of a command. finished: gets each new table."""
+
+    unit, done = "questions", "answered"
 
     def __init__(
         self, rows: Sequence[Row], sets: Sequence[QuestionSet], settings: TableSettings, out: Path,
         retrieval: CachedRetrieval | None, concurrency: int, finished: Callable[[Result], None] = lambda result: None,
     ):  # fmt: skip
-        self.rows, self.sets, self.settings, self.out = rows, sets, settings, out
-        self.retrieval, self.concurrency, self.finished = retrieval, concurrency, finished
-        self.tasks = [(one.name, task) for one in sets for task in one.tasks]
-        self.services: InProcess | None = None
-        self.serving: Player | None = None
+        tasks = [(one.name, task) for one in sets for task in one.tasks]
+        handlers = {"retrieve": retrieval.handle} if retrieval is not None else {}
+        super().__init__(out, tasks, concurrency, handlers=handlers)
+        self.rows, self.sets, self.settings = rows, sets, settings
+        self.retrieval, self.finished = retrieval, finished
 
     async def play(self) -> Result:
-        """Answer the questions that are not answered yet. Raises Fault if they cannot go on,
-        NotStarted if they cannot begin."""
+        """Answer the questions that are not answered yet."""
         for file in self.out.glob("*/result.json"):
             if _decoded(file, RowResult) is None:
-                print(
-                    f"{file} is torn, so its row is left out: run it again, its answers are kept",
-                    file=sys.stderr,
-                )
-        unfinished = [
-            row for row in self.rows if not (self.out / row.name / "result.json").is_file()
-        ]
+                torn = f"{file} is torn, so its row is left out: run it again, its answers are kept"
+                print(torn, file=sys.stderr)
+        unfinished = [r for r in self.rows if not (self.out / r.name / "result.json").is_file()]
         if self.retrieval is not None and any(row.settings.retriever for row in unfinished):
             await self.retrieval.open()
         for row in self.rows:
-            await self._row(row)
-            result = self._so_far()
-            write_whole(self.out / "result.json", result)
-            self.finished(result)
+            result = self._result(row, await self.examine(row))
+            write_whole(self.out / row.name / "result.json", result)
+            table = self._so_far()
+            write_whole(self.out / "result.json", table)
+            self.finished(table)
         return self._so_far()
 
     def _so_far(self) -> Result:
@@ -148,94 +128,54 @@ class Evaluation:
         rows = [_decoded(files[name], RowResult) for name in order if name in files]
         return Result(self.settings, [row for row in rows if row is not None])
 
-    async def _row(self, row: Row) -> None:
-        folder = self.out / row.name
-        kept = Kept(folder, len(self.tasks), "questions", "not be answered", self.concurrency)
-        ledger = Ledger(folder, "questions", kept.progress.start_s)
-        try:
-            if kept.before < len(self.tasks):
-                print(
-                    f"{row.name}: {len(self.tasks) - kept.before} questions",
-                    file=sys.stderr,
-                    flush=True,
-                )
-                services = await self._serve(row.player)
-                start = self._stats(services)
-                ledger.open(
-                    lambda: {
-                        key: value - start[key] for key, value in self._stats(services).items()
-                    }
-                )
-            answering = _Answering(row, kept, self.services)
-            scores = await together(
-                answering.question(i, *asked) for i, asked in enumerate(self.tasks)
-            )
-            ledger.close(kept.now)
-            if not kept.now and not kept.before:
-                reason = next(iter(kept.undone.values()), "there is none")
-                raise InfrastructureFault(
-                    f"{row.name}: no question could be answered; the first reason: {reason}"
-                )
-            write_whole(folder / "result.json", self._result(row, scores, kept.undone, ledger))
-        finally:
-            ledger.close(kept.now)
-            kept.journal.close()
+    def config(self, row: Row, of: str) -> SchedulerConfig:
+        """The row's settings with the budget of a set."""
+        s: RowSettings = row.settings
+        return msgspec.structs.replace(row.config, budget=s.budgets.get(of, s.how.budget))
 
-    # ------------------------------------------------------------------------------------------
-    # services
+    async def grow(self, row: Row, of: str, context: Context, seat: Seat) -> None:
+        """Answer a question, and score the last action of its tree."""
+        settings: RowSettings = row.settings
+        how = msgspec.structs.replace(settings.how, budget=context.settings.budget)
+        await methods.load(settings.method).answer(context.tree, context, how)
+        final = context.tree.actions()[-1]
+        final.scores |= score(context.tree, context.task.golds, context.shop.counts["retrievals"])
+        final.scores["outcome"] = final.scores["em"]  # coppice trees shows this column
+        context.changed([final])
 
-    async def _serve(self, player: Player) -> InProcess:
-        """Start the services with this player's engine, or keep them if they run already. Raises
-        NotStarted."""
-        if self.services is not None and self.serving is player:
-            return self.services
-        await self._rest()
-        engine = player.make()
-        more = {"retrieve": self.retrieval.handle} if self.retrieval is not None else {}
-        self.services, self.serving = InProcess(engine, [], more), player
-        await self.services.begin(player.load)
-        return self.services
+    def outcome(self, task: Task, tree: Tree | None) -> dict[str, float]:
+        """The question's scores."""
+        if tree is None:
+            return unanswered()
+        final = tree.actions()[-1].scores
+        return {name: value for name, value in final.items() if name in MEASURES}
 
-    def _stats(self, services: InProcess) -> dict[str, float]:
-        stats = services.engine.stats() if services.engine is not None else {}
-        asked = self.retrieval.counts if self.retrieval is not None else Counter[str]()
+    def stats(self) -> dict[str, float]:
+        """The engine's counters, and those of the retrieval."""
+        stats = super().stats()
+        asked = self.retrieval.counts if self.retrieval is not None else {}
         counters = {key: stats.get(key, 0.0) for key in _COUNTERS}
-        return counters | {"queries": asked["queries"], "hits": asked["hits"]}
-
-    async def _rest(self) -> None:
-        if self.services is not None:
-            services, self.services, self.serving = self.services, None, None
-            await services.close()
+        return counters | {key: asked.get(key, 0) for key in ("queries", "hits")}
 
     async def close(self) -> None:
         """Release everything. The answers stay in the folder."""
-        await self._rest()
+        await super().close()
         if self.retrieval is not None:
             await self.retrieval.close()
 
-    # ------------------------------------------------------------------------------------------
-    # results
-
-    def _result(
-        self, row: Row, scores: list[dict[str, float]], failed: dict[str, str], ledger: Ledger
-    ) -> RowResult:
-        measured: dict[str, dict[str, Measured]] = {}
-        first = 0
+    def _result(self, row: Row, examined: Examined) -> RowResult:
+        measured, first = {}, 0
         for one in self.sets:
-            measured[one.name] = summary(
-                scores[first : first + len(one.tasks)], row.settings.player == "endpoint"
-            )
+            scores = examined.outcomes[first : first + len(one.tasks)]
+            measured[one.name] = summary(scores, row.settings.player == "endpoint")
             first += len(one.tasks)
         multi = [measured[name] for name in MULTI_HOP if name in measured]
-        spent = ledger.total()
-        count = {
-            key: int(spent.engine.get(key, 0)) for key in ("decoded_tokens", "queries", "hits")
-        }
+        spent, engine = examined.spent, examined.spent.engine
+        count = {key: int(engine.get(key, 0)) for key in ("decoded_tokens", "queries", "hits")}
         return RowResult(
             row.name, row.settings, measured, macro(list(measured.values())),
-            macro(multi) if len(multi) == len(MULTI_HOP) else {}, failed, spent.seconds,
-            count["decoded_tokens"], count["queries"], count["hits"],
-            {key: value for key, value in spent.engine.items() if key in _COUNTERS},
+            macro(multi) if len(multi) == len(MULTI_HOP) else {}, examined.undone, spent.seconds,
+            *count.values(), {key: value for key, value in engine.items() if key in _COUNTERS},
         )  # fmt: skip
 
 
@@ -283,42 +223,49 @@ def macro(sets: Sequence[dict[str, Measured]]) -> dict[str, Estimate]:
     return means
 
 
-class _Answering:
-    """Answers the questions of one row. services: None if all questions were answered before."""
+# ----------------------------------------------------------------------------------------------
+# the printed table
 
-    def __init__(self, row: Row, kept: Kept, services: InProcess | None):
-        self.row, self.kept, self.services = row, kept, services
-        s = row.settings
-        self.answer = methods.load(s.method).answer
-        self.config = config_of(s, UNJUDGED, budget=s.how.budget)
 
-    async def question(self, position: int, of: str, task: Task) -> dict[str, float]:
-        """The scores of one question, from the last action of its tree. of: the name of its set."""
-        grow = functools.partial(self._grow, of, task)
-        tree = await self.kept.task(
-            position, task.id, self.row.settings.version, grow, f"{of}/{task.id}"
+def markdown(result: Result, measure: str = "em") -> str:
+    """A table as in the papers: one row per method and model, one column per set, and the macro
+    mean. Cells are mean ± half width of the 95% interval of one measure."""
+    sets = result.settings.sets
+    several = any(row.multi_hop for row in result.rows)
+    head = ["method", "model", *(f"{s.name} ({s.questions})" for s in sets), "mean"]
+    head += ["multi-hop mean"] if several else []
+    digits = 1 if measure in COUNTS else 3
+    lines = [head, ["---"] * len(head)]
+    for row in result.rows:
+        model = row.name.removeprefix(f"{row.settings.method}.")
+        if row.settings.temperature:
+            model += f", temperature {row.settings.temperature:g}"
+        means = [*(row.sets[s.name].get(measure) for s in sets), row.macro.get(measure)]
+        means += [row.multi_hop.get(measure)] if several else []
+        cells = [
+            f"{m.mean:.{digits}f} ±{m.half:.{digits}f}" if m is not None else "-" for m in means
+        ]
+        lines.append([row.settings.method, model, *cells])
+    rows = ["| " + " | ".join(cells) + " |" for cells in lines]
+    legend = f"{measure}, mean ±95%; mean is over the sets' means (questions in brackets)."
+    return "\n".join([*rows, "", legend])
+
+
+def notes(result: Result) -> list[str]:
+    """The costs of each row, the questions that could not be finished, and the rows of files that
+    cannot be used."""
+    notes = []
+    for row in result.rows:
+        notes.append(
+            f"{row.name}: {row.seconds:.0f} s, {row.generated_tokens} generated tokens,"
+            f" {row.queries} queries ({row.hits} from the cache)"
         )
-        if tree is None:
-            return unanswered()
-        return {
-            name: value for name, value in tree.actions()[-1].scores.items() if name in MEASURES
-        }
-
-    async def _grow(self, of: str, task: Task, tree: Tree, said: list[Sample]) -> None:
-        assert self.services is not None, "nothing was started"
-        seat: Any = Seat(self.services, said)
-        counts: Counter[str] = Counter()
-        how = self.row.settings.how
-        how = msgspec.structs.replace(how, budget=self.row.settings.budgets.get(of, how.budget))
-        config = msgspec.structs.replace(self.config, budget=how.budget)
-        shop = Shop(
-            seat, self.kept.journal, self.row.player.text, self.row.environment, config, counts,
-            lambda tree, turns: None,
-        )  # fmt: skip
-        # The draws are the same again after an interruption.
-        context = Context(shop, task, tree, random.Random(f"heldout/{tree.id}"))
-        await self.answer(tree, context, how)
-        final = tree.actions()[-1]
-        final.scores |= score(tree, task.golds, counts["retrievals"])
-        final.scores["outcome"] = final.scores["em"]  # coppice trees shows this column
-        context.changed([final])
+        unfinished = [f"{task}: {reason}" for task, reason in list(row.failed.items())[:2]]
+        if len(row.failed) > 2:
+            unfinished.append(f"{len(row.failed) - 2} more, see {row.name}/result.json")
+        notes += [f"  not finished, scored 0: {text}" for text in unfinished]
+    for one in result.settings.sets:
+        if one.rejected:
+            reasons = ", ".join(f"{count} {reason}" for reason, count in one.reasons.items())
+            notes.append(f"{one.name}: {one.rejected} rows of its file cannot be used: {reasons}")
+    return notes

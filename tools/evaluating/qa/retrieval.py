@@ -17,7 +17,7 @@ from coppice.judges.config import RetrieverConfig
 from coppice.judges.retriever.hot import AT_ONCE, Backend, HotQueries
 from coppice.judges.retriever.index import read_manifest
 from coppice.judges.retriever.worker import is_served, opened
-from coppice.tools.evaluating.folder import NotStarted
+from coppice.tools.evaluating.in_process import NotStarted
 from coppice.wire.faults import InfrastructureFault
 from coppice.wire.messages import Passage, RetrieveRequest, RetrieveResult
 
