@@ -149,7 +149,7 @@ def newest(
     """
     from coppice.learner.model.model import Policy  # with torch, which takes seconds
     from coppice.learner.model.ranks import Ranks
-    from coppice.learner.update.passes import plan, sweep
+    from coppice.learner.update.passes import Rows, plan, sweep
     from coppice.tools.evaluating import versions
 
     process = learner(run)
@@ -173,10 +173,10 @@ def newest(
     known: dict[tuple[int, int], np.ndarray] = {}
     with policy.inference():
         for start in range(0, len(rows), AT_ONCE):
-            _, tokens, places = _built(journal, rows[start : start + AT_ONCE], sampled)
-            if tokens:
-                batch = rows_of(tokens)
-                steps = plan(batch.trie, range(len(tokens)), config.micro_tokens, ranks)
+            table, places = _built(journal, rows[start : start + AT_ONCE], sampled)
+            if len(table):
+                batch = Rows(table.paths)
+                steps = plan(batch.trie, range(len(table)), config.micro_tokens, ranks)
                 values = sweep(batch, steps, ranks, lambda forest: policy.logprobs(forest)[0])
                 known |= zip(places, (values[span] for span in batch.spans), strict=True)
     return version, known
