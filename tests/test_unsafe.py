@@ -12,7 +12,7 @@ ALLOWED = {
     ("learner/model/giver.py", "ForkingPickler"): "SGLang takes handles of shared memory in no other form; sealed with the run's token, never read here",
     ("learner/model/giver.py", "multiprocessing"): "ForkingPickler, and how torch shares memory",
     ("learner/model/giver.py", "TCPStore"): "SGLang's rendezvous; on the loopback unless learner.publish_host names an address",
-    ("actors/engines/sglang_pull.py", "TCPStore"): "the other end of the same; every answer is checked against the run's token",
+    ("actors/engines/sglang_transport.py", "TCPStore"): "the other end of the same; every answer is checked against the run's token",
     ("actors/engines/sglang_inside.py", "multiprocessing"): "the children that SGLang starts are ended by their handles",
     ("common/apart.py", "multiprocessing"): "a pipe between a process and its own child",
 }  # fmt: skip
