@@ -8,73 +8,77 @@ from coppice.common.numbers import Count, Natural, Positive
 
 
 class SGLangConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Section [actors.sglang], for engine = "sglang".
-
-    way: with "server" each actor starts and ends its own SGLang server; with "inside" the engine
-    runs in the actor's process; with "url" the actors use servers that already run. urls: those
-    servers or routers, one per actor; a router says itself which servers are behind it. python: the
-    interpreter that has sglang ("" is this one). arguments: arguments of sglang.launch_server or
-    sglang.Engine by their Python names ({tp_size = 2}). environment: variables of that process.
-    gpus: the number of GPUs per actor (0: those that it finds). api_key_env: the variable that
-    holds the servers' API key; a server that an actor starts gets a key of its own. weights: how a
-    version is sent; "auto" decides by where the processes run. lora: whether an adapter is sent
-    alone ("adapter") or the actor merges it into the base weights ("merged"). pause: during an
-    update, "retract" recomputes the keys and values of running requests with the new weights, and
-    "in_place" keeps them. start_timeout_s, update_timeout_s, request_timeout_s: limits, in seconds,
-    on the start, one step of an update, and one generation.
-    """
+    """Section [actors.sglang], for engine = "sglang"."""
 
     way: Literal["server", "inside", "url"] = "server"
+    """Each actor starts and ends its own SGLang server ("server"), runs the engine in its process
+    ("inside"), or uses servers that already run ("url")."""
     urls: list[str] = []
+    """Running servers or routers, one per actor. A router itself says which servers it has."""
     python: str = ""
+    """The interpreter that has sglang; "" is this one."""
     arguments: dict[str, Any] = {}
+    """Arguments of sglang.launch_server or sglang.Engine by their Python names ({tp_size = 2})."""
     environment: dict[str, str] = {}
+    """Environment variables of the server's process."""
     gpus: Natural = 0
+    """The number of GPUs per actor; 0 for those that it finds."""
     api_key_env: str = ""
+    """The environment variable with the API key of running servers."""
     weights: Literal["auto", "disk", "tensor", "distributed"] = "auto"
+    """How a version is sent; "auto" decides by where the processes run."""
     lora: Literal["adapter", "merged"] = "adapter"
+    """Send an adapter alone, or have the actor merge it into the base weights."""
     pause: Literal["retract", "in_place"] = "retract"
+    """During an update, recompute the keys and values of running requests with the new weights
+    ("retract") or keep them ("in_place")."""
     start_timeout_s: Positive = 900.0
+    """Limit of SGLang's start, in seconds."""
     update_timeout_s: Positive = 300.0
+    """Limit of one step of an update, in seconds."""
     request_timeout_s: Positive = 1800.0
+    """Limit of one generation, in seconds."""
 
 
 class ActorsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Section [actors].
-
-    engine: "local" is the embedded engine, "sglang" the engine for GPUs, and "module:Class" your
-    own engine. engine_options: its options. count: the number of actor processes. max_batch:
-    samples that one actor decodes together. capacity: requests that an actor accepts at once.
-    kv_cache_gib: all keys and values of the embedded engine, of running samples and of the prefix
-    cache. max_context: most tokens of a prompt and its continuation. prefill_tokens: prompt tokens
-    computed in one step. threads: compute threads of one actor. dtype: "auto" is model.dtype, or
-    what the machine is faster in (bfloat16 or float32).
-    """
+    """Section [actors]."""
 
     engine: str = "local"
+    """"local" is the embedded engine, "sglang" the engine for GPUs, "module:Class" your own."""
     engine_options: dict[str, Any] = {}
+    """Options of your own engine."""
     count: Count = 4
+    """The number of actor processes."""
     max_batch: Count = 24
+    """Samples that one actor decodes together."""
     capacity: Count = 16
+    """Requests that one actor accepts at once."""
     kv_cache_gib: Positive = 1.0
+    """Keys and values of the embedded engine in GiB, of running samples and of the prefix cache."""
     max_context: Count = 1024
+    """The most tokens of a prompt and its continuation."""
     prefill_tokens: Count = 512
+    """Prompt tokens computed in one step."""
     threads: Count = 1
+    """Compute threads of one actor."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """"auto" is model.dtype, or what the machine is faster in."""
     sglang: SGLangConfig = SGLangConfig()
+    """See [actors.sglang]."""
 
 
 class ActorProcess(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The file of an actor process. model: a Hugging Face folder (policy version 0). place: the
-    number of the actor in the run, from 0. deterministic: answers depend on weights and requests
-    alone (docs/reliability.md). weights_url: where versions are copied for an actor that does not
-    see the run folder (common/storage.py)."""
+    """The file of an actor process."""
 
     name: str
     run: str
     seed: int
     model: str
+    """A Hugging Face folder: policy version 0."""
     actors: ActorsConfig
     place: int = 0
+    """The number of the actor in the run, from 0."""
     deterministic: bool = False
+    """Answers depend on weights and requests alone (docs/reliability.md)."""
     weights_url: str = ""
+    """Where versions are copied for an actor that does not see the run folder (common/storage.py)."""

@@ -26,8 +26,7 @@ log = logging.getLogger("actors.worker")
 def service(
     engine: Engine, name: str, capacity: int, weights: Path | None = None, url: str = ""
 ) -> Service:
-    """Return the worker's service for an engine that was started. weights, url: where versions come
-    to, and from, that this node does not see."""
+    """Return the worker's service. weights, url: where versions come to, and from."""
 
     async def generate(request: GenerateRequest, call: Call) -> GenerateResult:
         return await engine.generate(request)
@@ -46,19 +45,15 @@ def service(
 
 
 async def run(process: ActorProcess) -> None:
-    """Load the model, then serve until drained. Raises InfrastructureFault when the engine dies
-    before."""
+    """Load the model and serve until drained. Raises InfrastructureFault when the engine dies."""
     engine = registry.load(process)
     await engine.start()
     log.info("%s: %s served by %s", process.name, process.model, process.actors.engine)
     folder = Path(process.run)
-    endpoint, keys = (
-        (folder / "endpoint").read_text().strip(),
-        PeerKeys.load(folder / "keys", "actor"),
-    )
-    offered = service(
-        engine, process.name, process.actors.capacity, folder / "weights", process.weights_url
-    )
+    endpoint = (folder / "endpoint").read_text().strip()
+    keys = PeerKeys.load(folder / "keys", "actor")
+    capacity, url = process.actors.capacity, process.weights_url
+    offered = service(engine, process.name, capacity, folder / "weights", url)
     serving = asyncio.create_task(offered.run(endpoint, keys))
     gone = asyncio.create_task(engine.died())
     try:

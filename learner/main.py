@@ -23,9 +23,9 @@ from coppice.learner.model import checkpoint
 from coppice.learner.model.model import TreeModel
 from coppice.learner.model.publish import Published, announce, publish
 from coppice.learner.model.ranks import Ranks
+from coppice.learner.model.weight_server import WeightServer
 from coppice.learner.update.batches import Inbox
 from coppice.learner.update.trainer import Batch, Trainer
-from coppice.learner.weight_server import WeightServer
 from coppice.wire import arrays
 from coppice.wire.keys import PeerKeys
 from coppice.wire.messages import Closed, Result, Trained, TrainGroup, TreeClosed

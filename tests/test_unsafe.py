@@ -9,10 +9,10 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 ALLOWED = {
-    ("learner/weight_server.py", "ForkingPickler"): "SGLang takes handles of shared memory in no other form; sealed with the run's token, never read here",
-    ("learner/weight_server.py", "multiprocessing"): "ForkingPickler, and how torch shares memory",
-    ("learner/weight_server.py", "TCPStore"): "SGLang's rendezvous; on the loopback unless learner.publish_host names an address",
-    ("actors/engines/sglang_pull.py", "TCPStore"): "the other end of the same; every answer is checked against the run's token",
+    ("learner/model/weight_server.py", "ForkingPickler"): "SGLang takes handles of shared memory in no other form; sealed with the run's token, never read here",
+    ("learner/model/weight_server.py", "multiprocessing"): "ForkingPickler, and how torch shares memory",
+    ("learner/model/weight_server.py", "TCPStore"): "SGLang's rendezvous; on the loopback unless learner.publish_host names an address",
+    ("actors/engines/sglang_transport.py", "TCPStore"): "the other end of the same; every answer is checked against the run's token",
     ("actors/engines/sglang_inside.py", "multiprocessing"): "the children that SGLang starts are ended by their handles",
     ("common/process.py", "multiprocessing"): "a pipe between a process and its own child",
 }  # fmt: skip

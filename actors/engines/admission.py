@@ -18,13 +18,11 @@ from coppice.actors.engines.radix import RadixCache, common_length
 from coppice.actors.engines.samples import Waiting
 
 _IDEAL_BYTES = 2**26
-"""The size of the record that counts the tokens which an ideal cache would compute: 16 million
-tokens of one policy version."""
+"""Bytes of the record of prefixes that an ideal cache would hold: 16 million tokens."""
 
 
 class Admission:
-    """Waiting and prefilling requests. places: samples that may still start; a request takes the
-    places of all its samples at once."""
+    """Waiting and prefilling requests. places: samples that may still start."""
 
     def __init__(
         self, memory: Memory, places: int, prefill_tokens: int, counts: collections.Counter[str]
@@ -42,11 +40,9 @@ class Admission:
         """Move the requests that can start from waiting to prefilling."""
         later: list[Waiting] = []
         tokens = sum(self._missing(waiting) for waiting in self.prefilling)
-        while (
-            self.waiting
-            and tokens < self.prefill_tokens
-            and self.waiting[0].request.n <= self.places
-        ):
+        while self.waiting and tokens < self.prefill_tokens:
+            if self.waiting[0].request.n > self.places:
+                break
             waiting = self.waiting.popleft()
             if self._computed_by_another(waiting):
                 later.append(waiting)

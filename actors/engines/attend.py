@@ -20,54 +20,46 @@ ATTENTION = "coppice_branches"
 
 
 class Chunk(msgspec.Struct):
-    """``count`` tokens of a prompt, which follow the ``prefix.length`` tokens that are already
-    computed."""
+    """``count`` tokens of a prompt after the ``prefix.length`` computed ones."""
 
     prefix: Stretch
     count: int
 
 
 class _Padded:
-    """Rows of a step as groups of equal size, [groups, widest]. A short group is filled with copies
-    of some row, which are not read back."""
+    """Rows of a step as groups of equal size [groups, widest], filled up with copies of a row."""
 
     def __init__(self, groups: Sequence[Sequence[int]], device: torch.device):
         self.widest = max(len(group) for group in groups)
         self.groups = len(groups)
-        placed = {
-            row: g * self.widest + i
-            for g, group in enumerate(groups)
-            for i, row in enumerate(group)
-        }
+        placed: dict[int, int] = {}
+        for start, group in enumerate(groups):
+            placed |= {row: start * self.widest + i for i, row in enumerate(group)}
         self.rows = sorted(placed)
         self.first = self.rows[0] if self.rows else 0
-        self.plain = list(placed.items()) == [
-            (self.first + i, i) for i in range(self.groups * self.widest)
-        ]
+        count = self.groups * self.widest
+        self.plain = list(placed.items()) == [(self.first + i, i) for i in range(count)]
         if not self.plain:
-            padded = [
-                row
-                for group in groups
-                for row in [*group, *[self.first] * (self.widest - len(group))]
-            ]
+            padded: list[int] = []
+            for group in groups:
+                padded += [*group, *[self.first] * (self.widest - len(group))]
             self._into = torch.tensor(padded, device=device)
             self._back = torch.tensor([placed[row] for row in self.rows], device=device)
 
-    def spread(self, rows: torch.Tensor) -> torch.Tensor:
+    def pad(self, rows: torch.Tensor) -> torch.Tensor:
         """Map [rows, heads, head_dim] to [groups, widest, heads, head_dim]."""
         count = self.groups * self.widest
         taken = rows[self.first : self.first + count] if self.plain else rows[self._into]
         return taken.view(self.groups, self.widest, *rows.shape[1:])
 
-    def collect(self, spread: torch.Tensor) -> torch.Tensor:
+    def collect(self, padded: torch.Tensor) -> torch.Tensor:
         """Map [groups, widest, ...] to [rows, ...] in the order of the step."""
-        flat = spread.reshape(self.groups * self.widest, *spread.shape[2:])
+        flat = padded.reshape(self.groups * self.widest, *padded.shape[2:])
         return flat if self.plain else flat[self._back]
 
 
 class _Past:
-    """Queries over the first ``lengths`` tokens of rows of one shelf. The queries of each row are a
-    group."""
+    """Queries, grouped by row, over the first ``lengths`` tokens of rows of one shelf."""
 
     def __init__(
         self,
@@ -94,34 +86,24 @@ class _Past:
         groups, widest, heads = self.padded.groups, self.padded.widest, query.shape[1]
         # The queries of all branches and of all query heads of one key head take the place of query
         # positions.
-        folded = (
-            self.padded.spread(query)
-            .view(groups, widest, kv_heads, heads // kv_heads, width)
-            .transpose(1, 2)
+        queries = self.padded.pad(query).view(groups, widest, kv_heads, -1, width)
+        folded = queries.transpose(1, 2).reshape(groups, kv_heads, -1, width)
+        out, lse = _attention(folded, keys, values, self.mask, False, scale)
+        out = out.reshape(groups, kv_heads, widest, -1, width).transpose(1, 2)
+        lse = lse.reshape(groups, kv_heads, widest, -1).transpose(1, 2)
+        return (
+            self.padded.collect(out.reshape(groups, widest, heads, width)),
+            self.padded.collect(lse.reshape(groups, widest, heads)),
         )
-        out, lse = _attention(
-            folded.reshape(groups, kv_heads, -1, width), keys, values, self.mask, False, scale
-        )
-        out = (
-            out.reshape(groups, kv_heads, widest, -1, width)
-            .transpose(1, 2)
-            .reshape(groups, widest, heads, width)
-        )
-        lse = (
-            lse.reshape(groups, kv_heads, widest, -1).transpose(1, 2).reshape(groups, widest, heads)
-        )
-        return self.padded.collect(out), self.padded.collect(lse)
 
 
 class _Behind:
-    """One new token of each tail that stands behind its prefix. It attends to prefix and tail in
-    one call."""
+    """One new token of each tail behind its prefix. It attends to both in one call."""
 
     def __init__(self, tails: Behind, first: int):
         prefixes: list[Stretch] = [tail.owner.owner.prefix for tail in tails.held]
-        at = [
-            prefix.length + tail.length for prefix, tail in zip(prefixes, tails.held, strict=True)
-        ]
+        pairs = zip(prefixes, tails.held, strict=True)
+        at = [prefix.length + tail.length for prefix, tail in pairs]
         self.shelf, self.own = prefixes[0].shelf, slice(first, first + len(at))
         rows = [prefix.row for prefix in prefixes]
         order = sorted(range(len(rows)), key=rows.__getitem__)
@@ -153,8 +135,7 @@ class _Tails:
     def attend(
         self, layer: int, query: torch.Tensor, new: torch.Tensor, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Like ``_Past.attend``. query: [rows, heads, head_dim]. new: [rows, 2, kv_heads,
-        head_dim], the keys and values of the new tokens."""
+        """Like ``_Past.attend``. new: the new keys and values [rows, 2, kv_heads, head_dim]."""
         own = slice(self.first, self.first + self.count)
         kv = self.shelf.kv[layer]
         kv[:, self.index, :, self.ends] = new[own]
@@ -169,8 +150,7 @@ class _Tails:
 
 
 class _Chunks:
-    """Chunks of prompts whose prefixes stand on one shelf. Each token attends to itself and the
-    earlier tokens of its chunk."""
+    """Chunks of prompts on one shelf. Each token attends to itself and its chunk before it."""
 
     def __init__(self, chunks: Sequence[Chunk], first: int):
         self.shelf = chunks[0].prefix.shelf
@@ -192,12 +172,12 @@ class _Chunks:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Like ``_Tails.attend``."""
         self.shelf.kv[layer][:, self.rows, :, self.at] = new[self.padded.first : self.end]
-        keys, values = self.padded.spread(new).permute(2, 0, 3, 1, 4)
+        keys, values = self.padded.pad(new).permute(2, 0, 3, 1, 4)
         shared = query.shape[1] // keys.shape[1]
         if shared > 1:
             keys, values = keys.repeat_interleave(shared, 1), values.repeat_interleave(shared, 1)
-        spread = self.padded.spread(query).transpose(1, 2)
-        out, lse = _attention(spread, keys, values, None, True, scale)
+        queries = self.padded.pad(query).transpose(1, 2)
+        out, lse = _attention(queries, keys, values, None, True, scale)
         return self.padded.collect(out.transpose(1, 2)), self.padded.collect(lse.transpose(1, 2))
 
 
@@ -206,8 +186,7 @@ class Plan:
     shelf by shelf, then the chunks' tokens."""
 
     def __init__(self, tails: Sequence[Shelf], chunks: Sequence[Chunk]):
-        """chunks: chunks of one shelf and of similar length (see ``grouped``) must follow each
-        other."""
+        """chunks: those of one group (see ``grouped``) must follow each other."""
         self._own: list[_Behind | _Tails | _Chunks] = []
         self._past: list[_Past] = []
         rows = 0
@@ -231,25 +210,22 @@ class Plan:
             self._own.append(part)
             later = [(c, q) for c, q in zip(group, part.queries, strict=True) if c.prefix.length]
             if later:
-                places, lengths = (
-                    [c.prefix.row for c, _ in later],
-                    [c.prefix.length for c, _ in later],
-                )
+                places = [c.prefix.row for c, _ in later]
+                lengths = [c.prefix.length for c, _ in later]
                 self._past.append(_Past(part.shelf, places, lengths, [q for _, q in later]))
             rows = part.end
         covered = [row for past in self._past for row in past.padded.rows]
         everything = covered == list(range(rows))
-        self._covered = (
-            None
-            if everything or not covered
-            else torch.tensor(covered, device=_device(tails, chunks))
-        )
+        self._covered = None
+        if covered and not everything:
+            device = self._past[0].shelf.kv.device
+            self._covered = torch.tensor(covered, device=device)
 
     def attend(
         self, layer: int, query: torch.Tensor, new: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        """Map query [rows, heads, head_dim] and new keys and values [rows, 2, kv_heads, head_dim]
-        to outputs [rows, heads, head_dim]."""
+        """Map query [rows, heads, head_dim] and ``new`` [rows, 2, kv_heads, head_dim] to
+        outputs."""
         out, lse = _joined([part.attend(layer, query, new, scale) for part in self._own])
         if not self._past:
             return out
@@ -260,14 +236,8 @@ class Plan:
         return out.index_copy(0, self._covered, torch.lerp(out[self._covered], past, share))
 
 
-def _device(tails: Sequence[Shelf], chunks: Sequence[Chunk]) -> torch.device:
-    """Return the device on which the step is computed."""
-    return (tails[0] if tails else chunks[0].prefix.shelf).kv.device
-
-
 def grouped(chunks: Sequence[Chunk]) -> list[list[Chunk]]:
-    """Group chunks for padded calls. The chunks of a group are on one shelf, and none is more than
-    twice as long as another."""
+    """Group chunks on one shelf of which none is more than twice as long as another."""
     groups: dict[tuple[Shelf, int], list[Chunk]] = {}
     for chunk in chunks:
         groups.setdefault((chunk.prefix.shelf, chunk.count.bit_length()), []).append(chunk)
@@ -281,8 +251,7 @@ def _joined(parts: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tenso
 
 
 def _mask(lengths: Sequence[int], longest: int, like: torch.Tensor) -> torch.Tensor | None:
-    """Return a mask [rows, 1, 1, longest]: 0 for keys within each length, -inf beyond; None when
-    all lengths are equal."""
+    """Return a mask [rows, 1, 1, longest], -inf beyond each length; None if all are equal."""
     if min(lengths) == longest:
         return None
     ends = torch.tensor(lengths, device=like.device)[:, None]
@@ -294,15 +263,10 @@ def _mask(lengths: Sequence[int], longest: int, like: torch.Tensor) -> torch.Ten
 
 
 def _attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    causal: bool,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return outputs [batch, heads, queries, head_dim] and float32 log-sum-exps [batch, heads,
-    queries]."""
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None,
+    causal: bool, scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Return outputs [batch, heads, queries, head_dim] and float32 log-sum-exps."""
     if query.device.type == "cpu":
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, 0.0, causal, attn_mask=mask, scale=scale
@@ -311,13 +275,9 @@ def _attention(
 
 
 def by_products(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    causal: bool,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None,
+    causal: bool, scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Compute the same as ``_attention`` by plain matrix products, on any device."""
     scores = torch.matmul(query, key.transpose(-1, -2)).float() * scale
     if mask is not None:
@@ -339,8 +299,7 @@ def attention(
     plan: Plan | None = None,
     **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
-    """The attention function that is registered with transformers. Without a plan it is plain
-    causal attention."""
+    """transformers' attention function. Without a plan it is plain causal attention."""
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     if plan is not None:
         layer: int = module.layer_idx  # pyright: ignore[reportAssignmentType]

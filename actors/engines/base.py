@@ -1,51 +1,82 @@
 """The interface of every inference engine: token ids in and out, behaviour log-probabilities,
-versions and counts of the prefix cache."""
+versions and counts of the prefix cache. Also the checks of requests that no engine can serve."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Protocol
 
+import numpy as np
+
+from coppice.wire.faults import DataFault
 from coppice.wire.messages import GenerateRequest, GenerateResult, LoadRequest, LoadResult
 
 OnTokens = Callable[[int, list[int], list[float]], None]
-"""Called in the event loop with a sample's index, its new token ids and their log-probabilities, in
-order."""
+"""Called in the event loop with a sample's index, its new tokens and their log-probabilities."""
 OnTop = Callable[[int, list[int], list[float], list[dict[int, float]]], None]
-"""Like ``OnTokens``, with ``Sample.top`` of the new tokens as a fourth argument (empty if the
-request does not ask for it)."""
+"""Like ``OnTokens``, with ``Sample.top`` of the new tokens ([] if the request does not ask)."""
 
 
 class Engine(Protocol):
-    """An engine serves one policy: ``start``, then any number of ``generate`` and ``load`` at once,
-    then ``close``.
-
-    Cancelling ``generate`` aborts its samples and frees their memory. Log-probabilities refer to
-    the distribution that was really sampled from (after temperature, top-p/k and constraint), at
-    temperature 0 to the untempered distribution. A request with ``Sampling.support`` gets the
-    tokens that top-p and top-k left, over which the learner takes its own log-probabilities.
-
-    ``stats`` returns the counters prompt_tokens, cached_tokens (served from the prefix cache),
-    prefilled_tokens, decoded_tokens and busy_s, and the gauges version and kv_capacity_tokens
-    (tokens that the prefix cache can hold)."""
+    """One policy: ``start``, then any number of ``generate`` and ``load`` at once, then ``close``.
+    Cancelling ``generate`` aborts its samples. Log-probabilities are of the distribution really
+    sampled from (after temperature, top-p/k and constraint), at temperature 0 of the untempered
+    one. ``stats``: counters prompt_tokens, cached_tokens, prefilled_tokens, decoded_tokens, busy_s;
+    gauges version and kv_capacity_tokens (of the prefix cache)."""
 
     async def start(self) -> None: ...
 
     async def generate(
         self, request: GenerateRequest, on_tokens: OnTokens | None = None
     ) -> GenerateResult:
-        """Raises DataFault when the request can never fit. ``on_tokens`` gets the tokens as they
-        are sampled, before the result."""
+        """Raises DataFault when the request can never fit. ``on_tokens`` gets tokens as sampled."""
         ...
 
     async def load(self, request: LoadRequest) -> LoadResult:
-        """Swap the weights between two tokens. If the digest disagrees, the old weights stay and
-        InfrastructureFault is raised."""
+        """Swap weights between two tokens. Raises InfrastructureFault if the digest disagrees."""
         ...
 
     def stats(self) -> dict[str, float]: ...
 
     async def died(self) -> str:
-        """Return the reason when the engine can no longer serve although it was not closed. Its
-        open requests have failed by then."""
+        """Return the reason when the engine can no longer serve. Its requests have failed then."""
         ...
 
     async def close(self) -> None: ...
+
+
+MOST_TOP = 20
+"""The largest ``Sampling.top_logprobs``, as in the OpenAI protocol."""
+
+
+def check_request(request: GenerateRequest, most: int, longest: int) -> None:
+    """Raise DataFault for a request that never fits. most: samples. longest: tokens in all."""
+    sampling, prompt = request.sampling, len(request.tokens)
+    if not 1 <= request.n <= most:
+        raise DataFault(f"n={request.n}: expected 1 to actors.max_batch={most}")
+    if prompt < 1 or sampling.max_tokens < 1 or prompt + sampling.max_tokens > longest:
+        raise DataFault(
+            f"a prompt of {prompt} tokens and {sampling.max_tokens} new ones: expected at least one of each and at most"
+            f" {longest} together (actors.max_context, or the model's own limit)"
+        )
+    if (
+        not (sampling.temperature == 0 or sampling.temperature >= 1e-3)
+        or not 0 < sampling.top_p <= 1
+    ):
+        raise DataFault(
+            f"temperature {sampling.temperature} and top_p {sampling.top_p}: expected 0 (greedy) or at least 0.001,"
+            " and a top_p in (0, 1]"
+        )
+    if not 0 <= sampling.top_logprobs <= MOST_TOP:
+        raise DataFault(f"top_logprobs {sampling.top_logprobs}: expected 0 to {MOST_TOP}")
+
+
+def check_tokens(ids: np.ndarray, vocabulary: int, folder: Path) -> None:
+    """Raise DataFault for an empty list, and for ids outside the model's embedding, which would fail
+    every request of the step. vocabulary: its rows, 0 when unknown."""
+    if not len(ids):
+        raise DataFault("0 tokens: expected at least one")
+    if ids.min() < 0 or (vocabulary and ids.max() >= vocabulary):
+        raise DataFault(
+            f"token ids from {ids.min()} to {ids.max()}: expected 0 to {vocabulary - 1}, the ids of {folder};"
+            " the request was made with another model's tokenizer"
+        )

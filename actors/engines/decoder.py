@@ -16,8 +16,7 @@ from coppice.common import vision
 
 PLAIN = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 _HEAD_ROWS = 2048
-"""Rows of the output embedding that one product takes on a CPU. One product of 49,152 rows is a
-fifth slower than many small ones."""
+"""Rows of the head per product on a CPU; one product of 49,152 rows is a fifth slower."""
 
 
 def decoder(model: Any, longest: int) -> "PlainDecoder | WholeDecoder":
@@ -45,8 +44,7 @@ class WholeDecoder:
         plan: Plan,
         features: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Map tokens [rows] and positions [rows] or [3, rows] to final hidden states [rows,
-        hidden]. features: those of the picture tokens."""
+        """Map tokens [rows], positions [rows] or [3, rows] to hidden states [rows, hidden]."""
         inputs = {"input_ids": tokens[None]}
         if features is not None:
             inputs = {"inputs_embeds": vision.embed(self._model, tokens, features, slice(None))}
@@ -57,8 +55,7 @@ class WholeDecoder:
 
 
 class PlainDecoder:
-    """Runs Llama, Qwen2 and Qwen3. The model's parameters become views of the fused ones, so that
-    new weights reach both."""
+    """Runs Llama, Qwen2 and Qwen3. The model's parameters become views of the fused ones."""
 
     def __init__(self, model: Any, longest: int):
         inner = model.get_decoder()
@@ -93,9 +90,8 @@ class _Layer:
         self.qkv = _transposed([part.weight for part in parts])
         self.qkv_bias = None
         if parts[0].bias is not None:
-            self.qkv_bias = _shared(
-                [part.bias for part in parts], torch.cat([part.bias for part in parts])
-            )
+            biases = [part.bias for part in parts]
+            self.qkv_bias = _shared(biases, torch.cat(biases))
         self.width, self.scale = attention.head_dim, attention.scaling
         self.heads, self.kv_heads = (len(part.weight) // self.width for part in parts[:2])
         self.before, self.between = layer.input_layernorm, layer.post_attention_layernorm
@@ -115,9 +111,8 @@ class _Layer:
         qkv = qkv.view(rows, -1, self.width)
         rotated = qkv[:, : self.heads + self.kv_heads]
         if self.norms[0] is not None:
-            for part, norm in zip(
-                rotated.split([self.heads, self.kv_heads], 1), self.norms, strict=True
-            ):
+            parts = rotated.split([self.heads, self.kv_heads], 1)
+            for part, norm in zip(parts, self.norms, strict=True):
                 part.copy_(_normed(part, norm))
         torch.addcmul(rotated * cos, rotated.roll(self.width // 2, -1), sin, out=rotated)
         new = qkv[:, self.heads :].view(rows, 2, self.kv_heads, self.width)
@@ -125,14 +120,12 @@ class _Layer:
         hidden = self.mixed.to(hidden, attended.reshape(rows, -1))
         normed = _normed(hidden, self.between)
         gate = self.activation(functional.linear(normed, self.gate.weight, self.gate.bias))
-        return self.down.to(
-            hidden, gate.mul_(functional.linear(normed, self.up.weight, self.up.bias))
-        )
+        gate.mul_(functional.linear(normed, self.up.weight, self.up.bias))
+        return self.down.to(hidden, gate)
 
 
 class _Added:
-    """A linear layer whose output is added to the residual stream. Without a bias, product and
-    addition are one operation."""
+    """A linear layer added to the residual stream, in one operation if it has no bias."""
 
     def __init__(self, linear: Any):
         self.linear = linear
@@ -145,8 +138,7 @@ class _Added:
 
 
 def _transposed(weights: list[torch.nn.Parameter]) -> torch.Tensor:
-    """Store weights [out, in] side by side as one [in, out], of which they become views. Products
-    of few rows are a tenth faster."""
+    """Store weights as views of one [in, out]: products of few rows are a tenth faster."""
     return _shared(weights, torch.cat([weight.data for weight in weights]).t().contiguous().t()).t()
 
 
@@ -157,8 +149,7 @@ def _shared(parameters: list[torch.nn.Parameter], whole: torch.Tensor) -> torch.
 
 
 def _normed(hidden: torch.Tensor, norm: Any) -> torch.Tensor:
-    """Return the root-mean-square norm, in float32 like transformers, with fewer passes over the
-    rows."""
+    """Return the root-mean-square norm in float32, with fewer passes than transformers."""
     length = torch.linalg.vector_norm(hidden, dim=-1, keepdim=True, dtype=torch.float32)
     scale = (length.square_() / hidden.shape[-1]).add_(norm.variance_epsilon).rsqrt_()
     if hidden.dtype == torch.float32:
@@ -167,16 +158,14 @@ def _normed(hidden: torch.Tensor, norm: Any) -> torch.Tensor:
 
 
 class Head:
-    """The output embedding. It reuses the memory of its result, because a step's logits are
-    megabytes and new pages cost more than their use."""
+    """The output embedding. It reuses its result's memory, because new pages cost much."""
 
     def __init__(self, model: Any):
         self._linear = model.get_output_embeddings()
         self._kept = self._linear.weight.new_empty(0, len(self._linear.weight))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Map final hidden states [rows, hidden] to logits [rows, vocabulary], which the next call
-        overwrites."""
+        """Map [rows, hidden] to logits [rows, vocabulary], which the next call overwrites."""
         weight = self._linear.weight
         if hidden.device.type != "cpu" or self._linear.bias is not None:
             return self._linear(hidden)
@@ -184,9 +173,6 @@ class Head:
             self._kept = hidden.new_empty(len(hidden), len(weight))
         logits = self._kept[: len(hidden)]
         for first in range(0, len(weight), _HEAD_ROWS):
-            torch.mm(
-                hidden,
-                weight[first : first + _HEAD_ROWS].t(),
-                out=logits[:, first : first + _HEAD_ROWS],
-            )
+            rows = slice(first, first + _HEAD_ROWS)
+            torch.mm(hidden, weight[rows].t(), out=logits[:, rows])
         return logits

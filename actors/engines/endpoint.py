@@ -29,15 +29,13 @@ _ESCAPED_SPLIT = re.compile(rf"(?<!\\)((?:\\\\)*)\\u{ord(SPLIT):04x}")
 
 
 class EndpointText:
-    """Encodes text as UTF-8 bytes, one token each, and messages as JSON in which ``SPLIT`` is not
-    escaped and pictures are data URLs."""
+    """Text as UTF-8 bytes, one token each; messages as JSON with ``SPLIT`` and data URLs."""
 
     vocabulary = 0
     """No model's: see ``scheduler.answers.sampled``."""
 
     def encode(self, text: str, pictures: Sequence[tuple[int, bytes]] = ()) -> np.ndarray:
-        """Return the text's bytes as int32 [bytes]. pictures: have no effect, because the JSON
-        holds them."""
+        """Return the text's bytes as int32 [bytes]. pictures: in the JSON already."""
         return np.frombuffer(text.encode("utf-8", "replace"), np.uint8).astype(np.int32)
 
     def decode(self, tokens: np.ndarray) -> str:
@@ -65,8 +63,7 @@ class EndpointText:
 
 
 class EndpointEngine:
-    """Implements ``actors.engines.base.Engine`` except ``load``, which a chat endpoint does not
-    offer."""
+    """Implements ``actors.engines.base.Engine`` except ``load``."""
 
     def __init__(self, endpoint: Reached):
         self.endpoint, self.text = endpoint, EndpointText()
@@ -76,8 +73,7 @@ class EndpointEngine:
         self.url = f"{self.client.url}{CHAT}"
 
     async def start(self) -> None:
-        """Open the connection pool. Raises ValueError, which names the variable, when the API key
-        is not set."""
+        """Open the connections. Raises ValueError when the API key is not set."""
         await self.client.start()
 
     async def died(self) -> str:
@@ -139,8 +135,7 @@ class EndpointEngine:
         raise InfrastructureFault(f"{self.url} is a chat endpoint: it takes no weights")
 
     def stats(self) -> dict[str, float]:
-        """Return counters, see ``actors.engines.base``. Tokens are counted by the replies'
-        ``usage``; busy_s sums all requests and retries."""
+        """Return counters. Tokens are those of the replies' ``usage``."""
         return {**self.counts, **self.client.counts, "busy_s": self.client.busy_s, "version": 0}
 
     # ------------------------------------------------------------------------------------------
@@ -162,8 +157,7 @@ class EndpointEngine:
         )
 
     def _count(self, usage: dict[str, Any]) -> tuple[int, int]:
-        """Count the tokens of a reply. Return the number of prompt tokens, and how many of them
-        came from a cache."""
+        """Count a reply's tokens. Return those of the prompt and how many were cached."""
         prompt = usage.get("prompt_tokens") or 0
         cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
         self.counts["prompt_tokens"] += prompt
@@ -187,12 +181,8 @@ def _content(content: str | Sequence[Mapping[str, Any]]) -> str | list[Mapping[s
 
 
 def whole(choice: dict[str, Any], stop: list[str]) -> str:
-    """Return the reply with the stop string that ended it, which the protocol cuts off.
-
-    vLLM and SGLang name the stop string (stop_reason, matched_stop). For other servers, a text
-    whose last "<tag>" is open is assumed to have ended with "</tag>". A reply without content (from
-    a model that thought until its tokens were used up) is "".
-    """
+    """Return the reply with the stop string that ended it, which the protocol cuts off. vLLM and
+    SGLang name it; for other servers a text whose last "<tag>" is open ended with "</tag>"."""
     text = choice["message"].get("content") or ""
     if choice.get("finish_reason") != "stop":
         return text

@@ -25,38 +25,31 @@ from coppice.wire.faults import DataFault
 from coppice.wire.messages import Constraint
 
 KEPT = 64
-"""The number of compiled constraints that are kept. A run uses a few, but each client of a server
-may have its own."""
+"""Compiled constraints that are kept. Each client of a server may have its own."""
 LONGEST = 50_000
 """The most characters of a constraint. Compiling a longer one would delay every other sample."""
 _SHOWN = 200
 """An error shows at most this many characters of a constraint."""
 _JSON_WHITESPACE = r"[\x20\x0A\x0D\x09]{1,12}"
-"""The whitespace between JSON tokens. It is bounded, because a weak model might otherwise never
-stop writing whitespace."""
+"""Bounded, because a weak model might otherwise never stop writing white space."""
 
 
 class Matcher:
-    """Follows one continuation: call ``mask``, sample a token, call ``accept`` with it, and repeat
-    until ``done``."""
+    """Follows one continuation: ``mask``, sample, ``accept``, until ``done``."""
 
     def __init__(self, inner: llguidance.LLMatcher, end_tokens: frozenset[int]):
         self._inner, self._end_tokens = inner, end_tokens
 
     def mask(self, logits: torch.Tensor) -> None:
-        """Set the logits of forbidden tokens to -inf, in place. logits: [vocabulary], on any
-        device, of any float type.
-
-        End tokens are allowed only where a match may end or where no other token is allowed.
-        """
+        """Set the logits [vocabulary] of forbidden tokens to -inf, in place. End tokens are allowed
+        where a match may end or where nothing else is."""
         allowed = self._allowed(len(logits))
         if not allowed.any():
             allowed[[token for token in self._end_tokens if token < len(allowed)]] = True
         logits.masked_fill_(torch.from_numpy(~allowed).to(logits.device), -torch.inf)
 
     def accept(self, token: int) -> None:
-        """Continue after ``token``, which the mask must have allowed. A forbidden token sets
-        ``problem`` and ends the match."""
+        """Continue after ``token``. A forbidden token sets ``problem`` and ends the match."""
         self._inner.consume_token(token)
 
     @property
@@ -66,8 +59,7 @@ class Matcher:
 
     @property
     def problem(self) -> str:
-        """The reason why the match was given up (the grammar grew too large, or a token was
-        forbidden), "" if it was not."""
+        """The reason why the match was given up, "" if it was not."""
         return _reason(self._inner.get_error()) if self._inner.is_error() else ""
 
     def copy(self) -> "Matcher":
@@ -86,8 +78,7 @@ class Matcher:
 
 
 class Grammar:
-    """Compiles constraints for one tokenizer. vocabulary: the number of logits, which may exceed
-    the tokenizer's."""
+    """Compiles constraints for one tokenizer. vocabulary: the number of logits."""
 
     def __init__(
         self, tokenizer: tokenizers.Tokenizer, vocabulary: int, end_tokens: frozenset[int]
@@ -96,23 +87,19 @@ class Grammar:
         self._compiled = functools.lru_cache(KEPT)(self._compile)
 
     def matcher(self, constraint: Constraint) -> Matcher:
-        """Return a new matcher of ``constraint``. Raises DataFault, which says what is wrong with
-        the constraint."""
+        """Return a new matcher. Raises DataFault, which says what is wrong."""
         return self._compiled(constraint).copy()
 
     @functools.cached_property
     def _words(self) -> llguidance.LLTokenizer:
-        """The bytes of each token. Built for the first constraint, because it takes a second for a
-        large vocabulary."""
+        """Built for the first constraint: it takes a second for a large vocabulary."""
         size = max(self._vocabulary, 1 + max(self._tokenizer.get_vocab().values()))
         return llguidance.LLTokenizer(
             self._tokenizer.to_str(), n_vocab=size, eos_token=sorted(self._end_tokens)
         )
 
     def _compile(self, constraint: Constraint) -> Matcher:
-        shown = (
-            constraint.text if len(constraint.text) <= _SHOWN else f"{constraint.text[:_SHOWN]}..."
-        )
+        shown = constraint.text[:_SHOWN] + ("..." if len(constraint.text) > _SHOWN else "")
         named = f"{constraint.kind.replace('_', ' ')} {shown!r}"
         if len(constraint.text) > LONGEST:
             raise DataFault(
@@ -146,14 +133,9 @@ def _source(constraint: Constraint, named: str) -> str:
 
 
 def _reason(error: str) -> str:
-    """Return the library's message in one line, without the dump of its state and without the
-    constraint, which our message already names."""
+    """Return the library's message in one line, without its state and the constraint."""
     reason = " ".join(re.split(r"<state>|\d* \| start: /", error)[0].split())
     if "NoExtension" in reason:
         return "no text of this tokenizer matches it"
-    reason = (
-        reason.rpartition("error: ")[2]
-        if "error: " in reason
-        else reason.rpartition("(in regex): ")[2]
-    )
-    return reason[:_SHOWN]
+    before = "error: " if "error: " in reason else "(in regex): "
+    return reason.rpartition(before)[2][:_SHOWN]

@@ -6,8 +6,7 @@ samples that decode. A decode step reads a prefix once for all its branches. Wei
 between two steps: running samples keep their keys and values, their later tokens carry the new
 version, and the prefix cache is emptied, so that no request reads another version's cache.
 
-All computation runs on one thread, and the coroutines only pass messages to it. The parts:
-``thread`` runs the steps and handles failures, ``admission`` decides which requests start,
+All computation runs on one thread (``thread``). ``admission`` decides which requests start,
 ``memory`` holds keys and values, ``attend`` and ``decoder`` are the forward of a step, ``samples``
 holds the requests, and ``sampling`` draws their next tokens.
 """
@@ -26,39 +25,32 @@ import torch
 from transformers import AutoConfig
 
 from coppice.actors.config import ActorsConfig
-from coppice.actors.engines import attend, checks, decoder, weights
+from coppice.actors.engines import attend, decoder, weights
 from coppice.actors.engines.admission import Admission
-from coppice.actors.engines.base import OnTokens, OnTop
-from coppice.actors.engines.grammar import Grammar, Matcher
+from coppice.actors.engines.base import OnTokens, OnTop, check_request, check_tokens
+from coppice.actors.engines.grammar import Grammar
 from coppice.actors.engines.memory import Memory, Shape
+from coppice.actors.engines.pictures import Pictures
 from coppice.actors.engines.radix import RadixCache
 from coppice.actors.engines.samples import Running, StopStrings, Stream, Waiting
 from coppice.actors.engines.sampling import pick, uniforms
-from coppice.actors.engines.sight import Sight
 from coppice.actors.engines.thread import EngineThread
 from coppice.common import vision
 from coppice.common.hardware import compute_dtype, free_memory
 from coppice.wire.faults import DataFault, InfrastructureFault
-from coppice.wire.messages import (
-    Constraint,
-    GenerateRequest,
-    GenerateResult,
-    LoadRequest,
-    LoadResult,
-)
+from coppice.wire.messages import GenerateRequest, GenerateResult, LoadRequest, LoadResult
 
 
 class LocalEngine:
     """Implements ``actors.engines.base.Engine`` for models with full attention, such as Llama,
-    Qwen2, Qwen3 and Qwen2.5-VL.
+    Qwen2, Qwen3 and Qwen2.5-VL. deterministic: requests are served one after the other, and each
+    computes its whole prompt, because the rounding of a token's values depends on the tokens that
+    are computed with it.
 
-        engine = LocalEngine("models/smollm2", ActorsConfig(threads=2)) await engine.start() result
-        = await engine.generate(GenerateRequest(np.array([1, 2, 3], np.int32), 4,
-        Sampling(max_tokens=16))) await engine.close()
-
-    ``result`` has 4 samples. ``close`` aborts open requests. deterministic: requests are served one
-    after the other, and each computes its whole prompt, because the rounding of a token's values
-    depends on the tokens that are computed with it.
+        engine = LocalEngine("models/smollm2", ActorsConfig(threads=2))
+        await engine.start()
+        result = await engine.generate(GenerateRequest(tokens, 4, Sampling(max_tokens=16)))
+        await engine.close()
     """
 
     def __init__(
@@ -78,17 +70,12 @@ class LocalEngine:
         self._running = 0
         self._thread = EngineThread(self._has_work, self._timed_step, self._fail_open)
         self._open: set[Waiting] = set()
-        """Requests that have arrived at the thread and have not left it. Only the thread may use
-        this set."""
+        """Requests that the thread holds. Only the thread may use this set."""
         self._loading = asyncio.Lock()
         self._requests = 0
 
-    # ------------------------------------------------------------------------------------------
-    # life
-
     async def start(self) -> None:
-        """Load the model. Raises MemoryError, before loading, when the model does not fit, and
-        ValueError when it is not supported."""
+        """Load the model. Raises MemoryError when it does not fit, ValueError if unsupported."""
         await asyncio.to_thread(self._load_model)
         self._thread.tell(self._set_up_thread)
         self._thread.start()
@@ -101,7 +88,7 @@ class LocalEngine:
         self.model: Any = vision.load(self.folder, self.dtype, attend.ATTENTION).to(self.device)
         self.model.eval()
         processor = vision.Vision.of(self.folder)
-        self._sight = Sight(self.model, processor) if processor is not None else None
+        self._pictures = Pictures(self.model, processor) if processor is not None else None
         self.tokenizer = tokenizers.Tokenizer.from_file(str(self.folder / "tokenizer.json"))
         end = self.model.generation_config.eos_token_id
         self.end_tokens = frozenset(end if isinstance(end, list) else [] if end is None else [end])
@@ -161,11 +148,8 @@ class LocalEngine:
         return self._thread.ended
 
     async def close(self) -> None:
-        """Stop the thread. Open requests are aborted."""
+        """Stop the thread and abort open requests."""
         await self._thread.close()
-
-    # ------------------------------------------------------------------------------------------
-    # requests
 
     async def generate(
         self,
@@ -174,8 +158,7 @@ class LocalEngine:
         *,
         on_top: OnTop | None = None,
     ) -> GenerateResult:
-        """Sample ``request.n`` continuations of one prefix. Cancelling aborts them. At most one of
-        ``on_tokens`` and ``on_top`` may be set."""
+        """Sample ``request.n`` continuations. At most one of the callbacks may be set."""
         self._check(request)
         if self._alone is None:
             return await self._generate(request, on_tokens, on_top)
@@ -190,11 +173,11 @@ class LocalEngine:
     ) -> GenerateResult:
         constraint, matcher = request.sampling.constraint, None
         if constraint is not None:
-            matcher = await asyncio.to_thread(self._matcher, constraint)
+            matcher = await asyncio.to_thread(lambda: self._grammar.matcher(constraint))
         self._requests += 1
         callback = on_top if on_tokens is None else _without_top(on_tokens)
         stream = (asyncio.get_running_loop(), callback) if callback is not None else None
-        positions = self._sight.positions(request) if self._sight is not None else None
+        positions = self._pictures.positions(request) if self._pictures is not None else None
         waiting = Waiting(request, hash((self.seed, self._requests)), matcher, stream, positions)
         self._thread.ask(waiting.future, lambda: self._arrive(waiting))
         try:
@@ -204,8 +187,7 @@ class LocalEngine:
             raise
 
     async def load(self, request: LoadRequest) -> LoadResult:
-        """Verify the weights, then swap them between two steps. Several loads take place in the
-        order of their calls."""
+        """Verify the weights, then swap them between two steps, in the order of the calls."""
         start = time.monotonic()
         async with self._loading:
             kind, path = await asyncio.to_thread(
@@ -215,8 +197,7 @@ class LocalEngine:
         return LoadResult(request.version, request.digest, time.monotonic() - start)
 
     def stats(self) -> dict[str, float]:
-        """Return counters and gauges, see ``actors.engines.base``. kv_cache_bytes: the prefix
-        cache. kv_running_bytes: running requests."""
+        """Return counters and gauges. kv_cache_bytes: without running requests."""
         return {
             **self.counts,
             "evicted_tokens": self.cache.evicted_tokens,
@@ -230,30 +211,23 @@ class LocalEngine:
 
     def _check(self, request: GenerateRequest) -> None:
         sampling, prompt = request.sampling, len(request.tokens)
-        checks.request(request, self.config.max_batch, self.longest)
+        check_request(request, self.config.max_batch, self.longest)
         needed = self.memory.needed(prompt, request.n, sampling.max_tokens)
         if needed > self.memory.budget:
             raise DataFault(
                 f"{request.n} samples of {sampling.max_tokens} tokens after {prompt} need {needed / 2**30:.4f} GiB of keys and"
                 f" values: expected at most actors.kv_cache_gib={self.config.kv_cache_gib:.4f}"
             )
-        self._check_tokens(request.tokens)
-
-    def _check_tokens(self, tokens: np.ndarray) -> None:
-        words = tokens if self._sight is None else tokens[tokens >= 0]
-        checks.tokens(words, self.model.get_input_embeddings().num_embeddings, self.folder)
-
-    def _matcher(self, constraint: Constraint) -> Matcher:
-        return self._grammar.matcher(constraint)
+        words = request.tokens
+        if self._pictures is not None:
+            words = words[words >= 0]
+        check_tokens(words, self.model.get_input_embeddings().num_embeddings, self.folder)
 
     @functools.cached_property
     def _grammar(self) -> Grammar:
         return Grammar(
             self.tokenizer, self.model.get_output_embeddings().weight.shape[0], self.end_tokens
         )
-
-    # ------------------------------------------------------------------------------------------ the
-    # engine thread
 
     def _has_work(self) -> bool:
         return bool(self._admission) or self._running > 0
@@ -270,8 +244,7 @@ class LocalEngine:
         self._admission.waiting.append(waiting)
 
     def _fail_open(self, reason: str) -> int:
-        """Free all memory, including memory that a failure left half changed, then fail every open
-        request. Return their number."""
+        """Free all memory, fail every open request, and return their number."""
         failed, self._open = self._open, set()
         self._admission.clear()
         self.memory.clear()
@@ -285,8 +258,7 @@ class LocalEngine:
         return [tail.owner for shelf in self.memory.tails.values() for tail in shelf.held]
 
     def _step(self) -> None:
-        """Admit requests, run one forward over all decoding rows and this step's chunks, and sample
-        one more token for every sample."""
+        """Run one forward over decoding rows and chunks; sample a token for every sample."""
         self._admission.admit(self.version)
         chunks = self._admission.chunks()
         decoding = self._decoding()
@@ -315,8 +287,7 @@ class LocalEngine:
             self._sample(decoding, logits)
 
     def _forward(self, decoding: list[Running], chunks: list[attend.Chunk]) -> torch.Tensor:
-        """Return final hidden states [rows, hidden]: one row for each decoding sample, then one for
-        each token of the chunks."""
+        """Return final hidden states [rows, hidden]: decoding samples, then chunks' tokens."""
         plan = attend.Plan([shelf for shelf in self.memory.tails.values() if shelf.held], chunks)
         tokens: list[Any] = [np.array([r.tokens[-1] for r in decoding], np.int64)]
         positions = [np.array([r.position for r in decoding], np.int64)]
@@ -330,14 +301,13 @@ class LocalEngine:
             torch.from_numpy(np.concatenate(parts, -1)).to(self.device)
             for parts in (tokens, positions)
         )
-        features = self._sight.features(chunks) if self._sight is not None else None
+        features = self._pictures.features(chunks) if self._pictures is not None else None
         return self._decoder.forward(ids, where, plan, features)
 
     def _branch(self, waiting: Waiting) -> list[Running]:
         """Keep the prompt in the cache and start the request's samples."""
-        if (
-            waiting.version == self.version
-        ):  # keys and values of an older version must not enter the new version's cache
+        # keys and values of an older version must not enter the new version's cache
+        if waiting.version == self.version:
 
             def read(start: int, end: int) -> torch.Tensor:
                 return waiting.prefix.view(start, end).clone()
@@ -388,8 +358,7 @@ class LocalEngine:
         return "length" if len(running.tokens) >= sampling.max_tokens else ""
 
     def _leave(self, running: Running, finish: Any) -> None:
-        """Move a sample's keys and values to the cache and free its row. Answer the request if this
-        was its last sample."""
+        """Cache a sample's keys and values and free its row; answer with the last sample."""
         waiting = running.owner
         if finish != "abort":
             if waiting.version == self.version:
@@ -422,8 +391,8 @@ class LocalEngine:
         weights.apply(self.model, self.folder, kind, path)
         self.version = version
         self._forget()
-        if self._sight is not None:
-            self._sight.forget()
+        if self._pictures is not None:
+            self._pictures.forget()
 
     def _forget(self) -> None:
         """Empty the prefix cache."""

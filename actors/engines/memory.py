@@ -19,8 +19,7 @@ import torch
 from coppice.actors.engines.radix import RadixCache, Read
 
 SHORTEST_PREFIX, SHORTEST_TAIL = 128, 16
-"""The least tokens in a row. Short prefixes of one row size share a call, and calls cost more than
-padding."""
+"""The least tokens in a row. Calls cost more than padding."""
 
 
 class Shape(msgspec.Struct, frozen=True):
@@ -38,8 +37,7 @@ class Shape(msgspec.Struct, frozen=True):
 
 
 class Stretch:
-    """The first ``length`` tokens in row ``row`` of a shelf, which belong to ``owner``. It lives
-    from ``Shelf.put`` to ``Shelf.drop``."""
+    """The first ``length`` tokens in a row of a shelf, from ``Shelf.put`` to ``Shelf.drop``."""
 
     __slots__ = ("length", "owner", "row", "shelf")
 
@@ -70,12 +68,9 @@ class Tail(Stretch):
 
 
 class Shelf:
-    """Rows of ``capacity`` tokens each: kv [layers, 2, rows, kv_heads, capacity, head_dim].
-
-    Rows 0 to ``len(held) - 1`` are in use, so attention reads one view; the last row moves into a
-    freed row. ``promised`` counts the rows in use and the reserved rows. A row is promised, then
-    ``put`` and ``drop`` use and free it. behind: the tails in the same rows.
-    """
+    """Rows of ``capacity`` tokens: kv [layers, 2, rows, kv_heads, capacity, head_dim]. Rows 0 to
+    ``len(held) - 1`` are in use, so attention reads one view. ``promised`` counts used and reserved
+    rows. behind: the tails in the same rows."""
 
     def __init__(self, shape: Shape, capacity: int, behind: "Behind | None" = None):
         self.shape, self.capacity, self.promised, self.behind = shape, capacity, 0, behind
@@ -121,8 +116,7 @@ class Shelf:
 
 
 class Behind(Shelf):
-    """The tails behind the prefixes of another shelf, in the same rows. This shelf has no memory of
-    its own."""
+    """The tails in the rows of another shelf, behind its prefixes."""
 
     def __init__(self, shape: Shape):
         super().__init__(shape, 0)
@@ -139,10 +133,7 @@ class Behind(Shelf):
 
 
 class Memory:
-    """The cache and the shelves. A request's memory is first reserved, then used; its tokens may be
-    kept in the cache.
-
-    longest: most tokens of a prompt and its continuation."""
+    """The cache and the shelves. longest: most tokens of a prompt and its continuation."""
 
     def __init__(self, shape: Shape, budget: int, longest: int):
         self.shape, self.budget, self.longest = shape, budget, longest
@@ -186,16 +177,14 @@ class Memory:
         self.cache.insert(tokens, read, ending)
 
     def clear(self) -> None:
-        """Free all rows and the cache, after every request has failed, because the failure may have
-        left memory half changed."""
+        """Free all rows and the cache after a failure, which may have left them half changed."""
         self.prefixes.clear()
         self.tails.clear()
         self.cache.clear()
         self.cache.limit(self.budget)
 
     def _grow(self, asked: dict[Shelf, int]) -> bool:
-        """Make room for ``asked`` more rows: double the shelves if memory is free, otherwise take
-        just enough from the cache."""
+        """Make room for ``asked`` rows: double the shelves, or take just enough from the cache."""
         wanted = {shelf: shelf.promised + more for shelf, more in asked.items()}
         if all(rows <= shelf.rows for shelf, rows in wanted.items()):
             return True
@@ -234,8 +223,7 @@ class Memory:
         return [*self.prefixes.values(), *self.tails.values()]
 
     def _rows(self, prompt: int, n: int, new: int) -> tuple[int, int, int]:
-        """Return the tokens of three places: a prefix, the tail behind it in the same row, and the
-        row of a tail on a shelf of tails."""
+        """Return the tokens of a prefix's row, of a tail behind it, and of a tail's own row."""
         rows = min(_power(prompt, SHORTEST_PREFIX), max(prompt, self.longest))
         tail = min(_power(new, SHORTEST_TAIL), max(new, self.longest))
         return (rows, tail, 0) if n == 1 else (rows, 0, tail)

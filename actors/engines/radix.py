@@ -19,14 +19,12 @@ import numpy as np
 import torch
 
 Read = Callable[[int, int], torch.Tensor]
-"""Returns a copy of the keys and values of tokens ``start`` to ``end``: [layers, 2, kv_heads,
-tokens, head_dim]."""
+"""Returns copied keys and values of a range of tokens: [layers, 2, kv_heads, tokens, head_dim]."""
 
 
 class Match(msgspec.Struct):
-    """The longest cached prefix: its length in tokens and its pieces in order, which must be copied
-    at once. ``ending`` is the final hidden state [hidden] after the last token, if the cache holds
-    the whole sequence and an earlier prompt ended at the same token."""
+    """The longest cached prefix: its length and pieces, to be copied at once. ending: the final
+    hidden state [hidden] behind the whole sequence, if an earlier prompt ended there."""
 
     length: int
     pieces: list[torch.Tensor]
@@ -60,8 +58,7 @@ class RadixCache:
     """The keys and values of one policy version, of at most ``budget`` bytes.
 
         match = cache.match(prompt)  # copy match.pieces at once, then compute the other tokens
-        cache.insert(prompt, read)  # calls read(match.length, len(prompt)) for the keys and values
-        of the new tokens
+        cache.insert(prompt, read)   # calls read(match.length, len(prompt)) for the new tokens
 
     A new version must begin with ``clear``.
     """
@@ -90,11 +87,8 @@ class RadixCache:
     def insert(
         self, tokens: np.ndarray, read: Read | None = None, ending: torch.Tensor | None = None
     ) -> int:
-        """Keep ``tokens``, with the keys and values that ``read`` returns for the new ones. Return
-        the number of new tokens.
-
-        ending: the final hidden state after the last token, as a copy.
-        """
+        """Keep ``tokens``; ``read`` returns the keys and values of the new ones. Return their
+        number. ending: a copy of the final hidden state after the last token."""
         path, length, shared = self._walk(tokens)
         new = len(tokens) - length
         if path and shared < len(path[-1].tokens) and (new or ending is not None):
@@ -113,8 +107,7 @@ class RadixCache:
         return new
 
     def limit(self, budget: int) -> None:
-        """Set the bound to ``budget`` bytes and evict the least recently used leaves until it
-        holds."""
+        """Bound the cache to ``budget`` bytes: evict the least recently used leaves."""
         self.budget = budget
         while self.bytes > budget:
             oldest, _ = self._order.popitem(last=False)
@@ -124,8 +117,7 @@ class RadixCache:
             self.evicted_tokens += len(oldest.tokens)
 
     def _walk(self, tokens: np.ndarray) -> tuple[list[Segment], int, int]:
-        """Return the segments of the longest cached prefix of ``tokens``, its length, and its
-        length within the last segment."""
+        """Return the longest cached prefix's segments, its length, and that in the last one."""
         path: list[Segment] = []
         node, length, shared = self._root, 0, 0
         while length < len(tokens):
@@ -153,11 +145,8 @@ class RadixCache:
         """Cut an edge in two and return its first part, which the caller must touch."""
         head = Segment(segment.tokens[:at].copy(), _part(segment.kv, 0, at), segment.parent)
         self._hang(head)
-        segment.kv, segment.tokens, segment.parent = (
-            _part(segment.kv, at, len(segment.tokens)),
-            segment.tokens[at:].copy(),
-            head,
-        )
+        segment.kv = _part(segment.kv, at, len(segment.tokens))
+        segment.tokens, segment.parent = segment.tokens[at:].copy(), head
         head.children[int(segment.tokens[0])] = segment
         return head
 

@@ -17,8 +17,7 @@ _OWN = ("model", "config", "seed", "place", "deterministic")
 
 
 def check(name: str, options: dict[str, Any]) -> None:
-    """Raises ValueError for a name that no engine has, and for options that it does not take. A
-    user's own engine is imported."""
+    """Raises ValueError for an unknown name and for options that the engine does not take."""
     if ":" in name:
         _imported(name, options)
         return
@@ -31,8 +30,7 @@ def check(name: str, options: dict[str, Any]) -> None:
 
 
 def load(process: ActorProcess) -> Engine:
-    """Return the engine of an actor process, which is not started yet. Raises ValueError for
-    options that the engine does not take."""
+    """Return the engine of an actor process, not yet started. Raises ValueError for its options."""
     kind, options = _imported(process.actors.engine, process.actors.engine_options)
     values = (process.model, process.actors, process.seed, process.place, process.deterministic)
     own = dict(zip(_OWN, values, strict=True))
@@ -41,7 +39,6 @@ def load(process: ActorProcess) -> Engine:
 
 
 def _imported(name: str, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Return the class of an engine, which is imported, and the options as the types that its
-    constructor declares."""
+    """Return an engine's class, and its options as the types that the constructor declares."""
     kind = imported(f"actors.engine = {name!r}", KNOWN.get(name, name))
     return kind, checked("actors.engine_options", name, kind.__init__, options, ("self", *_OWN))

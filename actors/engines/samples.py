@@ -23,13 +23,7 @@ from coppice.wire.messages import GenerateRequest, GenerateResult, Sample
 
 
 class Waiting:
-    """A request, from its arrival until its last sample is done.
-
-    prefix: the place of the prompt's keys and values, set when the request is admitted. tails: the
-    shelf for the keys and values of its samples. ending: the final hidden state of the last prompt
-    token, if known. version: the policy version when it was admitted. positions: those of a prompt
-    with pictures, int64 [3, prompt], else None. shown: the prompt's pictures.
-    """
+    """A request until its last sample is done. positions: int64 [3, prompt] with pictures."""
 
     def __init__(
         self,
@@ -43,6 +37,7 @@ class Waiting:
         self.prompt = np.ascontiguousarray(request.tokens, np.int32)
         self.positions = positions
         self.shown = runs(self.prompt) if positions is not None else []
+        """The prompt's pictures."""
         self.end = len(self.prompt) if positions is None else int(positions.max()) + 1
         """The position of the first sampled token: a picture takes fewer positions than tokens."""
         self.future: Future[GenerateResult] = Future()
@@ -52,11 +47,15 @@ class Waiting:
         self.keys = [key(base, index) for index in range(request.n)]
         self.cached = 0
         self.version = 0
+        """The policy version when the request was admitted."""
         self.clock: dict[str, float] = {"queue": time.monotonic()}
         """When each phase began."""
         self.prefix: Stretch
+        """The place of the prompt's keys and values, from its admission on."""
         self.tails: Shelf
+        """The shelf of its samples' keys and values."""
         self.ending: torch.Tensor | None = None
+        """The final hidden state of the last prompt token, if known."""
 
     def where(self, start: int, end: int) -> np.ndarray:
         """Return the positions of prompt tokens, int64 [tokens] or [3, tokens]."""
@@ -64,12 +63,9 @@ class Waiting:
 
     def phases(self) -> dict[str, float]:
         """Return the seconds of each phase that has ended, if now the last one ends."""
-        return {
-            name: end - start
-            for (name, start), end in zip(
-                self.clock.items(), [*self.clock.values(), time.monotonic()][1:], strict=True
-            )
-        }
+        ends = [*self.clock.values(), time.monotonic()][1:]
+        phases = zip(self.clock.items(), ends, strict=True)
+        return {name: end - start for (name, start), end in phases}
 
     def answer(self, result: GenerateResult) -> None:
         """Give the caller the result, unless the caller has left."""
@@ -84,17 +80,15 @@ class Waiting:
 
 
 class Running:
-    """One sample that decodes: its sampled tokens, and a tail with the keys and values of all these
-    tokens but the last."""
+    """One sample that decodes, with a tail of keys and values of all its tokens but the last."""
 
     def __init__(self, owner: Waiting, index: int, tail: Stretch):
         self.owner, self.index, self.tail, self.key = owner, index, tail, owner.keys[index]
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.versions: list[int] = []
-        self.top: list[dict[int, float]] | None = (
-            [] if owner.request.sampling.top_logprobs else None
-        )
+        asks_top = owner.request.sampling.top_logprobs > 0
+        self.top: list[dict[int, float]] | None = [] if asks_top else None
         self.support: list[np.ndarray] = []
         self.matcher = owner.matcher.copy() if owner.matcher is not None else None
 
@@ -104,15 +98,10 @@ class Running:
         return self.owner.end + len(self.tokens) - 1
 
     def grow(
-        self,
-        token: int,
-        logprob: float,
-        version: int,
-        top: dict[int, float] | None,
+        self, token: int, logprob: float, version: int, top: dict[int, float] | None,
         left: np.ndarray | None,
-    ) -> None:
-        """Append a sampled token. top: see ``Sample.top``. left: the ids that top-p and top-k left,
-        if the request asks for them."""
+    ) -> None:  # fmt: skip
+        """Append a sampled token. top: see ``Sample.top``. left: ids that top-p and top-k left."""
         self.tokens.append(token)
         self.logprobs.append(logprob)
         self.versions.append(version)
@@ -126,8 +115,7 @@ class Running:
         return np.concatenate([self.owner.prompt, np.array(self.tokens[:-1], np.int32)])
 
     def read(self, start: int, end: int) -> torch.Tensor:
-        """Return a copy of the keys and values of a part of ``context``: [layers, 2, kv_heads,
-        tokens, head_dim]."""
+        """Return a copy of keys and values of ``context``, as ``radix.Read`` does."""
         prompt = len(self.owner.prompt)
         if start >= prompt:
             return self.tail.view(start - prompt, end - prompt).clone()
@@ -136,22 +124,17 @@ class Running:
         )
 
     def sample(self, finish: Any) -> Sample:
-        """Return the sample as the caller gets it."""
         tokens, versions = np.array(self.tokens, np.int32), np.array(self.versions, np.int32)
         left = encode(self.support) if self.owner.request.sampling.support else None
         return Sample(tokens, np.array(self.logprobs, np.float32), versions, finish, self.top, left)
 
 
 class StopStrings:
-    """Looks for stop strings of any length after each token.
-
-    A token can complete a stop string only if its own text has the string's last character or is a
-    part of a character. Few tokens do, and only then is the end of the sample decoded.
-    """
+    """Looks for stop strings after each token. The end of a sample is decoded only when the token
+    has a stop string's last character or is a part of a character."""
 
     MARGIN = 8
-    """Characters decoded in addition to the longest stop string, because decoding from the middle
-    may change the first few."""
+    """Further characters to decode: decoding from the middle may change the first."""
 
     def __init__(self, tokenizer: tokenizers.Tokenizer):
         self._tokenizer = tokenizer

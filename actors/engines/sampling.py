@@ -14,20 +14,16 @@ import torch
 
 from coppice.wire.messages import Sampling
 
-_STEP, _MIX = (
-    np.uint64(0x9E3779B97F4A7C15),
-    (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)),
-)
-
+_STEP = np.uint64(0x9E3779B97F4A7C15)
+_MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 _BLOCK = 64
 """The number of tokens in a block; a draw chooses a block first, then a token in it."""
 
 
 def key(seed: int, index: int) -> int:
     """Return the 64-bit key of sample ``index`` of a request with ``seed``."""
-    return int.from_bytes(
-        hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=8).digest(), "little"
-    )
+    digest = hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
 
 
 def uniforms(keys: Sequence[int], places: Sequence[int]) -> np.ndarray:
@@ -42,12 +38,9 @@ def uniforms(keys: Sequence[int], places: Sequence[int]) -> np.ndarray:
 def pick(
     logits: torch.Tensor, sampling: Sequence[Sampling], draws: Sequence[float] | np.ndarray
 ) -> tuple[list[int], list[float], dict[int, dict[int, float]], dict[int, np.ndarray]]:
-    """Return the next tokens, their log-probabilities (rounded to float32), and of each row that
-    asks the most probable tokens (``_top``) and the ids that top-p and top-k left (``_support``).
-
-    logits: float [rows, vocabulary], which are overwritten. sampling, draws: one Sampling and one
-    uniform number per row.
-    """
+    """Return the next tokens, their log-probabilities (float32), and by row, where asked for, the
+    most probable tokens and the ids that top-p and top-k left. logits: [rows, vocabulary],
+    overwritten."""
     scores = logits.float()
     heat = [s.temperature or 1.0 for s in sampling]
     if any(t != 1.0 for t in heat):
@@ -67,9 +60,8 @@ def pick(
     greedy = scores.argmax(-1, keepdim=True) if any(cold) else None
     # In place, because with a large vocabulary new memory costs more than the computation.
     weights = scores.sub_(scores.amax(-1, keepdim=True)).exp_()
-    tokens, total = _drawn(
-        weights, torch.as_tensor(draws, dtype=torch.float64, device=scores.device)[:, None]
-    )
+    uniform = torch.as_tensor(draws, dtype=torch.float64, device=scores.device)[:, None]
+    tokens, total = _drawn(weights, uniform)
     if greedy is not None:
         tokens = torch.where(torch.tensor(cold, device=scores.device)[:, None], greedy, tokens)
     top = {row: s.top_logprobs for row, s in enumerate(sampling) if s.top_logprobs}
@@ -120,12 +112,8 @@ def _drawn(weights: torch.Tensor, draws: torch.Tensor) -> tuple[torch.Tensor, to
     block = torch.searchsorted(ends, drawn, right=True).clamp_max_(ends.shape[1] - 1)
     drawn -= torch.nn.functional.pad(ends, (1, 0)).gather(1, block)
     places = block * _BLOCK + torch.arange(_BLOCK, device=weights.device)
-    inside = (
-        weights.gather(1, places.clamp_max(vocabulary - 1))
-        .double()
-        .masked_fill_(places >= vocabulary, 0.0)
-    )
-    within = inside.cumsum(-1)
+    inside = weights.gather(1, places.clamp_max(vocabulary - 1)).double()
+    within = inside.masked_fill_(places >= vocabulary, 0.0).cumsum(-1)
     # Rounding must not move a draw beyond the last token of its block that has any weight.
     drawn = torch.minimum(drawn, within[:, -1:] * (1 - 2.0**-50))
     token = torch.searchsorted(within, drawn, right=True).clamp_max_(_BLOCK - 1)

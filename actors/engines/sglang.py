@@ -1,5 +1,4 @@
-"""SGLang as an engine: a server that the actor launches, an engine inside the actor's process, or
-servers that already run.
+"""SGLang as an engine: a server that the actor starts, an engine in its process, or running servers.
 
 SGLang's log-probabilities refer to the distribution after temperature. If top-p or top-k cut the
 distribution, its sampling mask gives the log-probabilities of the rest; a constraint is applied
@@ -16,20 +15,17 @@ import random
 import time
 import uuid
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from coppice.actors.config import ActorsConfig
-from coppice.actors.engines import checks, sglang_weights
-from coppice.actors.engines.base import OnTokens
-from coppice.actors.engines.sglang_api import Facts, Way
-from coppice.actors.engines.sglang_fleet import LOOK_S, PATIENCE_S, Fleet, singly
+from coppice.actors.engines import sglang_weights
+from coppice.actors.engines.base import OnTokens, check_request, check_tokens
+from coppice.actors.engines.sglang_api import Facts, Launched, Remote, Way
+from coppice.actors.engines.sglang_fleet import LOOK_S, PATIENCE_S, Fleet
 from coppice.actors.engines.sglang_inside import Inside
-from coppice.actors.engines.sglang_remote import Remote
-from coppice.actors.engines.sglang_server import Launched
 from coppice.common import support, vision
 from coppice.common.http import pause_s
 from coppice.wire.faults import DataFault, InfrastructureFault
@@ -44,8 +40,9 @@ from coppice.wire.messages import (
 
 log = logging.getLogger("actors.sglang")
 
-_FINISH = {"stop": "stop", "length": "length"}
-_PREFIX = "-prefix"
+_FINISHES = ("stop", "length")
+_ROWS = ("input_ids", "rid", "sampling_params", "image_data")
+"""Fields of a body that have one value per sample, where there are several."""
 
 
 def ways(model: str, config: ActorsConfig, place: int) -> Way:
@@ -63,8 +60,7 @@ def ways(model: str, config: ActorsConfig, place: int) -> Way:
 
 
 class SGLangEngine:
-    """Implements ``actors.engines.base.Engine``. ``on_tokens`` gets all tokens of a sample at once,
-    when the sample is done.
+    """Implements ``actors.engines.base.Engine``. ``on_tokens`` gets a sample's tokens at its end.
 
     serving --whole weights--> requests wait --success--> serving; after a failure every request
     fails until a load succeeds."""
@@ -90,12 +86,8 @@ class SGLangEngine:
         self._busy_s = 0.0
         self._busy_since = 0.0
 
-    # ------------------------------------------------------------------------------------------
-    # life
-
     async def start(self) -> None:
-        """Start SGLang or connect to it. Raises InfrastructureFault, with the end of SGLang's log
-        if there is one, when this fails."""
+        """Start SGLang or connect to it. Raises InfrastructureFault when this fails."""
         await self.way.start()
         try:
             await self.weights.start()
@@ -111,8 +103,8 @@ class SGLangEngine:
             self._following = asyncio.create_task(self._follow(Fleet(self.way, self.weights)))
 
     async def _follow(self, fleet: Fleet) -> None:
-        """Follow the servers behind a router, every ``LOOK_S`` and whenever a request met one that
-        is not ready. Generation goes on."""
+        """Look after the servers behind a router every ``LOOK_S`` seconds, and whenever a request
+        met one that is not ready. Generation goes on."""
         try:
             while True:
                 with contextlib.suppress(TimeoutError):
@@ -138,29 +130,22 @@ class SGLangEngine:
         await self.way.close()
 
     async def died(self) -> str:
-        """Return the reason when SGLang is gone. Raises what ended the following of a router, which
-        nothing should."""
+        """Return the reason when SGLang is gone. Raises what ended ``_follow``."""
         dying = asyncio.create_task(self.way.died())
         watched = [dying] if self._following is None else [dying, self._following]
         try:
-            await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
-            return (
-                await (dying if dying.done() or self._following is None else self._following) or ""
-            )
+            ended, _ = await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
+            return (dying if dying in ended else ended.pop()).result() or ""
         finally:
             dying.cancel()
-
-    # ------------------------------------------------------------------------------------------
-    # requests
 
     async def generate(
         self, request: GenerateRequest, on_tokens: OnTokens | None = None
     ) -> GenerateResult:
-        """Sample ``request.n`` continuations of one prefix. When one fails or the coroutine is
-        cancelled, all are aborted."""
-        checks.request(request, self.config.max_batch, self.longest)
+        """Sample ``request.n`` continuations. When one fails, all are aborted."""
+        check_request(request, self.config.max_batch, self.longest)
         words = request.tokens if self._vision is None else request.tokens[request.tokens >= 0]
-        checks.tokens(words, self.facts.vocabulary, self.folder)
+        check_tokens(words, self.facts.vocabulary, self.folder)
         if request.sampling.top_logprobs:
             raise DataFault(
                 f"top_logprobs {request.sampling.top_logprobs}: expected 0, because SGLang's may not be of the distribution really sampled"
@@ -175,11 +160,7 @@ class SGLangEngine:
         self._enter()
         try:
             begun = time.monotonic()
-            prefix = (
-                None
-                if request.n == 1
-                else await self._prefill(self._prompt(request), names[0] + _PREFIX)
-            )
+            prefix = None if request.n == 1 else await self._prefill(request, names[0])
             prefilled = time.monotonic()
             answers = await self._ask(self._body(request, names))
             ended = time.monotonic()
@@ -202,36 +183,29 @@ class SGLangEngine:
         return GenerateResult(samples, len(request.tokens), cached, phases)
 
     async def load(self, request: LoadRequest) -> LoadResult:
-        """Verify the weights, update every server, and prove the update. After a failure this
-        engine serves nothing until a load succeeds.
-
-        New requests wait only while whole weights are moved. An adapter comes into force between
-        two requests.
-        """
+        """Verify the weights, update every server, and prove the update. New requests wait only
+        while whole weights are moved. After a failure every request fails until a load succeeds."""
         async with self._updating:
             start = time.monotonic()
             try:
                 ready = await self.weights.prepare(request)
             except sglang_weights.Refused as refused:  # nothing has changed anywhere
                 raise InfrastructureFault(str(refused)) from None
-            update = await self._update(ready)
-            self.counts["loaded_bytes"] += update.bytes
+            size, proof = await self._update(ready)
+            self.counts["loaded_bytes"] += size
             self.counts["updates"] += 1
             await self.weights.tidy()
-            return LoadResult(
-                request.version, request.digest, time.monotonic() - start, update.proof
-            )
+            return LoadResult(request.version, request.digest, time.monotonic() - start, proof)
 
-    async def _update(self, ready: sglang_weights.Ready) -> sglang_weights.Update:
-        """Change the weights. ``version`` changes in the same step of the event loop in which the
-        weights come into force."""
+    async def _update(self, ready: sglang_weights.Ready) -> tuple[int, str]:
+        """Change weights and ``version`` in one step of the event loop."""
         version = ready.request.version
         if ready.chosen != "adapter":
             self._open.clear()
         try:
-            update = await self.weights.update(ready)
+            moved = await self.weights.update(ready)
             self.version, self._broken = version, ""
-            return update
+            return moved
         except BaseException as error:
             self._failures += 1
             self._broken = f"the update to version {version} failed ({error!r}); weights are unknown until one succeeds"
@@ -244,8 +218,7 @@ class SGLangEngine:
             self._open.set()
 
     def stats(self) -> dict[str, float]:
-        """Return counters and gauges, see ``actors.engines.base``. busy_s: seconds with at least
-        one open request."""
+        """Return counters and gauges. busy_s: seconds with at least one open request."""
         busy = self._busy_s + (time.monotonic() - self._busy_since if self._in_flight else 0.0)
         gauges = {
             "version": self.version,
@@ -254,12 +227,8 @@ class SGLangEngine:
         }
         return {**self.counts, "busy_s": busy, **gauges}
 
-    # ------------------------------------------------------------------------------------------
-    # bodies
-
     def _prompt(self, request: GenerateRequest) -> dict[str, list[Any]]:
-        """Return the ids of the prefix, and its pictures in order. SGLang takes one placeholder per
-        picture and repeats it itself."""
+        """Return ids with one placeholder per picture, which SGLang repeats, and pictures."""
         tokens = request.tokens
         if self._vision is None or not (tokens < 0).any():
             return {"input_ids": tokens.tolist()}
@@ -277,8 +246,7 @@ class SGLangEngine:
         }
 
     def _check_read(self, request: GenerateRequest, answers: list[dict[str, Any]]) -> None:
-        """Raise InfrastructureFault if SGLang read other tokens than the tree holds: with pictures
-        it may tokenize the prefix anew."""
+        """Raise unless SGLang read the tree's tokens: pictures may be tokenized anew."""
         text = request.tokens >= 0
         for answer in [] if text.all() else answers:
             read = np.asarray(answer.get("prompt_token_ids") or [])
@@ -288,10 +256,11 @@ class SGLangEngine:
                     " sglang 0.5.23 or newer, with SGLANG_MM_AVOID_RETOKENIZE on and the processor settings of the learner's model"
                 )
 
-    async def _prefill(self, prompt: dict[str, list[Any]], name: str) -> dict[str, Any]:
+    async def _prefill(self, request: GenerateRequest, name: str) -> dict[str, Any]:
         """Compute the prefix once, before all its samples are requested together."""
-        body = {**prompt, "sampling_params": {"max_new_tokens": 0, "temperature": 0.0}, "rid": name}
-        return (await self._ask(body))[0]
+        nothing = {"max_new_tokens": 0, "temperature": 0.0}
+        body = {"sampling_params": nothing, "rid": f"{name}-prefix"}
+        return (await self._ask(self._prompt(request) | body))[0]
 
     def _body(self, request: GenerateRequest, names: list[str]) -> dict[str, Any]:
         sampling, prompt = request.sampling, self._prompt(request)
@@ -309,19 +278,20 @@ class SGLangEngine:
         if sampling.cuts:
             body["return_sampling_mask"] = True
             settings["top_k"] = self._most(sampling)
+        # SGLang uses seeds only if it was started with enable_deterministic_inference
+        seeds = (
+            [{"sampling_seed": (sampling.seed * 1000003 + i) % 2**31} for i in range(request.n)]
+            if sampling.seed is not None
+            else [{}] * request.n
+        )
+        rows = [settings | seed for seed in seeds]
         if request.n == 1:
-            return (
-                body
-                | prompt
-                | {"rid": names[0], "sampling_params": self._seeded(settings, sampling, 0)}
-            )
-        rows = [self._seeded(settings, sampling, index) for index in range(request.n)]
+            return body | prompt | {"rid": names[0], "sampling_params": rows[0]}
         prompts = {key: [value] * request.n for key, value in prompt.items()}
         return body | prompts | {"rid": names, "sampling_params": rows}
 
     def _most(self, sampling: Sampling) -> int:
-        """Return a top-k for which SGLang can report the mask. If the request has no top-k, it is
-        one that cuts nothing off."""
+        """Return a top-k with which SGLang reports the mask; without one, it cuts nothing."""
         limit = self.facts.mask
         wanted = sampling.top_k or self.facts.vocabulary or limit + 1
         if wanted > limit:
@@ -331,23 +301,17 @@ class SGLangEngine:
             )
         return wanted
 
-    def _seeded(self, settings: dict[str, Any], sampling: Sampling, index: int) -> dict[str, Any]:
-        """Add a seed, different for each sibling. SGLang uses it only if it was started with
-        enable_deterministic_inference."""
-        if sampling.seed is None:
-            return settings
-        return settings | {"sampling_seed": (sampling.seed * 1000003 + index) % 2**31}
-
     async def _ask(self, body: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return the answers for one or several sequences. Behind a router each is a request of its
-        own."""
+        """Return one answer per sequence. Behind a router each is a request of its own."""
         if not self.way.elastic:
             return await self._once(body)
         if not isinstance(body["rid"], list):
             return await self._again(body)
-        tasks = [asyncio.create_task(self._again(one)) for one in singly(body)]
+        rows = [name for name in _ROWS if name in body]
+        single = [body | {name: body[name][i] for name in rows} for i in range(len(body["rid"]))]
+        tasks = [asyncio.create_task(self._again(one)) for one in single]
         try:
-            return [rows[0] for rows in await asyncio.gather(*tasks)]
+            return [answers[0] for answers in await asyncio.gather(*tasks)]
         except BaseException:  # one failure is the answer of the whole request
             for task in tasks:
                 task.cancel()
@@ -355,9 +319,8 @@ class SGLangEngine:
             raise
 
     async def _again(self, body: dict[str, Any]) -> list[dict[str, Any]]:
-        """Ask for one sequence, again when the server that got it was leaving or not ready. Behind
-        a router a server is only a part of this engine, so that its failure must not count as the
-        engine's."""
+        """Ask for one sequence, again when the server behind the router was leaving or not
+        ready."""
         end = time.monotonic() + PATIENCE_S
         for attempt in itertools.count(1):
             try:
@@ -376,24 +339,18 @@ class SGLangEngine:
         await self._open.wait()
         if self._broken:
             raise InfrastructureFault(f"{self.way.name}: {self._broken}")
-        many = isinstance(body["rid"], list)
-        version, named, adapter, failures = (
-            self.version,
-            self.weights.named,
-            self.weights.adapter,
-            self._failures,
-        )
-        count, salt = len(body["rid"]), adapter or named
-        body = body | {"extra_key": [salt] * count if many else salt}
-        if adapter:
-            body["lora_path"] = [adapter] * count if many else adapter
+        version, named, failures = self.version, self.weights.named, self._failures
+        adapter = self.weights.adapter
+        names = body["rid"] if isinstance(body["rid"], list) else [body["rid"]]
+        fields = {"extra_key": adapter or named} | ({"lora_path": adapter} if adapter else {})
+        if isinstance(body["rid"], list):
+            fields = {key: [value] * len(names) for key, value in fields.items()}
         try:
-            answer = await self.way.generate(body)
+            answer = await self.way.generate(body | fields)
         except BaseException as fault:
-            await asyncio.shield(self.way.abort(body["rid"] if many else [body["rid"]]))
-            if isinstance(fault, DataFault) and "never been loaded" in str(
-                fault
-            ):  # somebody else has restarted the server
+            await asyncio.shield(self.way.abort(names))
+            # somebody else has restarted the server
+            if isinstance(fault, DataFault) and "never been loaded" in str(fault):
                 raise InfrastructureFault(
                     f"{self.way.name} lost adapter {adapter}: {fault}"
                 ) from None
@@ -408,9 +365,8 @@ class SGLangEngine:
             if not isinstance(row, dict) or not isinstance(row.get("meta_info"), dict):
                 raise self._strange(TypeError(f"{str(answer)[:200]}"))
             reason = row["meta_info"].get("finish_reason") or {}
-            if (
-                reason.get("type") == "abort"
-            ):  # a failed update or SGLang itself aborted it; a part of an action is useless
+            # a failed update or SGLang itself aborted it; a part of an action is useless
+            if reason.get("type") == "abort":
                 raise InfrastructureFault(
                     f"{self.way.name} aborted a request: {reason.get('message') or 'no reason given'}"
                 )
@@ -424,16 +380,13 @@ class SGLangEngine:
         """Raise InfrastructureFault unless this actor has proven all weights that sampled an
         answer, the last of them no older than ``named``."""
         spans = meta.get("weight_versions") or [{"version": meta.get("weight_version")}]
-        given = [self.weights.given(span["version"]) for span in spans]
-        if min(given) < 0 or given[-1] < self.weights.given(named):
+        order = [self.weights.order(span["version"]) for span in spans]
+        if min(order) < 0 or order[-1] < self.weights.order(named):
             names = ", ".join(repr(span["version"]) for span in spans)
             raise InfrastructureFault(
                 f"{self.way.name} sampled with weights named {names}, expected {named!r} or newer ones of this actor: somebody started or updated"
                 " a server, or it has just joined"
             )
-
-    # ------------------------------------------------------------------------------------------
-    # answers
 
     def _sample(self, answer: dict[str, Any], sampling: Sampling) -> Sample:
         meta = answer["meta_info"]
@@ -445,12 +398,11 @@ class SGLangEngine:
             left = b"" if sampling.support else None
             if sampling.cuts and len(tokens):
                 logprobs = np.array(meta["output_token_sampling_logprobs"], np.float32).reshape(-1)
-                left = (
-                    self._support(meta["output_token_sampling_mask"], len(tokens))
-                    if sampling.support
-                    else None
-                )
-            finish = _FINISH[meta["finish_reason"]["type"]]
+                if sampling.support:
+                    left = self._support(meta["output_token_sampling_mask"], len(tokens))
+            finish = meta["finish_reason"]["type"]
+            if finish not in _FINISHES:
+                raise ValueError(f"finish reason {finish!r}")
         except (KeyError, TypeError, ValueError) as error:
             raise self._strange(error) from None
         if len(tokens) != len(logprobs):
@@ -461,16 +413,14 @@ class SGLangEngine:
         return Sample(tokens, logprobs, versions, finish, support=left)  # pyright: ignore[reportArgumentType]
 
     def _support(self, masks: list[list[int]], count: int) -> bytes:
-        """Return ``Sample.support``. masks: the ids that were left at each of ``count`` places, all
-        of them where nothing was cut."""
+        """Return ``Sample.support``. masks: the ids that were left for each token."""
         if len(masks) != count:
             raise ValueError(f"{len(masks)} masks of {count} tokens")
         return support.encode([[] if len(ids) == self.facts.vocabulary else ids for ids in masks])
 
     def _versions(self, meta: dict[str, Any], count: int) -> np.ndarray:
-        """Return int32 [count], the policy version of each sampled token. Raises
-        InfrastructureFault when one has none."""
-        spans: Sequence[dict[str, Any]] = meta.get("weight_versions") or [
+        """Return each token's version, int32 [count]. Raises InfrastructureFault."""
+        spans: list[dict[str, Any]] = meta.get("weight_versions") or [
             {"version": meta.get("weight_version"), "start": 0, "end": count}
         ]
         versions = np.full(count, -1, np.int32)
@@ -483,12 +433,8 @@ class SGLangEngine:
         return versions
 
     def _count(self, answers: list[dict[str, Any]], prefix: dict[str, Any] | None) -> int:
-        """Count a request's prompt once, and the tokens computed for the prompt and all samples.
-        Return the cached tokens of the prompt.
-
-        prefix: the answer of ``_prefill`` for several samples. Each sample computes the last token
-        of the prefix again.
-        """
+        """Count a request's tokens and return the cached ones of its prompt. prefix: the answer of
+        ``_prefill``."""
         first = (prefix or answers[0])["meta_info"]
         prompt, cached = int(first.get("prompt_tokens") or 0), int(first.get("cached_tokens") or 0)
         rows = [row["meta_info"] for row in ([prefix, *answers] if prefix else answers)]

@@ -1,38 +1,56 @@
-"""The calls of an SGLang server, and the parts that the three ways to reach SGLang share: protocol,
-facts and arguments."""
+"""SGLang over HTTP: the calls of one server, a server that the actor starts as its child, and
+servers or a router that already run."""
 
+import asyncio
+import contextlib
 import json
+import logging
+import os
 import re
+import secrets
+import signal
+import sys
+import time
+from collections import deque
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
+import coppice
 from coppice.actors.config import ActorsConfig
 from coppice.actors.engines.weights import BaseWeights
 from coppice.common import jsonl
 from coppice.common.http import JsonClient
+from coppice.common.process import free_port
 from coppice.wire.faults import DataFault, InfrastructureFault
+
+log = logging.getLogger("actors.sglang.server")
 
 NO_DUMPS = {"SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0"}
 """Environment variables, unless the user sets them. Without them, after a child has died SGLang
 spends 65 s on dumps before it ends."""
-
 FIXED = {"SGLANG_RETURN_ORIGINAL_LOGPROB": "0"}
 """Environment variables, whatever the user sets. If this one were 1, log-probabilities would be
 those before temperature."""
-
+_SOURCE = Path(coppice.__file__).parent.parent
+_STEP_S = 0.5
+"""Seconds between two looks for a server that starts."""
+_GRACE_S = 7.0
+"""Seconds that a server gets to end: fewer than the launcher gives an actor to end."""
+_LONGEST_LINE = 2**20
+_TAIL = 40
+"""Lines of the server's log that are kept for error messages."""
+_OWN = ("model_path", "host", "port", "api_key", "weight_version")
+"""Arguments that an actor sets itself and a user must not set."""
 _AT_RANK = re.compile(r"@\d+$")
 """A router that knows the data-parallel ranks of a server lists each as URL@RANK."""
 
 
 class Facts(msgspec.Struct, frozen=True):
     """What SGLang reports about itself. capacity, context: tokens. vocabulary: rows of the
-    embedding, 0 when unknown.
-
-    version: the name of its weights that it was last told; "" or "default" when nobody told it.
-    mask: SGLang can list the tokens that top-p and top-k leave only if they are at most this many.
-    """
+    embedding, 0 when unknown. version: the name of its weights, "" or "default" when nobody named
+    them. mask: the most tokens that SGLang can list as left by top-p and top-k."""
 
     capacity: int = 0
     context: int = 0
@@ -50,64 +68,25 @@ class Facts(msgspec.Struct, frozen=True):
         return self.version.partition("@")[0] not in ("", "default", "0")
 
 
-class Api(Protocol):
-    """One server that holds weights."""
-
-    name: str
-
-    async def call(
-        self, path: str, body: dict[str, Any], timeout_s: float, attempts: int = 1
-    ) -> dict[str, Any]:
-        """Return the answer to POST ``path``. Raises InfrastructureFault when the call fails or
-        takes longer than ``timeout_s``."""
-        ...
-
-
-class Way(Protocol):
-    """How one engine reaches SGLang. servers: all servers that take part in an update. elastic:
-    they come and go behind a router."""
-
-    name: str
-    elastic: bool
-
-    @property
-    def servers(self) -> "list[Any]":
-        """The servers, each an ``Api``."""
-        ...
-
-    async def start(self) -> None: ...
-
-    async def facts(self) -> Facts: ...
-
-    async def generate(self, body: dict[str, Any]) -> Any: ...
-
-    async def abort(self, names: list[str]) -> None: ...
-
-    async def died(self) -> str: ...
-
-    async def close(self) -> None: ...
-
-
 class Http:
-    """One server, reached by its URL."""
+    """One server, reached by its URL. timeout_s: limit of one generation. model: the folder from
+    which the vocabulary is read, because an update changes the name that the server reports."""
 
-    def __init__(self, url: str, key: str, timeout_s: float, concurrency: int):
-        self.url, self.name = url.rstrip("/"), f"SGLang at {url.rstrip('/')}"
+    def __init__(self, url: str, key: str, timeout_s: float, concurrency: int, model: str):
+        self.url, self.timeout_s, self.model = url.rstrip("/"), timeout_s, model
+        self.name = f"SGLang at {self.url}"
         self._client = JsonClient(
             self.url, key=key, timeout_s=timeout_s, attempts=1, concurrency=max(64, 4 * concurrency)
         )
 
     async def start(self) -> None:
-        """Open the connection pool."""
         await self._client.start()
 
     async def close(self) -> None:
-        """Close the connection pool."""
         await self._client.close()
 
     async def healthy(self) -> bool:
-        """Return whether the server answers /health. It does not while it starts or while its
-        generation pauses."""
+        """Return whether the server is ready. It is not while it starts or its generation pauses."""
         return await self._answers("/health")
 
     async def alive(self) -> bool:
@@ -122,8 +101,7 @@ class Http:
         return True
 
     async def workers(self) -> dict[str, str] | None:
-        """Return the servers behind a router: its numbers for them by their URLs. None if this is a
-        server itself."""
+        """Return a router's numbers of its servers by their URLs; None if this is a server."""
         try:
             answer = await self._client.get("/workers", timeout_s=10.0, attempts=1)
             return {
@@ -139,38 +117,33 @@ class Http:
                 f"{self.url}/workers answered what the router of sglang-router 0.3.2 does not ({type(error).__name__}: {error})"
             ) from None
 
-    async def named(self) -> str:
-        """Return the name of the weights that the server holds."""
-        info = await self._client.get("/model_info", timeout_s=10.0, attempts=1)
-        return str(info.get("weight_version") or "")
-
     async def remove(self, worker: str) -> None:
         """Tell the router to send nothing more to the server of this number."""
         await self._client.send("DELETE", f"/workers/{worker}", timeout_s=10.0, attempts=1)
 
-    async def facts(self, model: str = "") -> Facts:
-        """Return what the server reports. The vocabulary is read from the folder ``model``, because
-        an update changes the model's name."""
-        info = await self._client.get("/server_info", timeout_s=30.0, attempts=3)
-        # has what updates have changed since
-        info |= await self._client.get("/model_info", timeout_s=30.0, attempts=3)
-        return read_facts(model, info)
+    async def weights_name(self) -> str:
+        """Return the name of the weights that the server holds."""
+        info = await self._client.get("/model_info", timeout_s=10.0, attempts=1)
+        return str(info.get("weight_version") or "")
 
-    async def call(
-        self, path: str, body: dict[str, Any], timeout_s: float, attempts: int = 1
-    ) -> dict[str, Any]:
-        """Return the answer to POST ``path``. SGLang answers a failed update with 400, which here
-        is not a DataFault."""
+    async def facts(self) -> Facts:
+        """Return what the server reports about itself."""
+        info = await self._client.get("/server_info", timeout_s=30.0, attempts=3)
+        # /model_info has what updates have changed since the start
+        info |= await self._client.get("/model_info", timeout_s=30.0, attempts=3)
+        return read_facts(self.model, info)
+
+    async def call(self, path: str, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        """Return the answer to POST ``path``. Raises InfrastructureFault when the call fails or
+        takes longer than ``timeout_s``, and DataFault when /generate refuses the request."""
         try:
-            text = await self._client.send(
-                "POST", path, body, timeout_s=timeout_s, attempts=attempts
-            )
+            text = await self._client.send("POST", path, body, timeout_s=timeout_s, attempts=1)
             answer = msgspec.json.decode(text) if text else {}
         except jsonl.MALFORMED as error:
             raise InfrastructureFault(
                 f"{self.name}{path} answered no JSON ({error}): is it an SGLang server?"
             ) from None
-        except DataFault as fault:
+        except DataFault as fault:  # SGLang answers a failed update with status 400
             if path == "/generate":
                 raise
             raise InfrastructureFault(str(fault)) from None
@@ -193,9 +166,223 @@ class Http:
                 return  # a server that is gone runs nothing
 
 
+class Way:
+    """How one engine reaches SGLang: requests go to ``front``, updates of weights to all
+    ``servers``. elastic: the servers come and go behind a router."""
+
+    elastic = False
+
+    def __init__(self, front: Any):
+        self.front, self.name = front, str(front.name)
+        self.servers: list[Any] = [front]
+
+    async def start(self) -> None:
+        """Raises InfrastructureFault when SGLang does not start or answer."""
+        raise NotImplementedError
+
+    async def facts(self) -> Facts:
+        """Return the facts of the first server, with the capacity of all servers together."""
+        each = await asyncio.gather(*(server.facts() for server in self.servers))
+        return msgspec.structs.replace(each[0], capacity=sum(facts.capacity for facts in each))
+
+    async def generate(self, body: dict[str, Any]) -> Any:
+        """Return the answer to POST /generate."""
+        return await self.front.call("/generate", body, self.front.timeout_s)
+
+    async def abort(self, names: list[str]) -> None:
+        """Stop requests wherever they run."""
+        await asyncio.gather(*(server.abort(names) for server in self.servers))
+
+    async def died(self) -> str:
+        """Return the reason once SGLang is gone."""
+        raise NotImplementedError
+
+    async def close(self) -> None:
+        """Close the connections. Servers that this actor did not start go on."""
+        for server in {self.front, *self.servers}:
+            await server.close()
+
+
+class Launched(Way):
+    """The way "server": a child process on a loopback port, whose output goes to our log."""
+
+    def __init__(self, model: str, config: ActorsConfig):
+        self.config = settings = config.sglang
+        if taken := sorted(set(settings.arguments) & set(_OWN)):
+            raise ValueError(f"actors.sglang.arguments: {taken} are set by the actor: remove them")
+        port, self._key = free_port(), secrets.token_urlsafe(24)
+        url = f"http://127.0.0.1:{port}"
+        super().__init__(Http(url, self._key, settings.request_timeout_s, config.capacity, model))
+        address = {"host": "127.0.0.1", "port": port, "api_key": self._key}
+        self.arguments: dict[str, Any] = arguments(model, config) | address
+        self._process: asyncio.subprocess.Process | None = None
+        self._log: deque[str] = deque(maxlen=_TAIL)
+        self._reading: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Start the server and wait for it. Raises InfrastructureFault with the end of its log."""
+        own = {"PYTHONPATH": str(_SOURCE), "PYTHONUNBUFFERED": "1", "SGL_FORCE_SHUTDOWN": "1"}
+        environment = NO_DUMPS | os.environ | own | self.config.environment
+        if "PYTHONPATH" in self.config.environment:
+            environment["PYTHONPATH"] = (
+                f"{self.config.environment['PYTHONPATH']}{os.pathsep}{_SOURCE}"
+            )
+        environment |= FIXED
+        python = self.config.python or sys.executable
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                python, "-m", "coppice.actors.engines.sglang_process",
+                limit=_LONGEST_LINE, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
+                env=environment, start_new_session=True,
+            )  # fmt: skip
+        except OSError as error:
+            raise InfrastructureFault(
+                f"actors.sglang.python = {python!r} cannot be started: {error}"
+            ) from None
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(self.arguments).encode())
+        self._process.stdin.close()
+        self._reading = asyncio.create_task(self._read())
+        try:
+            await self.front.start()
+            await self._ready()
+        except BaseException:
+            await self.close()
+            raise
+
+    async def _ready(self) -> None:
+        end = time.monotonic() + self.config.start_timeout_s
+        while not await self.front.healthy():
+            assert self._process is not None
+            if self._process.returncode is not None:
+                raise InfrastructureFault(
+                    f"the SGLang server ended with status {self._process.returncode} while starting:\n{self._said()}"
+                )
+            if time.monotonic() > end:
+                raise InfrastructureFault(
+                    f"the SGLang server did not answer within actors.sglang.start_timeout_s = {self.config.start_timeout_s:g} s:\n"
+                    f"{self._said()}"
+                )
+            await asyncio.sleep(_STEP_S)
+
+    async def _read(self) -> None:
+        assert self._process is not None and self._process.stdout is not None
+        while True:
+            try:
+                line = await self._process.stdout.readline()
+            except ValueError:  # the line is longer than the limit; the rest of it is read next
+                continue
+            if not line:
+                return
+            # the server prints its arguments
+            text = line.decode(errors="replace").rstrip().replace(self._key, "(key)")
+            self._log.append(text)
+            log.info("%s", text)
+
+    def _said(self) -> str:
+        return "\n".join(self._log) or "(it wrote nothing)"
+
+    async def died(self) -> str:
+        """Return the server's exit status and the end of its log, once the server has ended."""
+        assert self._process is not None
+        status = await self._process.wait()
+        return f"the SGLang server ended with status {status}:\n{self._said()}"
+
+    async def close(self) -> None:
+        """End the server and its children."""
+        await self.front.close()
+        if self._process is not None and self._process.returncode is None:
+            # The signal goes to the server alone: it ends its children itself, but waits to
+            # diagnose children that it finds dead.
+            self._process.send_signal(signal.SIGTERM)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._process.wait(), _GRACE_S)
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                # its scheduler and detokenizer are in the same session
+                os.killpg(self._process.pid, signal.SIGKILL)
+            await self._process.wait()
+        if self._reading is not None:
+            self._reading.cancel()
+
+
+class Remote(Way):
+    """The way "url": a server, or a router and the servers behind it, which may come and go."""
+
+    def __init__(self, url: str, model: str, config: ActorsConfig):
+        settings = config.sglang
+        self._key = os.environ.get(settings.api_key_env, "").strip() if settings.api_key_env else ""
+        if settings.api_key_env and not self._key:
+            raise ValueError(
+                f"environment variable {settings.api_key_env} is empty: it must hold the API key of {url}"
+            )
+        self.start_s = settings.start_timeout_s
+        super().__init__(Http(url, self._key, settings.request_timeout_s, config.capacity, model))
+
+    async def start(self) -> None:
+        """Open the connections. Raises InfrastructureFault when nothing answers."""
+        try:
+            await self._connect(self.front)
+            if (listed := await self.front.workers()) is not None:
+                self.elastic = True
+                await self._first(listed)
+        except BaseException:
+            await self.close()
+            raise
+
+    async def _first(self, listed: dict[str, str]) -> None:
+        """Wait until a server behind the router answers, at most ``start_s`` seconds."""
+        self.servers, end = [], time.monotonic() + self.start_s
+        while True:
+            for url in listed:
+                with contextlib.suppress(InfrastructureFault):
+                    self.servers.append(await self.reached(url))
+            if self.servers:
+                return
+            if time.monotonic() > end:
+                raise InfrastructureFault(
+                    f"none of the {len(listed)} servers behind the router {self.front.url} answered in actors.sglang.start_timeout_s ="
+                    f" {self.start_s:g} s: add one (POST /workers)"
+                )
+            await asyncio.sleep(_STEP_S)
+            listed = await self.front.workers() or {}
+
+    async def reached(self, url: str) -> Http:
+        """Return a further server behind the router. Raises InfrastructureFault."""
+        server = Http(url, self._key, self.front.timeout_s, 1, self.front.model)
+        try:
+            await self._connect(server)
+        except BaseException:
+            await server.close()
+            raise
+        return server
+
+    async def _connect(self, server: Http) -> None:
+        await server.start()
+        # an earlier actor, which died in an update, may have left these open
+        for path in ("/end_weight_update", "/continue_generation"):
+            with contextlib.suppress(InfrastructureFault):
+                await server.call(path, {}, 10.0)
+        if not await server.healthy():
+            raise InfrastructureFault(
+                f"{server.name} does not answer /health: is it running there?"
+            )
+
+    async def died(self) -> str:
+        """Return the reason when the URL or all servers behind it were silent three times in a row."""
+        silent = 0
+        while silent < 3:
+            await asyncio.sleep(10.0)
+            alive = await asyncio.gather(*(server.alive() for server in self.servers))
+            answers = any(alive) and (not self.elastic or await self.front.healthy())
+            silent = 0 if answers else silent + 1
+        return f"{self.name} no longer answers" + (
+            ", or no server behind it" if self.elastic else " /model_info"
+        )
+
+
 def arguments(model: str, config: ActorsConfig) -> dict[str, Any]:
-    """Return the fields of sglang's ServerArgs that follow from the actor's settings, and the
-    user's own arguments, which take precedence."""
+    """Return the fields of sglang's ServerArgs: the settings', then the user's own."""
     own = config.sglang.arguments
     derived = own.get("enable_lora") and "lora_target_modules" not in own
     adapters = {"lora_target_modules": linear_layers(Path(model))} if derived else {}
@@ -211,8 +398,7 @@ def arguments(model: str, config: ActorsConfig) -> dict[str, Any]:
 
 
 def linear_layers(model: Path) -> list[str]:
-    """Names of the layers that the learner's adapters change: all linear ones but the head, as
-    PEFT's "all-linear" has them."""
+    """Names of the layers that PEFT's "all-linear" adapters change."""
     shapes = BaseWeights(model).shapes()
     linear = (
         name for name, shape in shapes.items() if len(shape) == 2 and name.endswith(".weight")
@@ -222,8 +408,7 @@ def linear_layers(model: Path) -> list[str]:
 
 
 def read_facts(model: str, info: dict[str, Any]) -> Facts:
-    """Return the facts in SGLang's description of itself and, if the folder ``model`` exists, in
-    the model's configuration."""
+    """Read SGLang's description of itself and, if there is one, the model's configuration."""
     settings: dict[str, Any] = {}
     path = Path(model) / "config.json"
     if path.is_file():

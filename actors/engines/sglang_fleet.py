@@ -1,38 +1,24 @@
-"""The servers behind a router during a run: those that join are brought to the newest version, and
-those that are gone are let go.
+"""The servers behind a router during a run, which the router lists (``GET /workers``).
 
-The router's own list (``GET /workers``) says which servers there are. States of a server: listed
---reached, brought to the version and proven--> generating (in ``Remote.servers``) --unlisted,
-silent, or restarted--> gone listed --answers but cannot be brought to the version--> taken out of
-the router
+listed --reached, brought to the version, proven--> generating (in ``Remote.servers``)
+listed --answers, but cannot be brought to the version--> taken out of the router
+generating --unlisted, silent, or restarted--> gone
 """
 
 import asyncio
 import logging
 from typing import Any
 
-from coppice.actors.engines.sglang_remote import Remote
+from coppice.actors.engines.sglang_api import Remote
 from coppice.actors.engines.sglang_weights import Refused, Weights
 from coppice.wire.faults import InfrastructureFault
 
 log = logging.getLogger("actors.sglang")
 
 LOOK_S = 5.0
-"""Seconds between two looks at the router's list. A request that met a server which is not ready is
-followed by a look at once."""
+"""Seconds between two looks at the router's list."""
 PATIENCE_S = 120.0
-"""A request is asked again for so long. The router itself sends nothing for 60 s to a server that
-has failed ten times."""
-
-
-def singly(body: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the bodies of the single sequences of a request: a router takes one sequence in each."""
-    listed = [
-        name for name in ("input_ids", "rid", "sampling_params", "image_data") if name in body
-    ]
-    return [
-        body | {name: body[name][index] for name in listed} for index in range(len(body["rid"]))
-    ]
+"""Seconds of repeated requests. The router blocks a server that failed ten times for 60 s."""
 
 
 class Fleet:
@@ -40,16 +26,13 @@ class Fleet:
 
     def __init__(self, way: Remote, weights: Weights):
         self.way, self.weights = way, weights
-        self._known = set(way.servers)
+        self._connected = set(way.servers)
         self._refused: dict[str, str] = {}
-        """By the router's number of a server: the name of the weights that could not be had for it.
-        """
+        """The name of the weights that a server could not get, by the router's number of it."""
 
     async def look(self) -> bool:
         """Let servers go and take servers in, as the router lists them. Return whether the fleet
-        has changed since the last look.
-
-        Raises InfrastructureFault when the router does not answer."""
+        has changed. Raises InfrastructureFault when the router does not answer."""
         listed = await self.way.front.workers()
         if listed is None:
             raise InfrastructureFault(f"{self.way.front.url}/workers is gone: there was a router")
@@ -61,32 +44,29 @@ class Fleet:
         return await self.let_go()
 
     async def let_go(self) -> bool:
-        """Close the connections to servers that take no part any more. Return whether the fleet has
-        changed since this was last done."""
-        before, self._known = self._known, set(self.way.servers)
-        for server in before - self._known:
+        """Close connections to servers that left. Return whether the fleet has changed."""
+        before, self._connected = self._connected, set(self.way.servers)
+        for server in before - self._connected:
             await server.close()
-        return before != self._known
+        return before != self._connected
 
     async def _check(self, server: Any, listed: dict[str, str]) -> None:
-        """Let a server go that is not listed any more, does not answer, or holds weights that this
-        actor has not put there."""
+        """Let a server go that is unlisted, silent, or holds weights that are not ours."""
         reason = "the router no longer lists it"
         if server.url in listed:
             try:
-                label = await server.named()
+                name = await server.weights_name()
             except InfrastructureFault as fault:
                 reason = f"it does not answer ({fault})"
             else:
-                if label == self.weights.named:
+                if name == self.weights.named:
                     return
-                reason = f"its weights are named {label!r}: it was started anew, or somebody else has updated it"
+                reason = f"its weights are named {name!r}: it was started anew, or somebody else has updated it"
         log.warning("%s has left: %s", server.name, reason)
         self.way.servers.remove(server)
 
     async def _take(self, url: str, number: str) -> None:
-        """Bring a server to the version in force and take it in, or take it out of the router when
-        it cannot be brought there."""
+        """Bring a server to the version in force, or take it out of the router."""
         if self._refused.get(number) == self.weights.named:
             return
         try:

@@ -12,61 +12,47 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from coppice.actors.config import ActorsConfig
-from coppice.actors.engines.sglang_api import FIXED, NO_DUMPS, Facts, arguments, read_facts
+from coppice.actors.engines.sglang_api import FIXED, NO_DUMPS, Facts, Way, arguments, read_facts
 from coppice.wire.faults import DataFault, InfrastructureFault
 
 _CALLS = {
-    "/update_weights_from_disk": ("UpdateWeightFromDiskReqInput", "update_weights_from_disk"),
-    "/update_weights_from_tensor": (
-        "UpdateWeightsFromTensorReqInput",
-        "update_weights_from_tensor",
-    ),
-    "/update_weights_from_distributed": (
-        "UpdateWeightsFromDistributedReqInput",
-        "update_weights_from_distributed",
-    ),
-    "/init_weights_update_group": ("InitWeightsUpdateGroupReqInput", "init_weights_update_group"),
-    "/destroy_weights_update_group": (
-        "DestroyWeightsUpdateGroupReqInput",
-        "destroy_weights_update_group",
-    ),
-    "/begin_weight_update": ("BeginWeightUpdateReqInput", "begin_weight_update"),
-    "/end_weight_update": ("EndWeightUpdateReqInput", "end_weight_update"),
-    "/pause_generation": ("PauseGenerationReqInput", "pause_generation"),
-    "/continue_generation": ("ContinueGenerationReqInput", "continue_generation"),
-    "/load_lora_adapter": ("LoadLoRAAdapterReqInput", "load_lora_adapter"),
-    "/unload_lora_adapter": ("UnloadLoRAAdapterReqInput", "unload_lora_adapter"),
-    "/weights_checker": ("CheckWeightsReqInput", "check_weights"),
-    "/update_weight_version": ("UpdateWeightVersionReqInput", "update_weight_version"),
+    "/update_weights_from_disk": "UpdateWeightFromDiskReqInput",
+    "/update_weights_from_tensor": "UpdateWeightsFromTensorReqInput",
+    "/update_weights_from_distributed": "UpdateWeightsFromDistributedReqInput",
+    "/init_weights_update_group": "InitWeightsUpdateGroupReqInput",
+    "/destroy_weights_update_group": "DestroyWeightsUpdateGroupReqInput",
+    "/begin_weight_update": "BeginWeightUpdateReqInput",
+    "/end_weight_update": "EndWeightUpdateReqInput",
+    "/pause_generation": "PauseGenerationReqInput",
+    "/continue_generation": "ContinueGenerationReqInput",
+    "/load_lora_adapter": "LoadLoRAAdapterReqInput",
+    "/unload_lora_adapter": "UnloadLoRAAdapterReqInput",
+    "/weights_checker": "CheckWeightsReqInput",
+    "/update_weight_version": "UpdateWeightVersionReqInput",
 }
-"""By path of the HTTP server: the request struct and the coroutine of the tokenizer manager."""
+"""The request structs by path of the HTTP server. The tokenizer manager's coroutine has the name of
+the path, but for ``/weights_checker``."""
 _ONE_ARGUMENT = frozenset({"pause_generation", "continue_generation", "update_weight_version"})
 _STEP_S = 0.5
 """Seconds between two checks of the children."""
 
 
-class Inside:
-    """The way "inside": one engine, loaded by ``start`` and ended by ``close``, which is the only
-    server."""
+class Inside(Way):
+    """The way "inside": one engine, loaded by ``start``, which is the only server."""
 
-    elastic = False
+    name = "SGLang in this process"
 
     def __init__(self, model: str, config: ActorsConfig):
+        super().__init__(self)
         self.config = config.sglang
-        self.name = "SGLang in this process"
-        self.servers = [self]
         self.arguments: dict[str, Any] = arguments(model, config)
         self._late = ""
         self._engine: Any = None
         self._children: list[BaseProcess] = []
 
     async def start(self) -> None:
-        """Load the model, on this thread, because the children end with the thread that started
-        them. Nothing is served yet.
-
-        Raises InfrastructureFault when the engine does not start. If a child of SGLang fails,
-        SGLang may end this process instead.
-        """
+        """Load the model on this thread, with which the children end. Raises InfrastructureFault
+        when the engine does not start. SGLang may end this process instead."""
         for name, value in NO_DUMPS.items():
             os.environ.setdefault(name, value)
         os.environ.update(FIXED)
@@ -90,7 +76,6 @@ class Inside:
         self._children = multiprocessing.active_children()
 
     async def facts(self) -> Facts:
-        """Return what the engine reports about itself."""
         info = (
             self._engine.server_args.resolved_dict()
             | self._engine._scheduler_init_result.scheduler_infos[0]
@@ -122,23 +107,19 @@ class Inside:
         return answers[-1]
 
     async def abort(self, names: list[str]) -> None:
-        """Stop these requests."""
         for name in names:
             self._engine.tokenizer_manager.abort_request(rid=name)
 
-    async def call(
-        self, path: str, body: dict[str, Any], timeout_s: float, attempts: int = 1
-    ) -> dict[str, Any]:
-        """Do what POST ``path`` of the server does. Raises InfrastructureFault when this fails or
-        takes longer than ``timeout_s``."""
+    async def call(self, path: str, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        """Do what POST ``path`` does. Raises InfrastructureFault when it fails or times out."""
         from sglang.srt.managers import io_struct  # pyright: ignore[reportMissingImports]
 
         manager = self._engine.tokenizer_manager
         if path == "/abort_request":
             manager.abort_request(rid=body.get("rid", ""), abort_all=body.get("abort_all", False))
             return {}
-        kind, method = _CALLS[path]
-        request = getattr(io_struct, kind)(**body)
+        method = "check_weights" if path == "/weights_checker" else path.removeprefix("/")
+        request = getattr(io_struct, _CALLS[path])(**body)
         arguments = (request,) if method in _ONE_ARGUMENT else (request, None)
         if self._late:  # its late answer would be taken for the answer to the next call of its kind
             raise InfrastructureFault(
@@ -158,14 +139,12 @@ class Inside:
         return _answer(path, done, self.name)
 
     def _caught_up(self, ended: "asyncio.Future[Any]") -> None:
-        """Note that the call which took too long has ended."""
         self._late = ""
         if not ended.cancelled():
             ended.exception()
 
     async def died(self) -> str:
-        """Return the reason when a child has ended. If a child was killed or failed, SGLang may end
-        this whole process first."""
+        """Return the reason when a child has ended. SGLang may end this process first."""
         while True:
             for child in self._children:
                 if not child.is_alive():
@@ -181,8 +160,7 @@ class Inside:
 
 
 def _answer(path: str, done: Any, name: str) -> dict[str, Any]:
-    """Return the JSON that the server would answer. Raises InfrastructureFault where that answer
-    would report a failure."""
+    """Return the JSON that the server would answer. Raises InfrastructureFault for a failure."""
     if done is None:
         return {}
     if isinstance(done, tuple):  # success and message; the checker adds ranks and checksum

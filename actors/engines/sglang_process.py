@@ -16,8 +16,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    """Serve until killed. The process also ends when the actor that started it is gone, whatever
-    killed the actor."""
+    """Serve until killed, or until the actor that started this process is gone."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() == 1:  # the actor was gone before that call

@@ -1,13 +1,11 @@
-"""Load a policy version into SGLang: pause generation, move the weights, prove that they arrived,
-name them, and continue.
+"""Load a policy version into SGLang: pause generation, move the weights (``sglang_transport``), prove
+that they arrived, name them, and continue. Adapters are small files and are loaded without a pause.
 
-Every server of one engine takes part in each step. A step that fails on any server fails the
-update, so that no server continues with weights that the others do not have. Behind a router a
-server that fails is let go instead while another is left, and ``join`` brings a server to the
-version of the others while they generate. The name that a server then gives to its weights, in
-every sample, holds a mark of this actor, and a server gets it only after the proof: samples of
-weights that anybody else loaded are known by it. Transports are in ``sglang_transport``. Adapters
-are small files and are loaded without a pause.
+Every server of one engine takes part in each step, and a step that fails on any server fails the
+update. Behind a router a server that fails is let go instead while another is left, and ``join``
+brings a server to the version of the others while they generate. A server gets the name of a
+version, which holds a mark of this actor, only after the proof; SGLang reports the name with every
+sample, so samples of weights that anybody else loaded are known by it.
 """
 
 import asyncio
@@ -54,62 +52,48 @@ class Ready(msgspec.Struct, frozen=True):
     scratch: tempfile.TemporaryDirectory[str] | None
     begun: float
 
-
-class Update(msgspec.Struct, frozen=True):
-    """What an update moved. proof: a hash of SGLang's checksum of its weights and of the adapter's
-    digest, the same on every server."""
-
-    transport: str
-    bytes: int
-    seconds: float
-    pause_s: float
-    proof: str
+    def clean_up(self) -> None:
+        """Remove the folder that was created for this update."""
+        if self.scratch is not None:
+            self.scratch.cleanup()
 
 
 class Weights:
-    """The weights of one engine's servers: ``start``, then for each version ``prepare``, ``update``
-    and ``tidy``, at the end ``close``.
-
-    ``adapter`` is the name of the adapter that requests must use ("" for none)."""
+    """The weights of one engine's servers: ``start``, for each version ``prepare``, ``update`` and
+    ``tidy``, then ``close``. adapter: the adapter of new requests, "" for none. named: the whole
+    weights in force."""
 
     def __init__(self, way: Way, base: Path, config: SGLangConfig):
         self.way, self.base, self.config = way, base, config
-        self.adapter = ""
+        self.adapter, self.named = "", ""
         self.facts = Facts()
-        self.named = ""
-        """The name of the whole weights in force."""
-        self._labels: dict[str, int] = {}
+        self._names: dict[str, int] = {}
         self._whole: LoadRequest | None = None
         """The last version of whole weights, None before the first update."""
         self._adapters: dict[str, Path] = {}
-        self._held = ""
+        self._checksum = ""
         """The checksum of the whole weights that the servers hold, without adapters."""
         self._tensors: frozenset[str] = frozenset()
         """The names of these weights' tensors in SGLang."""
 
     async def start(self) -> None:
-        """Note and name the servers' weights. Raises InfrastructureFault when the servers hold
-        different weights."""
+        """Name the servers' weights. Raises InfrastructureFault when they differ."""
         servers = self.way.servers
-        self._held = self._agreed(
-            servers, await self._all(servers, "/weights_checker", {"action": "checksum"})
-        )
+        self._checksum = self._agreed(servers, await self._checksums(servers))
         self.facts = await self.way.facts()
         if not self.facts.updated:
-            await self._name(servers, label := self._label(0))
-            self.named = label
+            self.named = self._new_name(0)
+            await self._name(servers, self.named)
 
-    def given(self, label: Any) -> int:
-        """Return when this actor gave this name to weights that it had proven: 0, 1, ...; -1 if it
-        never did."""
-        return self._labels.get(label, -1) if isinstance(label, str) else -1
+    def order(self, name: Any) -> int:
+        """Return when this actor gave this name: 0, 1, ...; -1 for any other name."""
+        return self._names.get(name, -1) if isinstance(name, str) else -1
 
-    def _label(self, version: int) -> str:
-        """Return a new name for a version's weights, which begins with its number. No name is used
-        twice."""
-        label = f"{version}@{uuid.uuid4().hex[:12]}"
-        self._labels[label] = len(self._labels)
-        return label
+    def _new_name(self, version: int) -> str:
+        """Return a name for a version's weights, which begins with its number and is used once."""
+        name = f"{version}@{uuid.uuid4().hex[:12]}"
+        self._names[name] = len(self._names)
+        return name
 
     async def close(self) -> None:
         """Unload this engine's adapters, because the servers may outlive this actor."""
@@ -122,14 +106,13 @@ class Weights:
         servers: list[Any] | None = None,
         config: SGLangConfig | None = None,
     ) -> Ready:
-        """Do everything that can be done while requests go on. Raises Refused, and then nothing was
-        changed."""
+        """Do all that can be done while requests go on. Raises Refused; nothing has changed."""
         servers, config = servers or self.way.servers, config or self.config
         begun, folder, scratch, pulls = time.monotonic(), Path(request.path), None, {}
         try:
             manifest = published.read(folder, request.digest)
             chosen = transport.choose(
-                manifest, self.facts, config, *transport.here(config, servers)
+                manifest, self.facts, config, *transport.place(config, servers)
             )
             if chosen == "adapter" and self.facts.updated and self._whole is None:
                 raise InfrastructureFault(
@@ -150,104 +133,84 @@ class Weights:
             raise Refused(str(fault)) from None
         return Ready(request, chosen, folder, pulls, scratch, begun)
 
-    async def update(self, ready: Ready) -> Update:
-        """Bring the version into force. Raises InfrastructureFault, and then the weights may have
-        changed.
-
-        An adapter needs no pause, and requests may go on meanwhile. Whole weights pause generation;
-        no request may be sent until this returns.
-        """
-        request, chosen = ready.request, ready.chosen
+    async def update(self, ready: Ready) -> tuple[int, str]:
+        """Bring the version into force. Return the bytes that were moved and a hash of SGLang's
+        checksum and the adapter's digest. Whole weights pause generation: no request may be sent
+        meanwhile. After InfrastructureFault the weights may have changed."""
+        request, chosen, pause = ready.request, ready.chosen, 0.0
         try:
-            size, pause = (
-                await self._adapter(request, ready.folder)
-                if chosen == "adapter"
-                else await self._paused(ready, self.way.servers, self.config)
-            )
+            if chosen == "adapter":
+                size = await self._load_adapter(request, ready.folder)
+            else:
+                size, pause = await self._load_whole(ready, self.way.servers, self.config)
         finally:
-            if ready.scratch is not None:
-                ready.scratch.cleanup()
+            ready.clean_up()
         seconds = time.monotonic() - ready.begun
-        proof = hashlib.sha256(
-            f"{self._held}{request.digest if self.adapter else ''}".encode()
-        ).hexdigest()
+        adapter = request.digest if self.adapter else ""
+        proof = hashlib.sha256(f"{self._checksum}{adapter}".encode()).hexdigest()
         log.info(
             "version %d by %s: %.1f MB in %.2f s (%.0f MB/s), generation paused for %.2f s, checksum %s",
             request.version, chosen, size / 1e6, seconds, size / 1e6 / seconds, pause, proof[:16],
         )  # fmt: skip
-        return Update(chosen, size, seconds, pause, proof)
+        return size, proof
 
     async def join(self, server: Any) -> str:
-        """Bring a server that came behind the router to the version in force, while the others
-        generate, and return how in words.
-
-        Raises Refused when the version cannot be had any more, and InfrastructureFault when the
-        server cannot be brought to it.
-        """
-        found, how = await self._sums(server), "it holds it"
-        if set(found[1]) != self._tensors:
+        """Bring a new server to the version in force; say how. Raises Refused or a fault."""
+        (answer,) = await self._checksums([server])
+        checksum, how = _checksum(answer), "it holds it"
+        if set(_tensors(answer)) != self._tensors:
             raise InfrastructureFault(
-                f"{server.name} serves another model: {len(found[1])} tensors of other names"
+                f"{server.name} serves another model: {len(_tensors(answer))} tensors of other names"
             )
-        if self._whole is not None and found[0] != self._held:
+        if checksum != self._checksum:
+            if self._whole is None:
+                raise InfrastructureFault(
+                    f"{server.name} holds other weights (checksum {checksum[:16]}) than the model of the run ({self._checksum[:16]}): start it with that model"
+                )
             # What it has cached is of other weights and must go, whatever ``pause`` says.
             config = msgspec.structs.replace(self.config, pause="retract")
             ready = await self.prepare(self._whole, [server], config)
             try:
-                await self._paused(ready, [server], config)
+                await self._load_whole(ready, [server], config)
             finally:
-                if ready.scratch is not None:
-                    ready.scratch.cleanup()
+                ready.clean_up()
             how = f"by {ready.chosen}"
-        elif found[0] != self._held:
-            raise InfrastructureFault(
-                f"{server.name} holds other weights (checksum {found[0][:16]}) than the model of the run ({self._held[:16]}): start it with that model"
-            )
         for name, folder in self._adapters.items():
-            await self._all(
-                [server], "/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)}
-            )
+            adapter = {"lora_name": name, "lora_path": str(folder)}
+            await self._all([server], "/load_lora_adapter", adapter)
         await self._name([server], self.named)
         # an update that failed here may have left it paused
         await self._all([server], "/continue_generation", {})
         return how
 
     async def tidy(self) -> None:
-        """Unload adapters that no new request uses. SGLang waits for the requests that still use
-        such an adapter."""
+        """Unload adapters that no new request uses."""
         for name in list(self._adapters)[:-_ADAPTERS_KEPT]:
             await self._unload(name)
 
     def _verify(self, folder: Path, expected: str) -> None:
-        """Refuse a damaged file and weights of another model. SGLang would die of a wrong shape and
-        ignore a missing or unknown name."""
+        """Refuse what SGLang would not: damage, wrong shapes, missing or unknown names."""
         kind, path = weights.verified_file(folder, expected)
         weights.check(kind, path, weights.BaseWeights(self.base).shapes())
 
     # ------------------------------------------------------------------------------------------
     # whole weights
 
-    async def _paused(
+    async def _load_whole(
         self, ready: Ready, servers: list[Any], config: SGLangConfig
     ) -> tuple[int, float]:
-        """Return the bytes moved and the seconds paused. Generation always continues; after a
-        failure the running requests are aborted first."""
+        """Return bytes moved and seconds paused. Generation always continues."""
         begun, moved, joining = time.monotonic(), False, servers is not self.way.servers
         try:
             await self._all(servers, "/pause_generation", {"mode": config.pause})
             # Tokens sampled before all weights have arrived get a weight version that is not a
             # policy version.
             await self._name(servers, f"{MOVING}{ready.request.version}")
-            sizes = await self._each(
-                servers,
-                lambda server: transport.move(
-                    server, ready.folder, config, ready.pulls.get(server)
-                ),
-            )
+            sizes = await self._each(servers, lambda server: self._move(server, ready, config))
             await self._prove(ready, servers, joining)
-            label = self.named if joining else self._label(ready.request.version)
-            await self._name(servers, label)
-            self.named, moved = label, True
+            name = self.named if joining else self._new_name(ready.request.version)
+            await self._name(servers, name)
+            self.named, moved = name, True
         finally:
             await asyncio.shield(asyncio.ensure_future(self._go_on(servers, abort=not moved)))
             for server, pull in ready.pulls.items():
@@ -255,9 +218,16 @@ class Weights:
                     await pull.release()
         return max(sizes), time.monotonic() - begun
 
+    async def _move(self, server: Any, ready: Ready, config: SGLangConfig) -> int:
+        """Move the weights into a server whose generation pauses, and return their bytes."""
+        if pull := ready.pulls.get(server):
+            return await pull.take()
+        body = {"model_path": str(ready.folder), "flush_cache": config.pause == "retract"}
+        await server.call("/update_weights_from_disk", body, config.update_timeout_s)
+        return sum(path.stat().st_size for path in ready.folder.glob("*.safetensors"))
+
     async def _go_on(self, servers: list[Any], abort: bool) -> None:
-        """Let every server generate again. After a failed update, further failures are only logged,
-        so that they do not hide the first."""
+        """Let every server generate again. abort: only log further failures."""
         paths = [("/abort_request", {"rid": "", "abort_all": True})] if abort else []
         for path, body in [*paths, ("/continue_generation", {})]:
             try:
@@ -267,29 +237,23 @@ class Weights:
                     raise
                 log.warning("%s", fault)
 
-    async def _name(self, servers: list[Any], label: str) -> None:
-        """Give a name to the weights that the servers hold."""
-        await self._all(
-            servers, "/update_weight_version", {"new_version": label, "abort_all_requests": False}
-        )
+    async def _name(self, servers: list[Any], name: str) -> None:
+        body = {"new_version": name, "abort_all_requests": False}
+        await self._all(servers, "/update_weight_version", body)
 
     async def _prove(self, ready: Ready, servers: list[Any], joining: bool) -> None:
-        """Raises InfrastructureFault unless all servers hold the same new weights and, for a file
-        on a CPU, those of the file.
-
-        On a GPU SGLang's checksum cannot be computed from a file. There, the learner's watch
-        notices weights that differ from its own.
-        """
+        """Raise InfrastructureFault unless all servers hold the same new weights and, for a file on
+        a CPU, those of the file. On a GPU the learner's watch notices other weights."""
         request = ready.request
-        answers = await self._all(servers, "/weights_checker", {"action": "checksum"})
+        answers = await self._checksums(servers)
         held = self._agreed(servers, answers)
         if joining:
-            if held != self._held:
+            if held != self._checksum:
                 raise InfrastructureFault(
-                    f"{servers[0].name} holds checksum {held[:16]} after the update, the others {self._held[:16]}"
+                    f"{servers[0].name} holds checksum {held[:16]} after the update, the others {self._checksum[:16]}"
                 )
             return
-        if held == self._held and request.digest != (self._whole.digest if self._whole else ""):
+        if held == self._checksum and request.digest != (self._whole.digest if self._whole else ""):
             if self._whole is not None:
                 raise InfrastructureFault(
                     f"{self.way.name} reports success, but its weights are those from before version {request.version}"
@@ -305,18 +269,13 @@ class Weights:
                 await asyncio.to_thread(
                     _compare, path, checksums, _STORED.get(self.facts.dtype, "")
                 )
-        self._held, self._whole, self.adapter = held, request, ""
+        self._checksum, self._whole, self.adapter = held, request, ""
 
-    async def _sums(self, server: Any) -> tuple[str, dict[str, str]]:
-        """Return a server's checksum of all its weights, and those of its tensors by name."""
-        (answer,) = await self._all([server], "/weights_checker", {"action": "checksum"})
-        return _checksum(answer), _tensors(answer)
+    async def _checksums(self, servers: list[Any]) -> list[dict[str, Any]]:
+        return await self._all(servers, "/weights_checker", {"action": "checksum"})
 
     def _agreed(self, servers: list[Any], answers: list[dict[str, Any]]) -> str:
-        """Return SGLang's checksum of its weights. Raises InfrastructureFault unless all servers
-        report the same checksum.
-
-        Behind a router the servers that differ from most are let go."""
+        """Return the common checksum, else raise. Behind a router, let differing servers go."""
         sums = [_checksum(answer) for answer in answers]
         common = Counter(sums).most_common(1)[0][0] if sums else ""
         if not common or (len(set(sums)) != 1 and not self.way.elastic):
@@ -328,53 +287,40 @@ class Weights:
             )
         for server, one in list(zip(servers, sums, strict=True)):
             if one != common:
-                _lose(
-                    servers,
-                    server,
-                    f"its weights have checksum {one[:16]}, most have {common[:16]}",
-                )
+                reason = f"its weights have checksum {one[:16]}, most have {common[:16]}"
+                _lose(servers, server, reason)
         self._tensors = frozenset(_tensors(answers[sums.index(common)]))
         return common
 
     # ------------------------------------------------------------------------------------------
     # adapters
 
-    async def _adapter(self, request: LoadRequest, folder: Path) -> tuple[int, float]:
-        """Load an adapter onto its base weights. New requests use it, running requests keep theirs.
-        Return the bytes and a pause of 0 seconds.
-
-        The adapter's name is random, because servers outlive actors and refuse a name that they
-        already know.
-        """
-        size = (folder / published.FILES["lora"]).stat().st_size
+    async def _load_adapter(self, request: LoadRequest, folder: Path) -> int:
+        """Load an adapter under a random name and return its bytes. Servers outlive actors and
+        refuse a name that they know."""
         name = f"coppice-v{request.version}-{uuid.uuid4().hex[:8]}"
         servers, self._adapters[name] = self.way.servers, folder
-        await self._all(
-            servers, "/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)}
-        )
-        held = self._agreed(
-            servers, await self._all(servers, "/weights_checker", {"action": "checksum"})
-        )
-        if held != self._held:
+        adapter = {"lora_name": name, "lora_path": str(folder)}
+        await self._all(servers, "/load_lora_adapter", adapter)
+        held = self._agreed(servers, await self._checksums(servers))
+        if held != self._checksum:
             raise InfrastructureFault(
-                f"{self.way.name} holds other base weights (checksum {held[:16]}) than when this actor last saw them ({self._held[:16]}): was"
+                f"{self.way.name} holds other base weights (checksum {held[:16]}) than when this actor last saw them ({self._checksum[:16]}): was"
                 " it started anew with another model, or updated by somebody else? Start it with the run's model, then this actor"
             )
         self.adapter = name
-        return size, 0.0
+        return (folder / published.FILES["lora"]).stat().st_size
 
     async def _unload(self, name: str) -> None:
-        """Unload an adapter; SGLang first waits for the requests that use it. A failure is only
-        logged, since an adapter costs only memory."""
+        """Unload an adapter. A failure is only logged: an adapter costs only memory."""
         del self._adapters[name]
-        body = {"lora_name": name}
-        try:
-            await transport.gathered(
-                server.call("/unload_lora_adapter", body, self.config.update_timeout_s)
-                for server in self.way.servers
-            )
-        except InfrastructureFault as fault:
-            log.warning("adapter %s stays loaded: %s", name, fault)
+        body, limit = {"lora_name": name}, self.config.update_timeout_s
+        calls = [s.call("/unload_lora_adapter", body, limit) for s in self.way.servers]
+        for outcome in await asyncio.gather(*calls, return_exceptions=True):
+            if isinstance(outcome, InfrastructureFault):
+                log.warning("adapter %s stays loaded: %s", name, outcome)
+            elif isinstance(outcome, BaseException):
+                raise outcome
 
     async def _all(
         self, servers: list[Any], path: str, body: dict[str, Any]
@@ -385,11 +331,7 @@ class Weights:
         )
 
     async def _each(self, servers: list[Any], call: Callable[[Any], Awaitable[Any]]) -> list[Any]:
-        """Return the answers of all servers, called at once. All have answered or failed when this
-        returns or raises.
-
-        Behind a router a server that fails is let go (removed from ``servers``) while another is
-        left."""
+        """Return all answers. Behind a router, a server that fails is let go if one is left."""
         done = await asyncio.gather(*(call(server) for server in servers), return_exceptions=True)
         failed = {
             server: one
@@ -428,13 +370,8 @@ _PADDED = ("embed_tokens", "lm_head")
 
 
 def _compare(path: Path, held: dict[str, str], dtype: str) -> None:
-    """Raises InfrastructureFault unless the tensors that a CPU server holds under the file's names
-    have the file's checksums.
-
-    On a CPU, SGLang's checksum of a tensor is the first eight bytes of its SHA-256. Tensors that
-    SGLang fuses or wraps for adapters have other names and are skipped. Tensors whose rows it pads
-    are also skipped.
-    """
+    """Raise InfrastructureFault unless a CPU server's tensors have the file's checksums (eight
+    bytes of SHA-256). Tensors that SGLang fuses, wraps or pads are skipped."""
     wrong = [
         name
         for name, stored, _, data in digest.each(path)

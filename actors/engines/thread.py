@@ -6,8 +6,9 @@ model) fails the open requests, and the thread goes on. Any other error ends the
 ``FAILED_STEPS`` failed steps without a successful one between them. A thread that has ended fails
 all requests and accepts no more. Unless it was closed, ``died`` returns the reason.
 
-    serving --failed step--> serving          serving --close--> ended          serving --other
-    error, or one that stays--> ended, died
+    serving --failed step--> serving
+    serving --close--> ended
+    serving --other error, or one that stays--> ended, died
 """
 
 import asyncio
@@ -24,18 +25,13 @@ from coppice.wire.faults import InfrastructureFault
 log = logging.getLogger("actors.engines.thread")
 
 FAILED_STEPS = 3
-"""This many failed steps in a row end the thread. Too little memory fails one step; after a CUDA
-assert every step in this process fails."""
+"""So many failed steps in a row end the thread: after a CUDA assert every step fails."""
 _CLOSED = "the engine's thread has ended: it was closed"
 
 
 class EngineThread:
-    """Runs three functions of its owner, only on its own thread.
-
-    busy: return whether there is a step to run. step: run a step. fail: free the memory of open
-    requests, even if a failure left it half changed, fail these requests with the reason, and
-    return their number.
-    """
+    """Runs three functions on its own thread. busy: whether there is a step to run. step: run it.
+    fail: free the memory of open requests, fail them with the reason, and return their number."""
 
     def __init__(
         self, busy: Callable[[], bool], step: Callable[[], None], fail: Callable[[str], int]
@@ -50,17 +46,13 @@ class EngineThread:
         self._unanswered: set[Future[Any]] = set()
         """The futures of all open requests. The gate must be held to use them."""
 
-    # ------------------------------------------------------------------------------------------ any
-    # thread
-
     def start(self) -> None:
         """Start the thread, which begins with the commands given before."""
         self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
         self._thread.start()
 
     async def close(self) -> None:
-        """End the thread after the commands given before. Requests that are still open then are
-        failed."""
+        """End the thread after the commands given before. Open requests then fail."""
         self._commands.put(None)
         if self._thread is not None:
             await asyncio.to_thread(self._thread.join)
@@ -76,10 +68,7 @@ class EngineThread:
 
     def ask(self, future: Future[Any], command: Callable[[], None]) -> None:
         """Have ``command`` carried out, which must lead to an answer in ``future``. If the thread
-        ends before, ``future`` is failed.
-
-        Raises InfrastructureFault when the thread has already ended.
-        """
+        ends before, ``future`` fails. Raises InfrastructureFault when it has already ended."""
         with self._gate:
             if self.ended:
                 raise InfrastructureFault(self.ended)
@@ -88,8 +77,7 @@ class EngineThread:
         future.add_done_callback(self._answered)
 
     async def run(self, work: Callable[[], Any]) -> Any:
-        """Run ``work`` on the thread and return its result. Raises InfrastructureFault when
-        ``work`` fails without harm to the thread."""
+        """Run ``work`` on the thread and return its result. Raises InfrastructureFault."""
         future: Future[Any] = Future()
 
         def command() -> None:
@@ -107,12 +95,8 @@ class EngineThread:
         with self._gate:
             self._unanswered.discard(future)
 
-    # ------------------------------------------------------------------------------------------ the
-    # thread
-
     def _work(self) -> None:
-        """Serve, then fail everything that is still open, whatever ended the thread, so that nobody
-        waits forever."""
+        """Serve, then fail everything that is still open, so that nobody waits forever."""
         try:
             self._serve()
             self._fail(_CLOSED)
@@ -132,8 +116,7 @@ class EngineThread:
                 future.set_exception(InfrastructureFault(reason))
 
     def _serve(self) -> None:
-        """Carry out commands as they arrive, otherwise steps, until closed. Raises RuntimeError
-        when too many steps fail in a row."""
+        """Carry out commands as they arrive, otherwise steps, until closed."""
         failed_steps = 0
         while True:
             try:

@@ -19,8 +19,7 @@ from coppice.wire.faults import InfrastructureFault
 
 
 def verified_file(folder: Path, expected: str) -> tuple[str, Path]:
-    """Return the kind and the weights file of a version folder. Raises InfrastructureFault when it
-    is missing or its digest disagrees."""
+    """Return the kind and file of a version folder. Raises InfrastructureFault for its digest."""
     manifest = published.read(folder, expected)
     if not manifest.file:
         raise InfrastructureFault(
@@ -46,11 +45,7 @@ class Mixed(Exception):
 
 @torch.inference_mode()
 def apply(model: Any, base: Path, kind: str, path: Path) -> None:
-    """Copy the weights of ``path`` into ``model`` in place.
-
-    Raises ValueError, before any change, when the weights belong to another model, and Mixed when
-    the copying fails midway.
-    """
+    """Copy weights into ``model``. Raises ValueError before any change, and Mixed midway."""
     parameters = {vision.stored(name): parameter for name, parameter in model.named_parameters()}
     check(kind, path, {name: list(parameter.shape) for name, parameter in parameters.items()})
     try:
@@ -68,8 +63,7 @@ def whole(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def check(kind: str, path: Path, held: dict[str, list[int]]) -> None:
-    """Raises ValueError unless every weight that ``path`` changes has its name and shape in
-    ``held``."""
+    """Raises ValueError unless ``held`` has the name and shape of every weight in ``path``."""
     if kind == "full":
         with safe_open(path, framework="pt") as file:
             shapes = {name: _shape(file, name) for name in file.keys()}  # noqa: SIM118
@@ -84,18 +78,15 @@ def check(kind: str, path: Path, held: dict[str, list[int]]) -> None:
 
 
 def adapter_targets(path: Path) -> dict[str, list[int]]:
-    """Return the names and shapes of the weights that an adapter changes. Raises ValueError for an
-    adapter that is not a plain LoRA."""
+    """Return names and shapes of the weights that an adapter changes. Raises ValueError."""
     _check_plain(json.loads((path.parent / "adapter_config.json").read_bytes()), path)
     with safe_open(path, framework="pt") as adapter:
-        return {
-            _target(name): [
-                _shape(adapter, name.replace("lora_A", "lora_B"))[0],
-                _shape(adapter, name)[1],
-            ]
-            for name in adapter.keys()  # noqa: SIM118
-            if name.endswith("lora_A.weight")
-        }
+        shapes = {}
+        for name in adapter.keys():  # noqa: SIM118
+            if name.endswith("lora_A.weight"):
+                rows = _shape(adapter, name.replace("lora_A", "lora_B"))[0]
+                shapes[_target(name)] = [rows, _shape(adapter, name)[1]]
+        return shapes
 
 
 @torch.inference_mode()
@@ -109,10 +100,8 @@ def merged(base: Path, path: Path) -> Iterator[tuple[str, torch.Tensor]]:
             if name.endswith("lora_A.weight"):
                 down = adapter.get_tensor(name).float()
                 up = adapter.get_tensor(name.replace("lora_A", "lora_B")).float()
-                yield (
-                    _target(name),
-                    torch.addmm(weights.get(_target(name)).float(), up, down, alpha=scale),
-                )
+                before = weights.get(_target(name)).float()
+                yield _target(name), torch.addmm(before, up, down, alpha=scale)
 
 
 def _target(name: str) -> str:
@@ -120,15 +109,9 @@ def _target(name: str) -> str:
 
 
 _UNMERGED = (
-    "use_rslora",
-    "use_dora",
-    "fan_in_fan_out",
-    "rank_pattern",
-    "alpha_pattern",
-    "modules_to_save",
-)
-"""If one of these settings of an adapter is on, the merged weights are not base + lora_alpha / r *
-B A."""
+    "use_rslora", "use_dora", "fan_in_fan_out", "rank_pattern", "alpha_pattern", "modules_to_save",
+)  # fmt: skip
+"""With one of these settings, merged weights are not base + lora_alpha / r * B A."""
 
 
 def _check_plain(settings: dict[str, Any], path: Path) -> None:
@@ -146,8 +129,7 @@ def _shape(file: Any, name: str) -> list[int]:
 
 
 class BaseWeights:
-    """The tensors of a model folder by name, mapped from disk one at a time: a file that stays open
-    keeps every page that was read."""
+    """The tensors of a model folder by name. An open file would keep every page that was read."""
 
     def __init__(self, folder: Path):
         self._where: dict[str, Path] = {}

@@ -1,4 +1,5 @@
-"""Answers of the OpenAI-compatible protocol: one whole body, or the chunks of a stream.
+"""Answers of the OpenAI-compatible protocol whose text is sent while it grows: one whole body, or the
+chunks of a stream.
 
 The chunks of a choice, joined, equal the choice of the whole body: a role (chat), texts with their
 log-probabilities, and a finish reason. Log-probabilities refer to the distribution that was really
@@ -10,105 +11,157 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import msgspec
 import tokenizers
 
-from coppice.actors.serving.pieces import Pieces, TokenText
-from coppice.actors.serving.protocol import Asked, Chat
+from coppice.actors.serving.protocol import Chat, Completion
 from coppice.wire.messages import GenerateResult, Sample
 
 _Top = Sequence[Mapping[int, float]]
+_BROKEN = "\ufffd"
+"""The result of decoding an incomplete character."""
+_UNFINISHED: dict[str, Any] = {"logprobs": None, "finish_reason": None}
+
+
+class TokenText(msgspec.Struct):
+    """One sampled token. text: decoded alone, also of a special token. offset: characters before
+    it. top: texts and log-probabilities of the most probable tokens, descending."""
+
+    text: str
+    logprob: float
+    offset: int
+    top: list[tuple[str, float]] = []
+
+
+class Pieces:
+    """The text of one sample, in pieces while it grows: only complete characters, and nothing that
+    may belong to a stop string. Joined, they equal all tokens decoded at once and cut at the first
+    stop string."""
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer, stops: Sequence[str]):
+        self._tokenizer, self._stops = tokenizer, stops
+        self._tokens: list[int] = []
+        self._from, self._read = 0, 0
+        """The first token decoded for context, and the first one whose text is unknown."""
+        self._held = ""
+        self._length = 0
+        self.stopped = False
+        """Whether a stop string ended the text."""
+        self.tokens: list[TokenText] = []
+        """The tokens since the last ``take``."""
+
+    def feed(self, token: int, logprob: float, top: Mapping[int, float] = {}) -> str:
+        """Return the text that ``token`` makes certain. top: see ``wire.messages.Sample``."""
+        likely = [(self._spelled(other), value) for other, value in top.items()]
+        self.tokens.append(TokenText(self._spelled(token), logprob, self._length, likely))
+        self._tokens.append(token)
+        if self.stopped:
+            return ""
+        return self._cut(self._decoded(whole=False), last=False)
+
+    def finish(self) -> str:
+        """Return the rest of the text."""
+        return "" if self.stopped else self._cut(self._decoded(whole=True), last=True)
+
+    def take(self) -> list[TokenText]:
+        """Return the tokens fed since the last call."""
+        taken, self.tokens = self.tokens, []
+        return taken
+
+    def _spelled(self, token: int) -> str:
+        return self._tokenizer.decode([token], skip_special_tokens=False)
+
+    def _decoded(self, whole: bool) -> str:
+        """Return the new text. whole: also an incomplete character at its end."""
+        context = self._tokens[self._from : self._read]
+        before = self._tokenizer.decode(context, skip_special_tokens=True)
+        text = self._tokenizer.decode(self._tokens[self._from :], skip_special_tokens=True)
+        if text.endswith(_BROKEN) and not whole:
+            return ""
+        self._from, self._read = self._read, len(self._tokens)
+        return text[len(before) :]
+
+    def _cut(self, new: str, last: bool) -> str:
+        """Return the part of the held text and ``new`` that is certain, and hold the rest."""
+        text = self._held + new
+        self._length += len(new)
+        ends = [place for place in (text.find(stop) for stop in self._stops) if place >= 0]
+        if ends:
+            self.stopped, self._held = True, ""
+            return text[: min(ends)]
+        keep = 0 if last else max((_overlap(text, stop) for stop in self._stops), default=0)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Return the length of the longest end of ``text`` that begins ``stop`` but is not all."""
+    longest = min(len(text), len(stop) - 1)
+    return next((size for size in range(longest, 0, -1) if text.endswith(stop[:size])), 0)
 
 
 class Answer:
     """The answer to one request with ``choices`` samples in all. Sample j of prompt i is choice ``i
-    * n + j``.
+    * n + j``. An answer is either ``whole``, or a stream: ``opening``, then ``grown`` for each new
+    token, then ``closing``."""
 
-    An answer is either ``whole``, or a stream: ``opening``, then ``grown`` for each new token, then
-    ``closing``."""
-
-    def __init__(self, asked: Asked, model: str, tokenizer: tokenizers.Tokenizer, choices: int):
-        self._asked, self._model = asked, model
-        self.chat = isinstance(asked, Chat)
+    def __init__(
+        self, request: Chat | Completion, model: str, tokenizer: tokenizers.Tokenizer, choices: int
+    ):
+        self._request, self._model = request, model
+        self.chat = isinstance(request, Chat)
         self._id = f"{'chatcmpl' if self.chat else 'cmpl'}-{uuid.uuid4().hex}"
         self._created = int(time.time())
-        self._texts = [Pieces(tokenizer, asked.stops) for _ in range(choices)]
+        self._texts = [Pieces(tokenizer, request.stops) for _ in range(choices)]
         self._fed = [0] * choices
-
-    # ------------------------------------------------------------------------------------------
-    # whole
 
     def whole(self, results: Sequence[GenerateResult]) -> dict[str, Any]:
         """Return the body of an answer that is not a stream."""
-        choices = [
-            self._choice(i, sample)
-            for i, sample in enumerate(s for r in results for s in r.samples)
-        ]
+        choices = []
+        for index, sample in enumerate(s for result in results for s in result.samples):
+            text = self._rest(index, sample)
+            content = {"message": {"role": "assistant", "content": text}}
+            choice = {"index": index, **(content if self.chat else {"text": text})}
+            choice["logprobs"] = self._logprobs(index)
+            choices.append(choice | {"finish_reason": self._reason(index, sample)})
         kind = "chat.completion" if self.chat else "text_completion"
         return {**self._head(kind), "choices": choices, "usage": usage(results)}
-
-    def _choice(self, index: int, sample: Sample) -> dict[str, Any]:
-        text = self._rest(index, sample)
-        content: dict[str, Any] = (
-            {"message": {"role": "assistant", "content": text}} if self.chat else {"text": text}
-        )
-        logprobs = self._logprobs(index)
-        return {
-            "index": index,
-            **content,
-            "logprobs": logprobs,
-            "finish_reason": self._reason(index, sample),
-        }
-
-    # ------------------------------------------------------------------------------------------
-    # stream
 
     def opening(self) -> Iterator[dict[str, Any]]:
         """Yield the chunks before the first token: the roles of a chat."""
         for index in range(len(self._texts) if self.chat else 0):
-            yield self._chunk(
-                {"index": index, "delta": {"role": "assistant", "content": ""}, **_UNFINISHED}
-            )
+            delta = {"role": "assistant", "content": ""}
+            yield self._chunk({"index": index, "delta": delta, **_UNFINISHED})
 
     def grown(
         self, index: int, tokens: Sequence[int], logprobs: Sequence[float], top: _Top = ()
     ) -> Iterator[dict[str, Any]]:
-        """Yield at most one chunk with the text that new tokens of a choice make certain. top:
-        empty, or as in ``wire.messages.Sample``."""
+        """Yield at most one chunk with the text that new tokens make certain."""
         text = self._feed(index, tokens, logprobs, top)
         if text:
             yield self._text_chunk(index, text)
 
     def closing(self, results: Sequence[GenerateResult]) -> Iterator[dict[str, Any]]:
-        """Yield the rest of every choice, its finish reason, and the counts of tokens if they are
-        asked for."""
+        """Yield the rest of every choice, its finish reason, and the counts of tokens."""
         for index, sample in enumerate(s for result in results for s in result.samples):
             text = self._rest(index, sample)
-            if text or (self._asked.wants_logprobs and self._texts[index].tokens):
+            if text or (self._request.wants_logprobs and self._texts[index].tokens):
                 yield self._text_chunk(index, text)
             content: dict[str, Any] = {"delta": {}} if self.chat else {"text": ""}
-            reason = self._reason(index, sample)
-            yield self._chunk(
-                {"index": index, **content, "logprobs": None, "finish_reason": reason}
-            )
-        if self._asked.wants_usage:
+            end = _UNFINISHED | {"finish_reason": self._reason(index, sample)}
+            yield self._chunk({"index": index, **content, **end})
+        if self._request.wants_usage:
             yield {**self._chunk(), "usage": usage(results)}
 
     def _text_chunk(self, index: int, text: str) -> dict[str, Any]:
         content: dict[str, Any] = {"delta": {"content": text}} if self.chat else {"text": text}
-        return self._chunk(
-            {"index": index, **content, **_UNFINISHED, "logprobs": self._logprobs(index)}
-        )
+        logprobs = _UNFINISHED | {"logprobs": self._logprobs(index)}
+        return self._chunk({"index": index, **content, **logprobs})
 
     def _chunk(self, *choices: dict[str, Any]) -> dict[str, Any]:
         head = self._head("chat.completion.chunk" if self.chat else "text_completion")
-        return {
-            **head,
-            "choices": list(choices),
-            **({"usage": None} if self._asked.wants_usage else {}),
-        }
-
-    # ------------------------------------------------------------------------------------------
-    # parts of both
+        counts = {"usage": None} if self._request.wants_usage else {}
+        return {**head, "choices": list(choices), **counts}
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self._id, "object": kind, "created": self._created, "model": self._model}
@@ -120,35 +173,28 @@ class Answer:
 
     def _rest(self, index: int, sample: Sample) -> str:
         """Return the text of a sample that was not sent yet."""
-        begin = self._fed[index]
-        top = (sample.top or [])[begin:]
-        new = self._feed(
-            index, sample.tokens[begin:].tolist(), sample.logprobs[begin:].tolist(), top
-        )
+        left = slice(self._fed[index], None)
+        tokens, logprobs = sample.tokens[left].tolist(), sample.logprobs[left].tolist()
+        new = self._feed(index, tokens, logprobs, (sample.top or [])[left])
         return new + self._texts[index].finish()
 
     def _reason(self, index: int, sample: Sample) -> str:
         return "stop" if self._texts[index].stopped else sample.finish
 
     def _logprobs(self, index: int) -> dict[str, Any] | None:
-        """Return the log-probabilities of the tokens since the last call, including the tokens of a
-        stop string."""
-        if not self._asked.wants_logprobs:
+        """Return the log-probabilities of the tokens since the last call."""
+        if not self._request.wants_logprobs:
             return None
         tokens = self._texts[index].take()
         if self.chat:
             return chat_logprobs(tokens)
+        top = [_by_text(token) for token in tokens] if self._request.most_likely else None
         return {
             "tokens": [token.text for token in tokens],
             "token_logprobs": [token.logprob for token in tokens],
-            "top_logprobs": [_by_text(token) for token in tokens]
-            if self._asked.most_likely
-            else None,
+            "top_logprobs": top,
             "text_offset": [token.offset for token in tokens],
         }
-
-
-_UNFINISHED: dict[str, Any] = {"logprobs": None, "finish_reason": None}
 
 
 def chat_logprobs(tokens: Sequence[TokenText]) -> dict[str, Any]:
@@ -162,17 +208,13 @@ def _chat_logprob(token: TokenText) -> dict[str, Any]:
 
 
 def _entry(text: str, logprob: float) -> dict[str, Any]:
-    # The bytes of a token that is a part of a character are not known here.
-    return {
-        "token": text,
-        "logprob": logprob,
-        "bytes": None if "\ufffd" in text else list(text.encode()),
-    }
+    # the bytes of a token that is a part of a character are not known here
+    spelled = None if _BROKEN in text else list(text.encode())
+    return {"token": text, "logprob": logprob, "bytes": spelled}
 
 
 def _by_text(token: TokenText) -> dict[str, float]:
-    """Return the most probable tokens and the sampled token, by text. If texts are equal, the
-    sampled, else the most probable token counts."""
+    """Return log-probabilities by text. Of equal texts the sampled, then the best counts."""
     logprobs: dict[str, float] = {}
     for text, logprob in token.top:
         logprobs.setdefault(text, logprob)

@@ -1,16 +1,12 @@
-"""The Messages dialect of Anthropic's clients, /v1/messages: its bodies as those of chat
-completions, and replies and errors in its words.
-
-Blocks of earlier thoughts are left out of a history, as the reasoning of the other dialects is:
-where a reply was sampled here, its tokens stand with their thoughts in the tree. Images and
-documents are refused, as they are in the other dialects.
+"""Anthropic's dialect, /v1/messages: its bodies as those of chat completions, and replies and errors
+in its words. Earlier thoughts are left out of a history; images and documents are refused.
 """
 
 import json
 import re
 from typing import Any
 
-from coppice.actors.serving.protocol import Refused
+from coppice.actors.serving.protocol import Refused, unexpected
 from coppice.actors.serving.replies import Form, Reply, sse
 from coppice.common.dialogue import text_of
 
@@ -20,23 +16,15 @@ _TRANSLATED = (
 )  # fmt: skip
 """Fields that are written anew, and those of chat completions that this dialect does not have."""
 _BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n?")
-"""What Claude Code writes before its system prompt for its provider. It differs in every
-request, so no request would continue another."""
+"""Claude Code begins its system prompt with this line, which differs in every request."""
 _UNTHREADED = "thread_unsupported_request"
-"""The reason after which Anthropic's clients send the whole conversation instead of the id of a
-message."""
+"""After this reason Anthropic's clients send the whole conversation."""
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
-_ERRORS = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-}
+_ERRORS = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large"}
 
 
 def chat_body(body: dict[str, Any], counted: bool = False) -> dict[str, Any]:
-    """Return the body of chat completions that asks the same. counted: only its tokens are asked
-    for. Raises Refused, which names the field."""
+    """Return the same request of chat completions. counted: only its tokens. Raises Refused."""
     listed = body.get("messages")
     if not isinstance(listed, list) or not listed:
         raise Refused("`messages`: expected a list of at least one message")
@@ -75,26 +63,19 @@ def _system(system: Any) -> list[dict[str, Any]]:
     try:
         text = "".join(_BILLING.sub("", text_of([block])) for block in blocks)
     except (TypeError, ValueError):
-        raise Refused(
-            f"`system`: {str(system)[:80]}: expected a text or a list of text blocks"
-        ) from None
+        raise unexpected("system", system, "a text or a list of text blocks") from None
     return [{"role": "system", "content": text}] if text else []
 
 
 def _messages(message: Any) -> list[dict[str, Any]]:
-    """Return a message as chat completions have it. Each result of a tool is a message of its
-    own there."""
+    """Return a message as chat completions have it, with each tool result on its own."""
     role = message.get("role") if isinstance(message, dict) else None
     if role not in ("system", "user", "assistant"):
-        raise Refused(
-            f"`messages`: {str(message)[:80]}: expected an object with the role user or assistant"
-        )
+        raise unexpected("messages", message, "an object with the role user or assistant")
     content = message.get("content")
     blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
     if not isinstance(blocks, list) or not all(isinstance(block, dict) for block in blocks):
-        raise Refused(
-            f"`messages`: `content`: {str(content)[:80]}: expected a text or a list of blocks"
-        )
+        raise unexpected("content", content, "a text or a list of blocks")
     results, texts, calls = list[dict[str, Any]](), list[dict[str, Any]](), list[dict[str, Any]]()
     for block in blocks:
         kind = block.get("type")
@@ -104,13 +85,8 @@ def _messages(message: Any) -> list[dict[str, Any]]:
             calls.append(_call(block))
         elif kind == "tool_result" and role == "user":
             results += [{"role": role, "content": texts}] if texts else []
-            results.append(
-                {
-                    "role": "tool",
-                    "tool_call_id": block.get("tool_use_id"),
-                    "content": _result(block),
-                }
-            )
+            result = {"role": "tool", "tool_call_id": block.get("tool_use_id")}
+            results.append({**result, "content": _result(block)})
             texts = []
         elif kind not in ("thinking", "redacted_thinking"):
             raise Refused(
@@ -124,23 +100,17 @@ def _messages(message: Any) -> list[dict[str, Any]]:
 def _call(block: dict[str, Any]) -> dict[str, Any]:
     name, arguments = block.get("name"), block.get("input")
     if not isinstance(name, str) or not isinstance(arguments, dict):
-        raise Refused(
-            f"`messages`: {str(block)[:80]}: expected a tool_use with a `name` and an object as `input`"
-        )
-    written = json.dumps(arguments, ensure_ascii=False)
-    return {
-        "id": block.get("id"),
-        "type": "function",
-        "function": {"name": name, "arguments": written},
-    }
+        raise unexpected("messages", block, "a tool_use with a `name` and an object as `input`")
+    function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
+    return {"id": block.get("id"), "type": "function", "function": function}
 
 
 def _result(block: dict[str, Any]) -> str:
     try:
         text = text_of(block.get("content"))
     except ValueError:
-        raise Refused(
-            f"`messages`: {str(block)[:80]}: expected a tool_result whose `content` is a text or a list of text blocks"
+        raise unexpected(
+            "messages", block, "a tool_result whose `content` is a text or a list of text blocks"
         ) from None
     return f"Error: {text}" if block.get("is_error") else text
 
@@ -148,15 +118,9 @@ def _result(block: dict[str, Any]) -> str:
 def _tool(tool: Any) -> dict[str, Any]:
     kind = tool.get("type") if isinstance(tool, dict) else ""
     if kind not in (None, "custom") or not isinstance(tool.get("input_schema"), dict):
-        raise Refused(
-            f"`tools`: {str(tool)[:80]}: expected an `input_schema`; tools of the provider are not there"
-        )
-    function = {
-        "name": tool.get("name"),
-        "description": tool.get("description"),
-        "parameters": tool["input_schema"],
-    }
-    return {"type": "function", "function": function}
+        raise unexpected("tools", tool, "an `input_schema`; tools of the provider are not there")
+    function = {"name": tool.get("name"), "description": tool.get("description")}
+    return {"type": "function", "function": {**function, "parameters": tool["input_schema"]}}
 
 
 def _choice(choice: Any) -> Any:
@@ -164,76 +128,60 @@ def _choice(choice: Any) -> Any:
     if kind == "tool":
         return {"type": "function", "function": {"name": choice.get("name")}}
     if choice is not None and kind not in _CHOICES:
-        raise Refused(
-            f"`tool_choice`: {str(choice)[:80]}: expected the type auto, any, none, or tool with a `name`"
-        )
+        raise unexpected("tool_choice", choice, "the type auto, any, none, or tool with a `name`")
     return _CHOICES.get(kind or "auto")
 
 
 def _format(body: dict[str, Any]) -> dict[str, Any] | None:
     config = body.get("output_config")
-    wanted = body.get("output_format") or (
-        config.get("format") if isinstance(config, dict) else None
-    )
+    config = config if isinstance(config, dict) else {}
+    wanted = body.get("output_format") or config.get("format")
     if not wanted:
         return None
     if not isinstance(wanted, dict) or wanted.get("type") != "json_schema":
-        raise Refused(
-            f"`output_config`: `format`: {str(wanted)[:80]}: expected the type json_schema with a `schema`"
-        )
+        raise unexpected("output_config", wanted, "the type json_schema with a `schema`")
     return {"type": "json_schema", "json_schema": {"schema": wanted.get("schema")}}
 
 
 class MessagesForm(Form):
     """thinks: whether the client asks for the thought, as a block before the text."""
 
+    id, call = "msg-", "toolu"
+
     def __init__(self, body: dict[str, Any], model: str):
         super().__init__(str(body.get("model") or model))
         thinking = body.get("thinking")
-        self.id = "msg-"
         self.thinks = isinstance(thinking, dict) and thinking.get("type") in ("enabled", "adaptive")
 
     def whole(self, reply: Reply) -> dict[str, Any]:
         return self._message(self._content(reply), _usage(reply)) | self._end(reply)
 
     def events(self, reply: Reply, usage: bool) -> list[bytes]:
-        start = self._message([], {**_usage(reply), "output_tokens": 0})
-        events: list[dict[str, Any]] = [
-            {"type": "message_start", "message": start},
-            {"type": "ping"},
-        ]
+        events = list[bytes]()
+
+        def add(kind: str, **fields: Any) -> None:
+            events.append(sse({"type": kind, **fields}, kind))
+
+        add("message_start", message=self._message([], {**_usage(reply), "output_tokens": 0}))
+        add("ping")
         for index, block in enumerate(self._content(reply)):
-            deltas, emptied = _deltas(block)
-            events.append(
-                {
-                    "type": "content_block_start",
-                    "index": index,
-                    "content_block": {**block, **emptied},
-                }
-            )
-            events += [
-                {"type": "content_block_delta", "index": index, "delta": delta} for delta in deltas
-            ]
-            events.append({"type": "content_block_stop", "index": index})
-        events.append({"type": "message_delta", "delta": self._end(reply), "usage": _usage(reply)})
-        events.append({"type": "message_stop"})
-        return [sse(event, event["type"]) for event in events]
+            deltas, empty = _deltas(block)
+            add("content_block_start", index=index, content_block={**block, **empty})
+            for delta in deltas:
+                add("content_block_delta", index=index, delta=delta)
+            add("content_block_stop", index=index)
+        add("message_delta", delta=self._end(reply), usage=_usage(reply))
+        add("message_stop")
+        return events
 
     def refusal(self, refused: Refused) -> bytes:
         return sse(_error(refused), "error")
 
-    def call_id(self, place: int | str) -> str:
-        return f"toolu_{self.id.rpartition('-')[2]}_{place}"
-
     def _message(self, content: list[dict[str, Any]], usage: dict[str, int]) -> dict[str, Any]:
-        head = {
-            "id": self.id,
-            "type": "message",
-            "role": "assistant",
-            "model": self.model,
-            "content": content,
-        }
-        return head | {"stop_reason": None, "stop_sequence": None, "usage": usage}
+        head = {"id": self.id, "type": "message", "role": "assistant", "model": self.model}
+        return head | {
+            "content": content, "stop_reason": None, "stop_sequence": None, "usage": usage,
+        }  # fmt: skip
 
     def _content(self, reply: Reply) -> list[dict[str, Any]]:
         blocks: list[dict[str, Any]] = []
@@ -244,14 +192,8 @@ class MessagesForm(Form):
         for place, call in enumerate(reply.calls):
             # NaN and Infinity are no JSON
             arguments = json.loads(call.arguments, parse_constant=lambda _: None)
-            blocks.append(
-                {
-                    "type": "tool_use",
-                    "id": self.call_id(place),
-                    "name": call.name,
-                    "input": arguments,
-                }
-            )
+            head = {"type": "tool_use", "id": self.call_id(place)}
+            blocks.append({**head, "name": call.name, "input": arguments})
         return blocks
 
     def _end(self, reply: Reply) -> dict[str, Any]:
@@ -264,27 +206,21 @@ class MessagesForm(Form):
 
 def _deltas(block: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Return the deltas of a block, and the fields in which it begins empty."""
-    if block["type"] == "tool_use":
-        return [{"type": "input_json_delta", "partial_json": json.dumps(block["input"])}], {
-            "input": {}
-        }
-    if block["type"] == "text":
-        return [{"type": "text_delta", "text": block["text"]}], {"text": ""}
-    deltas = [
-        {"type": "thinking_delta", "thinking": block["thinking"]},
-        {"type": "signature_delta", "signature": ""},
-    ]
-    return deltas, {"thinking": ""}
+    kind = block["type"]
+    if kind == "tool_use":
+        written = json.dumps(block["input"])
+        return [{"type": "input_json_delta", "partial_json": written}], {"input": {}}
+    deltas = [{"type": f"{kind}_delta", kind: block[kind]}]
+    deltas += [{"type": "signature_delta", "signature": ""}] if kind == "thinking" else []
+    return deltas, {kind: ""}
 
 
 def _usage(reply: Reply) -> dict[str, int]:
     spent = reply.spent
     return {
-        "input_tokens": spent.prompt - spent.cached,
-        "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": spent.cached,
-        "output_tokens": spent.sampled,
-    }
+        "input_tokens": spent.prompt - spent.cached, "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": spent.cached, "output_tokens": spent.sampled,
+    }  # fmt: skip
 
 
 def refusal(path: str, refused: Refused) -> dict[str, Any]:
@@ -293,9 +229,8 @@ def refusal(path: str, refused: Refused) -> dict[str, Any]:
 
 
 def _error(refused: Refused) -> dict[str, Any]:
-    kind = _ERRORS.get(
-        refused.status, "invalid_request_error" if refused.status < 500 else "api_error"
-    )
+    other = "invalid_request_error" if refused.status < 500 else "api_error"
+    kind = _ERRORS.get(refused.status, other)
     details = {"error_code": _UNTHREADED, "unsupported": ["thread"]}
     more = {"details": details} if refused.code == _UNTHREADED else {}
     return {"type": "error", "error": {"type": kind, "message": str(refused), **more}}

@@ -8,7 +8,6 @@ names of SGLang (``regex``, ``json_schema``) or vLLM (``guided_regex``, ``guided
 
 import math
 from collections.abc import Mapping
-from http import HTTPStatus
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -20,25 +19,14 @@ _Positive = Annotated[int, msgspec.Meta(ge=1)]
 _Token = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
 COMPLETION_TOKENS = 16
-"""The max_tokens of a completion that does not set it, as in the protocol. A chat gets the rest of
-the context."""
+"""The max_tokens of a completion that sets none, as in the protocol."""
 MOST_PROMPTS = 128
 """The most prompts of one completions request."""
 
 _UNSUPPORTED = (
-    "guided_choice",
-    "guided_grammar",
-    "ebnf",
-    "grammar",
-    "structural_tag",
-    "stop_regex",
-    "allowed_token_ids",
-    "logits_processors",
-    "custom_logit_processor",
-    "truncate_prompt_tokens",
-    "chat_template",
-    "lora_path",
-)
+    "guided_choice", "guided_grammar", "ebnf", "grammar", "structural_tag", "stop_regex", "allowed_token_ids", "logits_processors",
+    "custom_logit_processor", "truncate_prompt_tokens", "chat_template", "lora_path",
+)  # fmt: skip
 """Fields of other servers that change the answer whatever their value is."""
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "presence_penalty": (0,),
@@ -75,8 +63,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 
 
 class Refused(Exception):
-    """A request that is answered with ``status`` and the reason. code: the protocol's short name of
-    the reason."""
+    """A request that is answered with ``status`` and the reason. code: its name in the protocol."""
 
     def __init__(self, reason: str, status: int = 400, code: str | None = None):
         super().__init__(reason)
@@ -88,17 +75,25 @@ class Refused(Exception):
         return {"error": {"message": str(self), "type": kind, "param": None, "code": self.code}}
 
 
-def http_refused(method: str, path: str, status: int, largest: int) -> Refused:
-    """Return an error of HTTP itself (no such path, a body of more than ``largest`` bytes) as a
-    refusal in the protocol's form."""
-    if status == HTTPStatus.REQUEST_ENTITY_TOO_LARGE:
-        return Refused(f"the body is too long, expected at most {largest} bytes", status)
-    return Refused(f"{method} {path}: {HTTPStatus(status).phrase}", status)
-
-
 def shown(value: Any) -> str:
     """Return the beginning of a field's value, for the reason of a refusal."""
     return repr(value)[:80]
+
+
+_Kind = TypeVar("_Kind")
+
+
+def converted(fields: Mapping[str, Any], kind: type[_Kind]) -> _Kind:
+    """Return the fields of a struct. Raises Refused, which names the first that does not fit."""
+    try:
+        return msgspec.convert(fields, kind)
+    except msgspec.ValidationError as error:
+        raise Refused(str(error)) from None
+
+
+def unexpected(field: str, value: Any, expected: str) -> Refused:
+    """Return the refusal of a field's value."""
+    return Refused(f"`{field}`: {shown(value)}: expected {expected}")
 
 
 class _JsonSchema(msgspec.Struct):
@@ -113,23 +108,21 @@ class ResponseFormat(msgspec.Struct):
 
 
 class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
-    """A constraint with vLLM's field names. Its other fields are constraints too, so an unknown one
-    is refused."""
+    """A constraint with vLLM's names. Its other fields are constraints too: refused."""
 
     regex: str | None = None
     json: str | dict[str, Any] | None = None
 
 
 class StreamOptions(msgspec.Struct):
-    """include_usage: send one more chunk at the end with the counts of tokens. include_obfuscation:
-    has no effect here."""
+    """include_usage: end a stream with the counts of tokens. include_obfuscation: no effect."""
 
     include_usage: bool = False
     include_obfuscation: bool = False
 
 
-class Asked(msgspec.Struct, kw_only=True):
-    """The fields that both kinds of request have."""
+class SamplingFields(msgspec.Struct, kw_only=True):
+    """The fields that chats and completions have in common."""
 
     model: str = ""
     max_tokens: _Positive | None = None
@@ -157,15 +150,6 @@ class Asked(msgspec.Struct, kw_only=True):
             raise ValueError("`stream_options` has no effect without `stream`: true")
 
     @property
-    def wants_logprobs(self) -> bool:
-        raise NotImplementedError
-
-    @property
-    def most_likely(self) -> int:
-        """How many of the most probable tokens are reported with each sampled token."""
-        raise NotImplementedError
-
-    @property
     def wants_usage(self) -> bool:
         """Whether a stream ends with the counts of tokens."""
         return self.stream_options is not None and self.stream_options.include_usage
@@ -174,44 +158,29 @@ class Asked(msgspec.Struct, kw_only=True):
     def stops(self) -> list[str]:
         return [self.stop] if isinstance(self.stop, str) else self.stop
 
-    def longest(self, room: int) -> int:
-        """Return the most new tokens when ``room`` tokens are left of the context."""
-        raise NotImplementedError
-
-    def sampling(self, room: int) -> Sampling:
-        """Return how the engine must sample. room: tokens left of the context."""
+    def _sampling(self, max_tokens: int, top_logprobs: int) -> Sampling:
         return Sampling(
-            self.longest(room),
-            self.temperature,
-            self.top_p,
-            max(0, self.top_k),
-            self.stops,
-            self.seed,
-            self.constraint(),
-            self.most_likely,
-        )
+            max_tokens, self.temperature, self.top_p, max(0, self.top_k), self.stops, self.seed,
+            self.constraint(), top_logprobs,
+        )  # fmt: skip
 
     def constraint(self) -> Constraint | None:
         """Return the constraint of the request, if any. Raises Refused when there are several."""
         outputs = self.structured_outputs or StructuredOutputs()
-        regexes = {
-            "regex": self.regex,
-            "guided_regex": self.guided_regex,
-            "structured_outputs.regex": outputs.regex,
+        fields: dict[str, tuple[Literal["regex", "json_schema"], Any]] = {
+            "regex": ("regex", self.regex),
+            "guided_regex": ("regex", self.guided_regex),
+            "structured_outputs.regex": ("regex", outputs.regex),
+            "json_schema": ("json_schema", self.json_schema),
+            "guided_json": ("json_schema", self.guided_json),
+            "structured_outputs.json": ("json_schema", outputs.json),
+            "response_format": ("json_schema", self._schema()),
         }
         constraints = {
-            name: Constraint("regex", text) for name, text in regexes.items() if text is not None
+            name: Constraint(kind, _text(value))
+            for name, (kind, value) in fields.items()
+            if value is not None
         }
-        schemas: dict[str, Any] = {
-            "json_schema": self.json_schema,
-            "guided_json": self.guided_json,
-            "structured_outputs.json": outputs.json,
-            "response_format": self._schema(),
-        }
-        for name, schema in schemas.items():
-            if schema is not None:
-                text = schema if isinstance(schema, str) else msgspec.json.encode(schema).decode()
-                constraints[name] = Constraint("json_schema", text)
         if len(constraints) > 1:
             raise Refused(
                 f"{' and '.join(f'`{name}`' for name in constraints)}: expected one constraint"
@@ -231,9 +200,8 @@ class Asked(msgspec.Struct, kw_only=True):
         return wanted.json_schema.schema
 
 
-class Chat(Asked, kw_only=True):
-    """How the body of POST /v1/chat/completions is sampled. ``actors.serving.asked`` reads its
-    messages and tools."""
+class Chat(SamplingFields, kw_only=True):
+    """How a body of /v1/chat/completions is sampled. ``conversations`` reads the rest."""
 
     max_completion_tokens: _Positive | None = None
     logprobs: bool = False
@@ -260,18 +228,17 @@ class Chat(Asked, kw_only=True):
 
     @property
     def most_likely(self) -> int:
+        """How many of the most probable tokens are reported with each sampled token."""
         return self.top_logprobs
 
-    def longest(self, room: int) -> int:
-        return self.max_completion_tokens or self.max_tokens or max(1, room)
+    def sampling(self, room: int) -> Sampling:
+        """Return how the engine must sample. room: tokens left of the context."""
+        longest = self.max_completion_tokens or self.max_tokens or max(1, room)
+        return self._sampling(longest, self.top_logprobs)
 
 
-class Completion(Asked, kw_only=True):
-    """The body of POST /v1/completions. prompt: one or several, each a text or token ids. No
-    special token is put before a text.
-
-    logprobs: how many of the most probable tokens are reported with each sampled token.
-    """
+class Completion(SamplingFields, kw_only=True):
+    """The body of POST /v1/completions. No special token is put before a text."""
 
     prompt: str | list[str | _Token | list[_Token]]
     logprobs: Annotated[int, msgspec.Meta(ge=0, le=5)] | None = None
@@ -282,15 +249,16 @@ class Completion(Asked, kw_only=True):
 
     @property
     def most_likely(self) -> int:
+        """How many of the most probable tokens are reported with each sampled token."""
         return self.logprobs or 0
 
-    def longest(self, room: int) -> int:
-        return self.max_tokens or COMPLETION_TOKENS
+    def sampling(self, room: int) -> Sampling:
+        """Return how the engine must sample. room: has no effect."""
+        return self._sampling(self.max_tokens or COMPLETION_TOKENS, self.most_likely)
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """The prompts of the request. Raises Refused when there is none or too many, or when one is
-        empty."""
+        """The prompts. Raises Refused when there is none or too many, or one is empty."""
         parts: Any = [self.prompt] if isinstance(self.prompt, str) else self.prompt
         kinds = {type(part) for part in parts}
         if len(kinds) > 1:
@@ -303,22 +271,16 @@ class Completion(Asked, kw_only=True):
         return prompts
 
 
-_Kind = TypeVar("_Kind", Chat, Completion)
+_Sampled = TypeVar("_Sampled", Chat, Completion)
 
 
-def read(body: Mapping[str, Any], kind: type[_Kind]) -> _Kind:
+def read(body: Mapping[str, Any], kind: type[_Sampled]) -> _Sampled:
     """Return the request of a body. Raises Refused, which names the field that cannot be served."""
-    known = set(kind.__struct_fields__)
-    left = {}
-    for name, value in body.items():
-        if value is not None and name in known:
-            left[name] = value
-        elif value is not None and name in _NEUTRAL:
+    set_fields = {name: value for name, value in body.items() if value is not None}
+    for name, value in set_fields.items():
+        if name in _NEUTRAL and name not in kind.__struct_fields__:
             _check_neutral(name, value)
-    try:
-        return msgspec.convert(left, kind)
-    except msgspec.ValidationError as error:
-        raise Refused(str(error)) from None
+    return converted(set_fields, kind)
 
 
 def _check_neutral(name: str, value: Any) -> None:
@@ -326,16 +288,17 @@ def _check_neutral(name: str, value: Any) -> None:
     if not any(
         value == good and isinstance(value, bool) == isinstance(good, bool) for good in neutral
     ):
-        shown = "".join(f"{msgspec.json.encode(good).decode()} or " for good in neutral)
+        expected = "".join(f"{_json(good)} or " for good in neutral)
+        text = "NaN" if isinstance(value, float) and math.isnan(value) else _json(value)
+        text = text if len(text) <= 80 else f"{text[:80]}..."
         raise Refused(
-            f"`{name}`: {_short(value)}: this server does not support it, expected {shown}nothing"
+            f"`{name}`: {text}: this server does not support it, expected {expected}nothing"
         )
 
 
-def _short(value: Any) -> str:
-    text = (
-        "NaN"
-        if isinstance(value, float) and math.isnan(value)
-        else msgspec.json.encode(value).decode()
-    )
-    return text if len(text) <= 80 else f"{text[:80]}..."
+def _json(value: Any) -> str:
+    return msgspec.json.encode(value).decode()
+
+
+def _text(schema: Any) -> str:
+    return schema if isinstance(schema, str) else _json(schema)

@@ -9,11 +9,9 @@ import tokenizers
 
 from coppice.actors.environments.base import Spent
 from coppice.actors.serving import anthropic
-from coppice.actors.serving.answers import chat_logprobs
-from coppice.actors.serving.asked import Asked, chat_of, responses_of
-from coppice.actors.serving.pieces import Pieces
-from coppice.actors.serving.protocol import Chat, Refused, read
-from coppice.actors.serving.remembered import Remembered
+from coppice.actors.serving.answers import Pieces, chat_logprobs
+from coppice.actors.serving.conversations import Conversation, ResponseStore, chat_of, responses_of
+from coppice.actors.serving.protocol import Chat, Refused, read, unexpected
 from coppice.actors.serving.replies import ChatForm, Form, Reply, ResponsesForm
 from coppice.common.chat_template import ChatTemplate
 from coppice.common.dialogue import Renderer
@@ -24,80 +22,61 @@ _CALLS = ("tools", "tool_choice", "parallel_tool_calls")
 _SHOWN = ("name", "reasoning_content")
 """Fields of messages that some templates read."""
 _SAMPLED = (
-    "model",
-    "temperature",
-    "top_p",
-    "top_k",
-    "seed",
-    "stop",
-    "stream",
-    "chat_template_kwargs",
-)
+    "model", "temperature", "top_p", "top_k", "seed", "stop", "stream", "chat_template_kwargs",
+)  # fmt: skip
 """Fields of /v1/responses that mean what they mean in chat completions."""
 _DEFINITIONS = ("$defs", "definitions")
 """Where schemas keep what they refer to."""
 
 
-class Conversation(msgspec.Struct):
-    """A request that is a conversation. sampled: how to sample it. form: how to write its reply.
-    plain: it is a chat that has neither tools nor calls, so its texts can be sent while they
-    grow."""
+class ServedRequest(msgspec.Struct):
+    """form: how to write the reply. plain: without tools and calls: its text is sent as it
+    grows."""
 
-    asked: Asked
+    conversation: Conversation
     sampled: Chat
     form: Form
     plain: bool = False
 
+    def __post_init__(self) -> None:
+        self.form.id += uuid.uuid4().hex
+
     @property
     def constraint(self) -> Constraint | None:
-        """What the reply must match: a call in JSON if one is required, otherwise what the request
-        says."""
-        if not self.asked.must_call:
+        """What the reply must match: a call if one is required, else what is asked."""
+        if not self.conversation.must_call:
             return self.sampled.constraint()
         if self.sampled.constraint() is not None:
             raise Refused(
                 "`tool_choice`: a required call and another constraint: expected one of them"
             )
-        offered = [
-            tool["function"]
-            for tool in self.asked.tools
-            if tool["function"]["name"] in self.asked.offered
-        ]
+        functions = [tool["function"] for tool in self.conversation.tools]
+        offered = [one for one in functions if one["name"] in self.conversation.offered]
         return Constraint("json_schema", msgspec.json.encode(_one_of(offered)).decode())
 
 
-def chat(body: dict[str, Any], name: str) -> Conversation:
-    """Return the conversation of a body of /v1/chat/completions. name: of the model. Raises
-    Refused."""
-    asked = chat_of(body, _SHOWN)
+def chat(body: dict[str, Any], name: str) -> ServedRequest:
+    """Read a body of /v1/chat/completions. name: of the model. Raises Refused."""
+    conversation = chat_of(body, _SHOWN)
     sampled = read({key: value for key, value in body.items() if key not in _CALLS}, Chat)
-    calls = any(m["role"] == "tool" or "tool_calls" in m for m in asked.messages)
-    return _named(
-        Conversation(asked, sampled, ChatForm(sampled.model or name), not calls and not asked.tools)
-    )
+    calls = any(m["role"] == "tool" or "tool_calls" in m for m in conversation.messages)
+    plain = not calls and not conversation.tools
+    return ServedRequest(conversation, sampled, ChatForm(sampled.model or name), plain)
 
 
-def responses(body: dict[str, Any], name: str, remembered: Remembered) -> Conversation:
-    """Return the conversation of a body of /v1/responses. name: of the model. remembered: what its
-    ids refer to. Raises Refused."""
-    asked, note = responses_of(body, remembered)
+def responses(body: dict[str, Any], name: str, store: ResponseStore) -> ServedRequest:
+    """Read a body of /v1/responses. name: of the model. Raises Refused."""
+    conversation, keep = responses_of(body, store)
     fields = {key: body[key] for key in _SAMPLED if key in body}
-    sampled = read(
-        {**fields, "max_tokens": asked.most or None, "response_format": _format(body)}, Chat
-    )
-    return _named(Conversation(asked, sampled, ResponsesForm(sampled.model or name, note)))
+    fields |= {"max_tokens": conversation.most or None, "response_format": _format(body)}
+    sampled = read(fields, Chat)
+    return ServedRequest(conversation, sampled, ResponsesForm(sampled.model or name, keep))
 
 
-def messages(body: dict[str, Any], name: str, counted: bool = False) -> Conversation:
-    """Return the conversation of a body of /v1/messages. name: of the model. counted: only its
-    tokens are asked for. Raises Refused."""
-    talk = chat(anthropic.chat_body(body, counted), name)
-    return _named(Conversation(talk.asked, talk.sampled, anthropic.MessagesForm(body, name)))
-
-
-def _named(talk: Conversation) -> Conversation:
-    talk.form.id += uuid.uuid4().hex
-    return talk
+def messages(body: dict[str, Any], name: str, counted: bool = False) -> ServedRequest:
+    """Read a body of /v1/messages. counted: only its tokens are asked for. Raises Refused."""
+    same = chat(anthropic.chat_body(body, counted), name)
+    return ServedRequest(same.conversation, same.sampled, anthropic.MessagesForm(body, name))
 
 
 class Tools:
@@ -107,53 +86,44 @@ class Tools:
         self.template, self.renderer = template, Renderer(template)
         self.tokenizer, self.family = tokenizer, family_of(template.source)
         added = tokenizer.get_added_tokens_decoder().items()
-        self._unsaid = {
+        self._hidden = {
             number for number, token in added if token.special and token.content not in MARKS
         }
 
-    def prompt(self, of: Conversation) -> str:
-        """Return the text before the reply. Raises Refused when the template refuses the
-        conversation."""
-        messages, switches = of.asked.messages, of.sampled.chat_template_kwargs
+    def prompt(self, request: ServedRequest) -> str:
+        """Return the text before the reply. Raises Refused when the template does."""
+        conversation, switches = request.conversation, request.sampled.chat_template_kwargs
         try:
-            if of.plain:
-                return self.template.render(messages, switches)
-            return self.renderer.whole(messages, of.asked.tools, switches)
+            if request.plain:
+                return self.template.render(conversation.messages, switches)
+            return self.renderer.whole(conversation.messages, conversation.tools, switches)
         except ValueError as error:
             raise Refused(str(error)) from None
 
-    def reply(self, of: Conversation, result: GenerateResult) -> Reply:
+    def reply(self, request: ServedRequest, result: GenerateResult) -> Reply:
         """Return what was sampled. A call that cannot be read is text."""
-        first, *others = [self._one(of, result, sample) for sample in result.samples]
+        first, *others = [self._one(request, result, sample) for sample in result.samples]
         return msgspec.structs.replace(first, others=others)
 
-    def _one(self, of: Conversation, result: GenerateResult, sample: Sample) -> Reply:
-        text = self.tokenizer.decode(
-            [t for t in sample.tokens.tolist() if t not in self._unsaid], skip_special_tokens=False
-        )
-        place, stop = min(
-            ((place, stop) for stop in of.sampled.stops if (place := text.find(stop)) >= 0),
-            default=(len(text), ""),
-        )
+    def _one(self, request: ServedRequest, result: GenerateResult, sample: Sample) -> Reply:
+        tokens = [token for token in sample.tokens.tolist() if token not in self._hidden]
+        text = self.tokenizer.decode(tokens, skip_special_tokens=False)
+        places = [(text.find(stop), stop) for stop in request.sampled.stops if stop in text]
+        place, stop = min(places, default=(len(text), ""))
+        text = text[:place]
         spent = Spent(result.prompt_tokens, result.cached_tokens, len(sample.tokens), sample.finish)
-        reply = (
-            _called(text[:place], spent)
-            if of.asked.must_call
-            else self._parsed(of, text[:place], spent)
-        )
-        return msgspec.structs.replace(reply, stop=stop, logprobs=self._logprobs(of, sample))
+        if request.conversation.must_call:
+            reply = _called(text, spent)
+        else:
+            parsed = parse(text, self.family, request.conversation.offered)
+            reply = Reply(parsed.text, parsed.calls, spent, parsed.think)
+        logprobs = self._logprobs(sample) if request.sampled.wants_logprobs else None
+        return msgspec.structs.replace(reply, stop=stop, logprobs=logprobs)
 
-    def _parsed(self, of: Conversation, text: str, spent: Spent) -> Reply:
-        parsed = parse(text, self.family, of.asked.offered)
-        return Reply(parsed.text, parsed.calls, spent, parsed.think)
-
-    def _logprobs(self, of: Conversation, sample: Sample) -> dict[str, Any] | None:
-        if not of.sampled.wants_logprobs:
-            return None
+    def _logprobs(self, sample: Sample) -> dict[str, Any]:
         pieces, top = Pieces(self.tokenizer, ()), sample.top or [{}] * len(sample.tokens)
-        for token, logprob, likely in zip(
-            sample.tokens.tolist(), sample.logprobs.tolist(), top, strict=True
-        ):
+        tokens, logprobs = sample.tokens.tolist(), sample.logprobs.tolist()
+        for token, logprob, likely in zip(tokens, logprobs, top, strict=True):
             pieces.feed(token, logprob, likely)
         return chat_logprobs(pieces.take())
 
@@ -173,8 +143,7 @@ class _Call(msgspec.Struct):
 
 
 def _one_of(functions: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the schema of a call of one of the functions. References in their parameters start at
-    the root, so their definitions move there."""
+    """Return the schema of a call of one of the functions, with their definitions at the root."""
     calls, moved = list[dict[str, Any]](), dict[str, Any]()
     for place, function in enumerate(functions):
         text = msgspec.json.encode(function.get("parameters") or {"type": "object"}).decode()
@@ -189,14 +158,8 @@ def _one_of(functions: list[dict[str, Any]]) -> dict[str, Any]:
             )
             parameters = {"$ref": f"#/$defs/{place}."}
         properties = {"name": {"const": function["name"]}, "arguments": parameters}
-        calls.append(
-            {
-                "type": "object",
-                "properties": properties,
-                "required": [*properties],
-                "additionalProperties": False,
-            }
-        )
+        call = {"type": "object", "properties": properties, "required": [*properties]}
+        calls.append({**call, "additionalProperties": False})
     return {"anyOf": calls, **({"$defs": moved} if moved else {})}
 
 
@@ -205,7 +168,7 @@ def _format(body: dict[str, Any]) -> dict[str, Any] | None:
     text = body.get("text") or {}
     wanted = text.get("format") or {} if isinstance(text, dict) else None
     if not isinstance(wanted, dict):
-        raise Refused(f"`text`: {str(body['text'])[:80]}: expected an object with a `format`")
+        raise unexpected("text", body["text"], "an object with a `format`")
     if wanted.get("type") != "json_schema":
         return None if wanted.get("type") in (None, "text") else {"type": wanted["type"]}
     return {"type": "json_schema", "json_schema": {"schema": wanted.get("schema")}}

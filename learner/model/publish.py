@@ -14,7 +14,7 @@ from coppice.common import vision
 from coppice.common.atomic import drafted, write_whole
 from coppice.common.frontier import runs
 from coppice.learner.model.model import Policy
-from coppice.learner.weight_server import Snapshot, WeightServer
+from coppice.learner.model.weight_server import Snapshot, WeightServer
 from coppice.wire import digest
 from coppice.wire.published import FILES, Manifest
 

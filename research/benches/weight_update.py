@@ -35,7 +35,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from coppice.actors.engines.local import LocalEngine
 from coppice.actors.engines.sglang import SGLangEngine
 from coppice.learner.model.publish import Published, fingerprint, publish
-from coppice.learner.weight_server import Snapshot, WeightServer
+from coppice.learner.model.weight_server import Snapshot, WeightServer
 from coppice.research.benches import prefill as shape
 from coppice.research.benches.gpu_sglang import SHAPES, random_model, started
 from coppice.tools.defaults.models import DEFAULT

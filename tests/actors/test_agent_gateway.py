@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 
 from coppice.actors.environments.agents import gateway as module
 from coppice.actors.environments.agents.episode import Ended, Episode, Limits
+from coppice.actors.environments.agents.fork_server import ForkServer
 from coppice.actors.environments.agents.gateway import Gateway, Session
-from coppice.actors.environments.agents.nursery import Nursery
-from coppice.actors.environments.base import Spent
 from coppice.actors.serving.replies import Reply
 from coppice.common.tool_calls import ToolCall
 
@@ -28,57 +27,18 @@ ADD = {"type": "function", "function": {"name": "add", "parameters": {}}}
 SANE = [
     {**HELLO, "tools": [ADD], "tool_choice": "auto"},
     {"input": [{"type": "function_call", "call_id": "c", "name": "add", "arguments": "{}"}]},
-    {
-        "messages": [
-            {
-                "role": "assistant",
-                "tool_calls": [{"id": "c", "function": {"name": "add", "arguments": "{}"}}],
-            }
-        ]
-    },
+    {"messages": [{"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "add"}}]}]},
     {"queries": ["x"], "topk": 1},
     {"reward": 1.0},
 ]
-FIELDS = [
-    *(
-        "messages",
-        "input",
-        "instructions",
-        "tools",
-        "tool_choice",
-        "model",
-        "max_tokens",
-        "stream",
-        "stream_options",
-    ),
-    *(
-        "text",
-        "n",
-        "stop",
-        "response_format",
-        "logprobs",
-        "functions",
-        "previous_response_id",
-        "reward",
-        "response_id",
-    ),
-    *("queries", "topk"),
-]
-WORDS = [
-    *(
-        "role",
-        "content",
-        "type",
-        "text",
-        "tool_calls",
-        "tool_call_id",
-        "function",
-        "name",
-        "arguments",
-        "call_id",
-    ),
-    *("output", "parameters", "format", "id"),
-]
+FIELDS = (
+    "messages input instructions tools tool_choice model max_tokens stream stream_options text n stop"
+    " response_format logprobs functions previous_response_id reward response_id queries topk"
+).split()
+WORDS = (
+    "role content type text tool_calls tool_call_id function name arguments call_id output parameters"
+    " format id"
+).split()
 PATHS = ["chat/completions", "responses", "episode/reward", "retrieve"]
 
 
@@ -143,10 +103,8 @@ async def test_every_name_is_that_of_the_policy(door: Door) -> None:
 async def test_an_unknown_key_is_401_and_a_closed_session_409_also_for_a_request_that_waits(
     door: Door,
 ) -> None:
-    assert (await door.post("chat/completions", HELLO, Authorization="Bearer nobody"))[0] == 401
-    assert (await door.post("episode/reward", {"reward": 1}, Authorization="Bearer nobody"))[
-        0
-    ] == 401
+    for path, body in (("chat/completions", HELLO), ("episode/reward", {"reward": 1})):
+        assert (await door.post(path, body, Authorization="Bearer nobody"))[0] == 401
     assert door.session.reward is None
     waiting = asyncio.create_task(door.post("chat/completions", HELLO))
     await door.session.requests.get()
@@ -161,53 +119,20 @@ async def test_an_unknown_key_is_401_and_a_closed_session_409_also_for_a_request
         assert status == 409 and "the episode has ended" in json.loads(text)["error"]["message"]
 
 
-async def test_what_a_client_may_say_besides_changes_nothing_that_is_asked(door: Door) -> None:
-    more = {
-        "temperature": 0,
-        "top_p": 0.1,
-        "seed": 3,
-        "response_format": {"type": "text"},
-        "logprobs": False,
-        "functions": [],
-        "logit_bias": {},
-        "user": "u",
-        "parallel_tool_calls": True,
-        "store": False,
-    }
-    messages = [
-        {"role": "developer", "content": [{"type": "text", "text": "a"}], "name": "n"},
-        {"role": "assistant", "content": None, "reasoning_content": "r"},
-    ]
-    asking = [
-        asyncio.create_task(door.post("chat/completions", {"messages": messages, **body}))
-        for body in ({}, more)
-    ]
-    pending = [await door.session.requests.get() for _ in asking]
-    assert (
-        pending[0][0].messages
-        == pending[1][0].messages
-        == [{"role": "system", "content": "a"}, {"role": "assistant", "content": ""}]
-    )
-    for _, answer in pending:
-        answer.set_result(Reply("x"))
-    await asyncio.gather(*asking)
-
-
 @pytest.mark.parametrize(
     ("path", "body", "said"),
     [
         ("chat/completions", {**HELLO, "n": 2}, "`n`"),
         ("chat/completions", {**HELLO, "response_format": {"type": "json_object"}}, "`response_format`"),
         ("responses", {"input": "x", "text": {"format": {"type": "json_schema", "schema": {}}}}, "`response_format`"),
-        ("responses", {"input": "x", "text": "x"}, "`text`"),
+        ("responses", {"input": "x", "text": "x"}, "text"),
         ("chat/completions", {**HELLO, "logprobs": True, "top_logprobs": 2}, "`logprobs`"),
         ("chat/completions", {**HELLO, "functions": [ADD["function"]]}, "`functions`"),
-        ("chat/completions", {**HELLO, "stop": [""]}, "`stop`"),
-        ("chat/completions", {**HELLO, "stop": {"a": 1}}, "`stop`"),
-        ("chat/completions", {**HELLO, "stream": "yes"}, "`stream`"),
-        ("chat/completions", {**HELLO, "stream": True, "stream_options": "usage"}, "`stream_options`"),
-        ("chat/completions", {**HELLO, "model": ["m"]}, "`model`"),
-        ("chat/completions", {**HELLO, "tools": "add"}, "`tools`"),
+        ("chat/completions", {**HELLO, "stop": [""]}, "stop"),
+        ("chat/completions", {**HELLO, "stop": {"a": 1}}, "stop"),
+        ("chat/completions", {**HELLO, "stream": "yes"}, "stream"),
+        ("chat/completions", {**HELLO, "stream": True, "stream_options": "usage"}, "stream_options"),
+        ("chat/completions", {**HELLO, "model": ["m"]}, "model"),
         ("chat/completions", {**HELLO, "tools": [{"type": "function", "function": "add"}]}, "`tools`"),
         ("chat/completions", {**HELLO, "tools": [ADD], "tool_choice": {"type": "function", "function": "add"}}, "`tool_choice`"),
         ("chat/completions", {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": 1}}]}]}, "`messages`"),
@@ -224,13 +149,10 @@ async def test_what_a_client_may_say_besides_changes_nothing_that_is_asked(door:
         ("responses", {"input": "x", "conversation": {"id": "conv_1"}}, "`conversation`"),
         ("responses", {"input": [{"type": "computer_call"}]}, "computer_call"),
         ("responses", {"input": [{"type": "item_reference", "id": "msg_1"}]}, "item_reference 'msg_1'"),
-        ("responses", {"input": [{"type": "item_reference", "id": ["msg_1"]}]}, "item_reference"),
-        ("episode/reward", {"reward": "good"}, "`reward`"),
-        ("episode/reward", {"reward": True}, "`reward`"),
-        ("episode/reward", {}, "`reward`"),
-        ("episode/reward", {"reward": int("9" * 400)}, "`reward`"),
-        ("episode/reward", {"reward": [1]}, "`reward`"),
-        ("episode/reward", {"reward": 1, "response_id": 3}, "`response_id`"),
+        ("episode/reward", {"reward": True}, "reward"),
+        ("episode/reward", {"reward": int("9" * 400)}, "reward"),
+        ("episode/reward", {"reward": [1]}, "reward"),
+        ("episode/reward", {"reward": 1, "response_id": 3}, "response_id"),
     ],
 )  # fmt: skip
 async def test_what_cannot_be_answered_is_refused_with_its_name(
@@ -251,11 +173,8 @@ async def test_a_stream_that_waits_sends_comments_and_tells_its_refusal(
             f"{door.gateway.url}/chat/completions", json={**HELLO, "stream": True}, headers=headers
         ) as response:
             _, answer = await door.session.requests.get()
-            assert [await response.content.readline() for _ in range(3)] == [
-                b": waiting\n",
-                b"\n",
-                b": waiting\n",
-            ]
+            lines = [await response.content.readline() for _ in range(3)]
+            assert lines == [b": waiting\n", b"\n", b": waiting\n"]
             if ended:
                 door.gateway.end(door.session, "the episode has ended")
             else:
@@ -294,11 +213,11 @@ async def test_one_idempotency_key_is_one_call_and_another_key_is_another_call(d
 
 
 async def test_a_call_that_waits_is_known_again_behind_many_others(door: Door) -> None:
-    answers = [door.session.ask(module.Asked([]), f"{number}") for number in range(20)]
-    assert door.session.ask(module.Asked([]), "0", again=True) == answers[0]
+    answers = [door.session.ask(module.Conversation([]), f"{number}") for number in range(20)]
+    assert door.session.ask(module.Conversation([]), "0", again=True) == answers[0]
     for _, answer in answers:
         answer.set_result(Reply("x"))
-    door.session.ask(module.Asked([]), "more")
+    door.session.ask(module.Conversation([]), "more")
     assert len(door.session._answers) == module.REMEMBERED + 1
 
 
@@ -327,15 +246,10 @@ async def test_of_an_ended_session_only_its_key_is_kept_and_of_many_the_last(
 async def test_errors_of_http_itself_are_told_in_the_protocols_form(
     door: Door, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    url, own = (
-        f"http://{door.gateway.host}:{door.gateway.port}",
-        {"Authorization": f"Bearer {door.session.key}"},
-    )
-    async with door.http.get(f"{url}/v1/chat/completions", headers=own) as wrong:
-        assert (
-            wrong.status == 405
-            and "GET /v1/chat/completions" in (await wrong.json())["error"]["message"]
-        )
+    own = {"Authorization": f"Bearer {door.session.key}"}
+    async with door.http.get(f"{door.gateway.url}/chat/completions", headers=own) as wrong:
+        said = (await wrong.json())["error"]["message"]
+        assert wrong.status == 405 and "GET /v1/chat/completions" in said
     status, text = await door.post("nothing", HELLO)
     assert status == 404 and "/v1/nothing" in json.loads(text)["error"]["message"]
     status, text = await door.post("chat/completions", {"messages": "x" * module.LARGEST_BODY})
@@ -388,21 +302,11 @@ def test_no_body_is_answered_with_an_error_of_the_server() -> None:
         runner.run(gateway.close())
 
 
-async def test_usage_is_what_was_spent(door: Door) -> None:
-    usage = (await door.chat(Reply("hi", spent=Spent(10, 4, 3))))["usage"]
-    assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (
-        10,
-        3,
-        13,
-    )
-    assert usage["prompt_tokens_details"]["cached_tokens"] == 4
-
-
 async def test_items_and_responses_are_known_again_by_their_ids_in_their_own_session_alone(
     door: Door,
 ) -> None:
     tools = [{"type": "function", "name": "add", "parameters": {}}]
-    asked: list[module.Asked] = []
+    asked: list[module.Conversation] = []
 
     async def turn(reply: Reply, **body: Any) -> dict[str, Any]:
         asking = asyncio.create_task(
@@ -432,15 +336,8 @@ async def test_items_and_responses_are_known_again_by_their_ids_in_their_own_ses
     assert asked[1].messages == asked[2].messages == asked[3].messages
     assert len(asked[1].messages) == 5
     await turn(Reply("ok"), input="More.", previous_response_id=second["id"])
-    assert [m["role"] for m in asked[4].messages] == [
-        "system",
-        "user",
-        "assistant",
-        "tool",
-        "tool",
-        "assistant",
-        "user",
-    ]
+    roles = " ".join(m["role"] for m in asked[4].messages)
+    assert roles == "system user assistant tool tool assistant user"
     door.session = door.gateway.opened()
     for body in ({"input": references}, {"input": "x", "previous_response_id": first["id"]}):
         assert (await door.post("responses", body))[0] == 400
@@ -455,14 +352,14 @@ async def lasting() -> Ended:
 async def test_a_reply_is_rewarded_from_its_answer_until_the_next_request_and_another_is_refused(
     door: Door,
 ) -> None:
-    episode = Episode(door.gateway, Nursery([]), {}, Limits())
+    episode = Episode(door.gateway, ForkServer([]), {}, Limits())
     door.session = session = episode.session
     episode._ended = asyncio.create_task(lasting())
 
     async def turn(text: str) -> str:
         asking = asyncio.create_task(door.post("chat/completions", HELLO))
         asked = await episode.next()
-        assert isinstance(asked, module.Asked)
+        assert isinstance(asked, module.Conversation)
         episode.answer(asked, Reply(text))
         return json.loads((await asking)[1])["id"]
 
@@ -481,7 +378,7 @@ async def test_a_reply_is_rewarded_from_its_answer_until_the_next_request_and_an
 def test_ids_repeat_in_a_session_that_repeats_what_was_asked() -> None:
     async def names() -> list[str]:
         session = Session("key")
-        return [session.ask(module.Asked([]), digest)[0] for digest in ("a", "b", "a")]
+        return [session.ask(module.Conversation([]), digest)[0] for digest in ("a", "b", "a")]
 
     one, other = asyncio.run(names()), asyncio.run(names())
     assert one == other and len(set(one)) == 3

@@ -13,8 +13,8 @@ import pytest
 import pytest_asyncio
 
 from coppice.actors.environments.agents.episode import TAIL, Ended, Episode, Limits
+from coppice.actors.environments.agents.fork_server import ForkServer
 from coppice.actors.environments.agents.gateway import Gateway
-from coppice.actors.environments.agents.nursery import Nursery
 
 TASK = {"id": "t", "question": "1 + 1", "golds": ["2"], "seed": 0}
 AGENTS = '''
@@ -101,17 +101,17 @@ async def gateway(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncItera
 
 
 async def ended(
-    gateway: Gateway, nursery: Nursery | str, limits: Limits = Limits(20.0), **columns: Any
+    gateway: Gateway, server: ForkServer | str, limits: Limits = Limits(20.0), **columns: Any
 ) -> Ended:
     """Play an episode of a process that does not ask the policy."""
-    nursery = Nursery([], f"agents_of_a_test:{nursery}") if isinstance(nursery, str) else nursery
-    episode = Episode(gateway, nursery, TASK | columns, limits)
+    server = ForkServer([], f"agents_of_a_test:{server}") if isinstance(server, str) else server
+    episode = Episode(gateway, server, TASK | columns, limits)
     try:
         await episode.start()
         event = await episode.next()
     finally:
         await episode.close()
-        await nursery.close()
+        await server.close()
     assert isinstance(event, Ended)
     return event
 
@@ -130,7 +130,7 @@ async def test_a_detached_child_of_node_ends_with_its_episode(
     gateway: Gateway, tmp_path: Path
 ) -> None:
     (tmp_path / "agent.js").write_text(DETACHED)
-    end = await ended(gateway, Nursery(["node", str(tmp_path / "agent.js")]))
+    end = await ended(gateway, ForkServer(["node", str(tmp_path / "agent.js")]))
     assert end.fault == "" and end.reward is not None and not psutil.pid_exists(int(end.reward)), (
         end
     )
@@ -138,7 +138,7 @@ async def test_a_detached_child_of_node_ends_with_its_episode(
 
 async def test_a_process_gets_no_files_but_the_three(gateway: Gateway) -> None:
     assert (await ended(gateway, "files")).reward == 0
-    end = await ended(gateway, Nursery(["sh", "-c", "ls /proc/$$/fd"]))
+    end = await ended(gateway, ForkServer(["sh", "-c", "ls /proc/$$/fd"]))
     assert end.said.split() == ["0", "1", "2"]
 
 
@@ -176,7 +176,7 @@ async def test_the_death_of_a_node_agent_is_told_as_its_error(
     gateway: Gateway, tmp_path: Path
 ) -> None:
     (tmp_path / "agent.js").write_text("JSON.parse(process.env.OPENAI_BASE_URL);")
-    end = await ended(gateway, Nursery(["node", str(tmp_path / "agent.js")]))
+    end = await ended(gateway, ForkServer(["node", str(tmp_path / "agent.js")]))
     assert end.fault == "exit status 1" and end.error.startswith("SyntaxError: ")
 
 
@@ -207,19 +207,11 @@ async def test_an_episode_has_a_folder_of_its_own_that_goes_with_it(gateway: Gat
 async def test_variables_with_the_names_of_secrets_pass_by_name_alone(
     gateway: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    secrets = [
-        "API_KEY",
-        "ACCESS_KEY_ID",
-        "TOKEN",
-        "DB_PASSWORD",
-        "CREDENTIALS",
-        "CLIENT_SECRET",
-        "PGPASSWD",
-    ]
+    secrets = "API_KEY ACCESS_KEY_ID TOKEN DB_PASSWORD CREDENTIALS CLIENT_SECRET PGPASSWD".split()
     for name in [*secrets, "TOKENIZERS_PARALLELISM", "KEYBOARD", "OTHER_API_KEY"]:
         monkeypatch.setenv(f"MINE_{name}", "1")
     end = await ended(
-        gateway, Nursery([], "agents_of_a_test:variables", pass_env=["MINE_OTHER_API_KEY"])
+        gateway, ForkServer([], "agents_of_a_test:variables", pass_env=["MINE_OTHER_API_KEY"])
     )
     assert end.error == "['MINE_KEYBOARD', 'MINE_OTHER_API_KEY', 'MINE_TOKENIZERS_PARALLELISM']"
 
@@ -232,30 +224,30 @@ async def test_a_function_runs_in_the_python_that_is_named(
     (other / "bin" / "python").symlink_to(Path(sys.executable).resolve())
     (other / "pyvenv.cfg").write_text(f"home = {Path(sys.executable).resolve().parent}\n")
     end = await ended(
-        gateway, Nursery([], "agents_of_a_test:python", python=str(other / "bin" / "python"))
+        gateway, ForkServer([], "agents_of_a_test:python", python=str(other / "bin" / "python"))
     )
     assert end.error == str(other)
 
 
 async def test_a_task_that_no_variable_holds_is_in_stdin_alone(gateway: Gateway) -> None:
     assert (await ended(gateway, "big", text="x" * 300_000)).error == "300000 False"
-    end = await ended(gateway, Nursery(["cat"]), text="small")
+    end = await ended(gateway, ForkServer(["cat"]), text="small")
     assert json.loads(end.said) == TASK | {"text": "small"}
 
 
 async def test_a_command_that_is_not_there_is_refused_with_its_name(gateway: Gateway) -> None:
     with pytest.raises(FileNotFoundError, match="no program 'no-such-agent'"):
-        await ended(gateway, Nursery(["no-such-agent"]))
+        await ended(gateway, ForkServer(["no-such-agent"]))
 
 
-async def test_the_end_of_the_nurse_ends_its_episodes(gateway: Gateway) -> None:
-    nursery = Nursery(["sleep", "600"])
-    episode = Episode(gateway, nursery, TASK, Limits())
+async def test_the_end_of_the_fork_server_ends_its_episodes(gateway: Gateway) -> None:
+    server = ForkServer(["sleep", "600"])
+    episode = Episode(gateway, server, TASK, Limits())
     await episode.start()
-    assert episode._process is not None and nursery._nurse is not None
+    assert episode._process is not None and server._server is not None
     keeper = psutil.Process(episode._process.pid)
-    nursery._nurse.kill()
+    server._server.kill()
     psutil.wait_procs([keeper], timeout=20)
     assert not keeper.is_running()
     await episode.close()
-    await nursery.close()
+    await server.close()

@@ -135,15 +135,6 @@ def test_an_end_token_is_allowed_exactly_where_a_match_may_end(
     assert matcher.allowed(VOCABULARY) == [END, OTHER_END]
 
 
-def test_after_its_end_token_a_match_is_done_without_a_problem(
-    grammar: Grammar, words: tokenizers.Tokenizer
-) -> None:
-    matcher = grammar.matcher(Constraint("regex", "a*"))
-    matcher.accept(END)
-    assert matcher.done
-    assert not matcher.problem
-
-
 def test_a_special_token_never_stands_for_its_text(grammar: Grammar) -> None:
     matcher = grammar.matcher(Constraint("regex", "<s>|<unk>"))
     assert not {256, 259} & set(matcher.allowed(VOCABULARY))
@@ -210,23 +201,6 @@ def test_a_model_without_an_end_token_is_told_that_it_cannot_end_a_match(
 ) -> None:
     with pytest.raises(DataFault, match="eos_token_id"):
         Grammar(words, VOCABULARY, frozenset()).matcher(Constraint("regex", "a"))
-
-
-def test_a_constraint_is_compiled_once(
-    words: tokenizers.Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    compiled = []
-    whole = Grammar._compile
-
-    def counted(self: Grammar, constraint: Constraint) -> Matcher:
-        compiled.append(constraint.text)
-        return whole(self, constraint)
-
-    monkeypatch.setattr(Grammar, "_compile", counted)
-    grammar = Grammar(words, VOCABULARY, frozenset({END}))
-    for text in ("a", "b", "a"):
-        grammar.matcher(Constraint("regex", text))
-    assert compiled == ["a", "b"]
 
 
 def test_no_constraint_is_needed_to_have_a_grammar_and_a_smaller_vocabulary_is_cut(

@@ -9,7 +9,7 @@ import pytest
 
 from coppice.actors.environments.base import Spent
 from coppice.actors.serving import anthropic
-from coppice.actors.serving.asked import Asked, chat_of
+from coppice.actors.serving.conversations import Conversation, chat_of
 from coppice.actors.serving.replies import Reply
 from coppice.common.dialogue import histories
 from coppice.common.tool_calls import ToolCall
@@ -51,7 +51,7 @@ SAME_CHAT = [
 ]  # fmt: skip
 
 
-def asked_by(**body: Any) -> Asked:
+def asked_by(**body: Any) -> Conversation:
     return chat_of(anthropic.chat_body({**HELLO, **body}))
 
 

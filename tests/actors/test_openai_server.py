@@ -148,24 +148,6 @@ async def test_n_choices_share_one_prefill_and_usage_counts_every_token(client: 
     assert client.engine.counts["prefilled_tokens"] == usage["prompt_tokens"]
 
 
-async def test_a_repeated_prompt_reports_its_cached_tokens(client: Client) -> None:
-    first, second = [await client.completions() for _ in range(2)]
-    assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
-    # The last token may have to be computed anew, for its logits.
-    assert (
-        second["usage"]["prompt_tokens_details"]["cached_tokens"]
-        >= second["usage"]["prompt_tokens"] - 1
-    )
-
-
-async def test_a_seed_reproduces_and_another_seed_differs(client: Client) -> None:
-    texts = [
-        (await client.completions(seed=seed, max_tokens=24))["choices"][0]["text"]
-        for seed in (3, 3, 4)
-    ]
-    assert texts[0] == texts[1] != texts[2]
-
-
 @pytest.mark.parametrize("several", [False, True])
 async def test_a_stop_string_ends_the_text_before_it(client: Client, several: bool) -> None:
     free = (await client.completions(seed=5, max_tokens=24))["choices"][0]["text"]
@@ -187,96 +169,40 @@ async def test_completion_logprobs_are_those_of_a_full_forward(client: Client, l
     )
 
 
-async def test_chat_logprobs_spell_the_reply_byte_by_byte(client: Client) -> None:
-    asked = USER | {"logprobs": True, "max_tokens": 8, "seed": 6}
-    _, reply = await client.post("chat/completions", asked)
-    content = reply["choices"][0]["logprobs"]["content"]
-    assert len(content) == reply["usage"]["completion_tokens"]
-    assert all(entry["logprob"] <= 0 for entry in content)
-    assert (await client.chat(logprobs=False))["choices"][0]["logprobs"] is None
-
-
 @pytest.mark.parametrize(
     ("path", "body", "reason"),
     [
         ("completions", b"{not json", "JSON"),
         ("completions", b'{"prompt": "\xff"}', "utf"),
+        ("completions", b"[" * 100_000, "nested more than 100 deep"),
+        ("completions", b"[]", "JSON object"),
         ("completions", {"max_tokens": 4}, "prompt"),
         ("completions", {"prompt": []}, "prompt"),
         ("completions", {"prompt": ["a", ""]}, "prompt of 0 tokens"),
         ("completions", {"prompt": [1, "a"]}, "prompt"),
         ("completions", {"prompt": ["a"] * 129}, "prompt"),
         ("completions", {"prompt": [260]}, "token ids"),
-        ("completions", {"prompt": [-1]}, "prompt"),
-        ("completions", {"prompt": ""}, "prompt of 0 tokens"),
         ("completions", {"prompt": "a", "n": 9}, "max_batch"),
-        (
-            "completions",
-            {"prompt": "a", "max_tokens": 9999},
-            "1 tokens and 9999 new ones are 10000, the context holds 256",
-        ),
+        ("completions", {"prompt": "a", "max_tokens": 9999}, "the context holds 256"),
         ("completions", {"prompt": "a", "max_tokens": "4"}, "max_tokens"),
-        ("completions", {"prompt": "a", "max_tokens": 0}, "max_tokens"),
-        ("completions", {"prompt": "a", "temperature": -1}, "temperature"),
         ("completions", {"prompt": "a", "temperature": 1e-300}, "temperature"),
-        ("completions", {"prompt": "a", "top_p": 0}, "top_p"),
         ("completions", {"prompt": "a", "top_p": 1.5}, "top_p"),
         ("completions", {"prompt": "a", "stop": ""}, "stop"),
-        ("completions", {"prompt": "a", "best_of": 4}, "best_of"),
         ("completions", {"prompt": "a", "echo": True}, "echo"),
         ("completions", {"prompt": "a", "guided_choice": ["a", "b"]}, "`guided_choice`"),
-        ("completions", {"prompt": "a", "structured_outputs": {"choice": ["a", "b"]}}, "choice"),
+        ("completions", {"prompt": "a", "structured_outputs": {"choice": ["a"]}}, "choice"),
         ("completions", {"prompt": "a", "presence_penalty": 0.5}, "presence_penalty"),
-        ("completions", {"prompt": "a", "logit_bias": {"5": 1}}, "logit_bias"),
         ("completions", {"prompt": "a", "logprobs": 6}, "logprobs"),
-        ("completions", {"prompt": "a", "logprobs": -1}, "logprobs"),
         ("completions", {"prompt": "a", "logprobs": True}, "logprobs"),
-        ("completions", {"prompt": "a", "top_logprobs": 3}, "top_logprobs"),
-        (
-            "completions",
-            {"prompt": "a", "stream_options": {"include_usage": True}},
-            "stream_options",
-        ),
-        ("completions", {"prompt": "a", "regex": "("}, "unclosed group"),
+        ("completions", {"prompt": "a", "stream_options": {}}, "stream_options"),
         ("completions", {"prompt": "a", "regex": "a", "guided_json": {}}, "one constraint"),
         ("completions", {"prompt": "a", "stream": True, "regex": "("}, "unclosed group"),
         ("completions", {"prompt": "a", "json_schema": '{"type": "nothing"}'}, "nothing"),
-        ("completions", b"[" * 100_000, "nested more than 100 deep"),
-        ("completions", b"[]", "JSON object"),
         ("chat/completions", {"messages": []}, "messages"),
-        ("chat/completions", {"messages": "hi"}, "messages"),
-        (
-            "chat/completions",
-            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-            "image_url",
-        ),
-        (
-            "chat/completions",
-            USER | {"top_logprobs": 3},
-            "`top_logprobs`: 3: has no effect without `logprobs`: true",
-        ),
-        (
-            "chat/completions",
-            USER | {"top_logprobs": 3, "logprobs": False},
-            "without `logprobs`: true",
-        ),
-        (
-            "chat/completions",
-            USER | {"top_logprobs": 21, "logprobs": True},
-            "<= 20 - at `$.top_logprobs`",
-        ),
-        (
-            "chat/completions",
-            USER | {"top_logprobs": -1, "logprobs": True},
-            ">= 0 - at `$.top_logprobs`",
-        ),
-        ("chat/completions", USER | {"top_logprobs": True, "logprobs": True}, "top_logprobs"),
+        ("chat/completions", USER | {"top_logprobs": 3}, "without `logprobs`: true"),
+        ("chat/completions", USER | {"top_logprobs": 21, "logprobs": True}, "top_logprobs"),
         ("chat/completions", USER | {"tools": [{"type": "function"}]}, "tools"),
-        (
-            "chat/completions",
-            USER | {"max_tokens": 3, "max_completion_tokens": 4},
-            "max_completion_tokens",
-        ),
+        ("chat/completions", USER | {"max_tokens": 3, "max_completion_tokens": 4}, "expected one"),
         ("chat/completions", USER | {"response_format": {"type": "json_schema"}}, "json_schema"),
         ("chat/completions", USER | {"response_format": {"type": "xml"}}, "response_format"),
         ("chat/completions", USER | {"chat_template_kwargs": {"loud": True}}, "loud"),
@@ -387,12 +313,6 @@ async def test_token_ids_are_a_prompt_like_their_text_and_several_prompts_keep_t
     assert [choice["text"] for choice in alone["choices"]] == wanted[2:]
 
 
-async def test_a_message_may_come_in_parts(client: Client) -> None:
-    parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]
-    told = await client.chat(messages=[{"role": "user", "content": parts}], seed=1)
-    assert told["choices"] == (await client.chat(seed=1))["choices"]
-
-
 async def test_a_chat_without_a_limit_may_use_what_is_left_of_the_context(client: Client) -> None:
     _, reply = await client.post("chat/completions", USER | {"regex": "a{1000}"})
     assert reply["choices"][0]["finish_reason"] == "length"
@@ -410,55 +330,32 @@ async def test_a_switch_of_the_template_reaches_it(tmp_path: Path) -> None:
             assert reply["usage"]["prompt_tokens"] == len(encoded(folder, text))
 
 
-# ----------------------------------------------------------------------------------------------
-# constraints
-
 GRADE = r"<explanation>[^<]{0,20}</explanation>\s{0,2}<score>(\+1|0|-1)</score>"
-YES = {
-    "type": "object",
-    "properties": {"yes": {"type": "boolean"}},
-    "required": ["yes"],
-    "additionalProperties": False,
-}
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [{"regex": GRADE}, {"guided_regex": GRADE}, {"structured_outputs": {"regex": GRADE}}],
-    ids=lambda f: next(iter(f)),
-)
-async def test_every_choice_matches_the_regex_by_any_of_its_names(
-    client: Client, fields: dict[str, Any]
-) -> None:
-    reply = await client.chat(n=4, max_tokens=120, **fields)
-    for choice in reply["choices"]:
-        assert re.fullmatch(GRADE, choice["message"]["content"])
-        assert choice["finish_reason"] == "stop"
+YES: dict[str, Any] = {"type": "object", "properties": {"yes": {"type": "boolean"}}}
+YES |= {"required": ["yes"], "additionalProperties": False}
 
 
 @pytest.mark.parametrize(
     "fields",
     [
-        {
-            "response_format": {
-                "type": "json_schema",
-                "json_schema": {"name": "yes", "schema": YES, "strict": True},
-            }
-        },
+        {"regex": GRADE},
+        {"guided_regex": GRADE},
+        {"structured_outputs": {"regex": GRADE}},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "y", "schema": YES}}},
         {"json_schema": json.dumps(YES)},
         {"guided_json": YES},
         {"structured_outputs": {"json": YES}},
     ],
-    ids=lambda f: next(iter(f)),
+    ids=str,
 )
-async def test_every_choice_validates_against_the_schema_by_any_of_its_names(
+async def test_every_choice_matches_the_constraint_by_any_of_its_names(
     client: Client, fields: dict[str, Any]
 ) -> None:
     reply = await client.chat(n=4, max_tokens=120, **fields)
     for choice in reply["choices"]:
-        found = json.loads(choice["message"]["content"])
-        assert set(found) == {"yes"}
-        assert isinstance(found["yes"], bool)
+        text = choice["message"]["content"]
+        assert choice["finish_reason"] == "stop"
+        assert re.fullmatch(GRADE, text) or type(json.loads(text)["yes"]) is bool
 
 
 async def test_json_object_is_held_to_an_object(client: Client) -> None:
@@ -466,32 +363,18 @@ async def test_json_object_is_held_to_an_object(client: Client) -> None:
     assert all(choice["message"]["content"].startswith("{") for choice in reply["choices"])
 
 
-# ----------------------------------------------------------------------------------------------
-# streams
+def joined(chunks: list[dict[str, Any]], index: int) -> tuple[str, list[str]]:
+    """Text and finish reasons of one choice."""
+    own = [choice for chunk in chunks for choice in chunk["choices"] if choice["index"] == index]
+    texts = [one["text"] if "text" in one else one["delta"].get("content", "") for one in own]
+    return "".join(texts), [one["finish_reason"] for one in own if one["finish_reason"]]
 
 
-def joined(chunks: list[dict[str, Any]], index: int) -> tuple[str, list[Any], list[str]]:
-    """Text, log-probability entries and finish reasons of one choice."""
-    text, entries, reasons = "", [], []
-    for choice in (
-        choice for chunk in chunks for choice in chunk["choices"] if choice["index"] == index
-    ):
-        text += choice["text"] if "text" in choice else choice["delta"].get("content", "")
-        entries += (
-            (choice["logprobs"] or {}).get("content")
-            or (choice["logprobs"] or {}).get("token_logprobs")
-            or []
-        )
-        reasons += [choice["finish_reason"]] if choice["finish_reason"] else []
-    return text, entries, reasons
-
-
-@pytest.mark.parametrize("logprobs", [False, True])
 @pytest.mark.parametrize("stop", [[], ["e", "no"], ["never to be seen"]])
 async def test_a_streamed_chat_put_together_is_the_whole_one(
-    client: Client, stop: list[str], logprobs: bool
+    client: Client, stop: list[str]
 ) -> None:
-    asked = USER | {"n": 3, "seed": 4, "max_tokens": 60, "stop": stop, "logprobs": logprobs}
+    asked = USER | {"n": 3, "seed": 4, "max_tokens": 60, "stop": stop}
     _, whole = await client.post("chat/completions", asked)
     chunks = await client.stream("chat/completions", asked)
     assert len({chunk["id"] for chunk in chunks}) == 1
@@ -500,13 +383,8 @@ async def test_a_streamed_chat_put_together_is_the_whole_one(
         {"role": "assistant", "content": ""}
     ] * 3
     for choice in whole["choices"]:
-        text, entries, reasons = joined(chunks, choice["index"])
-        assert text == choice["message"]["content"]
-        wanted = choice["logprobs"]["content"] if logprobs else []
-        assert [entry["token"] for entry in entries] == [entry["token"] for entry in wanted]
-        ours, theirs = ([entry["logprob"] for entry in several] for several in (entries, wanted))
-        np.testing.assert_allclose(ours, theirs, atol=GREATEST_DIFFERENCE)
-        assert reasons == [choice["finish_reason"]]
+        text, reasons = joined(chunks, choice["index"])
+        assert (text, reasons) == (choice["message"]["content"], [choice["finish_reason"]])
     assert "usage" not in chunks[-1]
 
 
@@ -519,11 +397,8 @@ async def test_a_streamed_completion_put_together_is_the_whole_one_and_its_usage
         "completions", asked | {"stream_options": {"include_usage": True}}
     )
     for choice in whole["choices"]:
-        text, entries, reasons = joined(chunks, choice["index"])
+        text, reasons = joined(chunks, choice["index"])
         assert (text, reasons) == (choice["text"], [choice["finish_reason"]])
-        np.testing.assert_allclose(
-            entries, choice["logprobs"]["token_logprobs"], atol=GREATEST_DIFFERENCE
-        )
     assert all(chunk["usage"] is None for chunk in chunks)
     assert last["choices"] == []
     assert last["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
@@ -547,15 +422,6 @@ async def test_a_client_that_hangs_up_in_a_stream_frees_its_samples(client: Clie
         response.close()
     await client.completions(n=8, max_tokens=1)  # needs every sample slot
     assert client.engine.counts["decoded_tokens"] < 8 * 250
-
-
-async def test_requests_that_find_the_engine_full_wait_for_it(client: Client) -> None:
-    replies = await asyncio.gather(*(client.completions(n=8, seed=seed) for seed in range(4)))
-    assert all(len(reply["choices"]) == 8 for reply in replies)
-
-
-# ---------------------------------------------------------------------------------------------- the
-# most probable tokens
 
 
 async def test_a_judge_reads_the_odds_of_its_answers_from_one_token(
@@ -585,24 +451,7 @@ async def test_a_judge_reads_the_odds_of_its_answers_from_one_token(
     )
 
 
-async def test_top_logprobs_change_nothing_else_and_hold_the_sampled_token_where_it_is_among_them(
-    client: Client,
-) -> None:
-    plain = await client.chat(n=3, seed=6, logprobs=True)
-    told = await client.chat(n=3, seed=6, logprobs=True, top_logprobs=20)
-    for before, after in zip(plain["choices"], told["choices"], strict=True):
-        assert before["message"] == after["message"]
-        for old, new in zip(
-            before["logprobs"]["content"], after["logprobs"]["content"], strict=True
-        ):
-            assert (old["token"], old["top_logprobs"]) == (new["token"], [])
-            values = [entry["logprob"] for entry in new["top_logprobs"]]
-            assert len(values) == 20
-            assert values == sorted(values, reverse=True)
-            assert new["logprob"] in values or new["logprob"] < values[-1]
-
-
-@pytest.mark.parametrize("logprobs", range(6))
+@pytest.mark.parametrize("logprobs", [0, 1, 5])
 async def test_a_completion_tells_the_most_probable_tokens_by_their_text_and_the_sampled_one(
     client: Client, logprobs: int
 ) -> None:
@@ -654,10 +503,6 @@ async def test_streamed_top_logprobs_put_together_are_the_whole_ones(
             assert told == (wanted or [])
 
 
-# ----------------------------------------------------------------------------------------------
-# access
-
-
 async def test_without_its_key_a_server_answers_health_alone(llama: Path) -> None:
     async with serving(llama, name="mine", api_key="s3cret") as client:
         for header, key, status in (
@@ -676,8 +521,3 @@ async def test_without_its_key_a_server_answers_health_alone(llama: Path) -> Non
         assert reply["data"][0]["id"] == "mine"
         async with client.session.get(client.url.replace("/v1", "/health")) as response:
             assert response.status == 200
-
-
-async def test_every_response_has_an_id_of_its_own(client: Client) -> None:
-    names = {(await client.completions())["id"] for _ in range(3)}
-    assert len(names) == 3

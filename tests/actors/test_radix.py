@@ -130,14 +130,6 @@ def test_the_least_recently_used_subtree_goes_from_its_leaves_to_its_root() -> N
     assert cache.evicted_tokens == 1 + 3 + 1 + 2
 
 
-def test_what_exceeds_the_budget_alone_is_not_kept() -> None:
-    cache = RadixCache(3 * TOKEN_BYTES)
-    insert(cache, 1, 2)
-    assert insert(cache, 4, 5, 6, 7) == 4
-    assert cache.bytes == 0
-    assert cache.evicted_tokens == 6
-
-
 def test_the_state_behind_a_prompt_is_found_only_where_it_ended() -> None:
     cache = RadixCache(10**6)
     ending = torch.ones(5)
@@ -149,14 +141,6 @@ def test_the_state_behind_a_prompt_is_found_only_where_it_ended() -> None:
     assert cache.match(prompt).ending is ending
     for other in ([1, 2], [1, 2, 3, 4], [1, 2, 3, 5]):
         assert cache.match(np.array(other, np.int32)).ending is None
-
-
-def test_a_smaller_bound_evicts_at_once() -> None:
-    cache = RadixCache(10**6)
-    for first in range(10):
-        insert(cache, first, 1, 2)
-    cache.limit(6 * TOKEN_BYTES)
-    assert set(segments(cache)) == {(8, 1, 2), (9, 1, 2)}
 
 
 def test_without_keys_and_values_it_counts_the_prefixes_that_are_new() -> None:

@@ -6,7 +6,7 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coppice.actors.serving.pieces import Pieces
+from coppice.actors.serving.answers import Pieces
 from tests import tiny
 
 SPECIAL = 258

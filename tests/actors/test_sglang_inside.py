@@ -14,7 +14,7 @@ import torch
 
 from coppice.actors.config import ActorsConfig
 from coppice.actors.engines.sglang_inside import Inside
-from coppice.learner.weight_server import WeightServer
+from coppice.learner.model.weight_server import WeightServer
 from coppice.tools.bootstrap import ROOT
 from tests.actors.test_engine_contract import adapter_folder
 from tests.actors.test_local_engine import (

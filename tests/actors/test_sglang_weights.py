@@ -19,7 +19,7 @@ from coppice.actors.engines import sglang_transport as transport
 from coppice.actors.engines.sglang import SGLangEngine
 from coppice.actors.engines.sglang_api import Facts, arguments, linear_layers
 from coppice.learner.model.publish import fingerprint
-from coppice.learner.weight_server import Snapshot, WeightServer
+from coppice.learner.model.weight_server import Snapshot, WeightServer
 from coppice.wire import digest
 from coppice.wire.faults import InfrastructureFault
 from coppice.wire.messages import GenerateRequest, LoadRequest, Sampling
@@ -33,6 +33,8 @@ from tests.actors.test_local_engine import (
     version_folder,
 )
 from tests.sglang_cpu.shared import Shared as Server
+
+CUDA, CPU = Facts(device="cuda"), Facts(device="cpu")
 
 
 @pytest_asyncio.fixture
@@ -223,32 +225,14 @@ def test_a_server_is_started_for_the_layers_that_the_learner_trains(llama: Path)
 @pytest.mark.parametrize(
     ("manifest", "facts", "host", "gpus", "expected"),
     [
-        ({"kind": "lora"}, Facts(device="cuda"), "h", {"0"}, "adapter"),
-        ({}, Facts(device="cuda"), "h", {"0"}, "disk"),
-        ({"memory": Memory("s", "h", "cuda", "0")}, Facts(device="cuda"), "h", {"0"}, "tensor"),
-        (
-            {"memory": Memory("s", "h", "cuda", "0")},
-            Facts(device="cuda"),
-            "h",
-            {"1"},
-            "distributed",
-        ),
-        ({"memory": Memory("s", "h", "cuda", "0")}, Facts(device="cuda"), "", set(), "distributed"),
-        ({"memory": Memory("s", "h", "cpu")}, Facts(device="cuda"), "h", {"0"}, "disk"),
-        (
-            {"memory": Memory("s", "h", "cpu"), "file": False},
-            Facts(device="cpu"),
-            "h",
-            set(),
-            "tensor",
-        ),
-        (
-            {"memory": Memory("s", "h", "cpu"), "file": False},
-            Facts(device="cpu"),
-            "g",
-            set(),
-            "distributed",
-        ),
+        ({"kind": "lora"}, CUDA, "h", {"0"}, "adapter"),
+        ({}, CUDA, "h", {"0"}, "disk"),
+        ({"memory": Memory("s", "h", "cuda", "0")}, CUDA, "h", {"0"}, "tensor"),
+        ({"memory": Memory("s", "h", "cuda", "0")}, CUDA, "h", {"1"}, "distributed"),
+        ({"memory": Memory("s", "h", "cuda", "0")}, CUDA, "", set(), "distributed"),
+        ({"memory": Memory("s", "h", "cpu")}, CUDA, "h", {"0"}, "disk"),
+        ({"memory": Memory("s", "h", "cpu"), "file": False}, CPU, "h", set(), "tensor"),
+        ({"memory": Memory("s", "h", "cpu"), "file": False}, CPU, "g", set(), "distributed"),
     ],
 )
 def test_the_transport_follows_from_where_the_processes_are(

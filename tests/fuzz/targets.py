@@ -20,10 +20,10 @@ from coppice.actors.environments.base import Task
 from coppice.actors.environments.sotopia import conversation
 from coppice.actors.environments.webshop.replies import read_reply
 from coppice.actors.serving import tools as dialects
-from coppice.actors.serving.asked import body_of
+from coppice.actors.serving.conversations import ResponseStore
+from coppice.actors.serving.http import body_of
 from coppice.actors.serving.protocol import Completion, Refused
 from coppice.actors.serving.protocol import read as read_body
-from coppice.actors.serving.remembered import Remembered
 from coppice.common import options, support, vision
 from coppice.common.http import JsonClient, retry_after
 from coppice.judges import sotopia
@@ -108,7 +108,7 @@ def http_chat(data: bytes) -> None:
     readers: list[Callable[[dict[str, Any]], Any]] = [
         lambda body: read_body(body, Completion),
         lambda body: dialects.chat(body, "m").sampled,
-        lambda body: dialects.responses(body, "m", Remembered()).sampled,
+        lambda body: dialects.responses(body, "m", ResponseStore()).sampled,
         lambda body: dialects.messages(body, "m").sampled,
     ]
     for reader in readers:

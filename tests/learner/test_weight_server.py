@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from coppice.actors.engines.sglang_pull import Talk
-from coppice.learner.weight_server import Snapshot, WeightServer, bound_store
+from coppice.actors.engines.sglang_transport import Rendezvous
+from coppice.learner.model.weight_server import Snapshot, WeightServer, bound_store
 from coppice.wire.faults import InfrastructureFault
 from coppice.wire.published import Memory, opened, prefix, sealed
 
@@ -29,7 +29,7 @@ def test_the_token_is_in_no_key_and_no_value_of_the_store_and_an_ask_without_it_
     giver = WeightServer(timeout_s=20)
     try:
         memory = giver.offer(Snapshot(3, {"w": torch.ones(4)}))
-        talk = Talk(memory, 20)
+        talk = Rendezvous(memory, 20)
         assert talk.ask(ASK)["buckets"][0]["names"] == ["w"]
         spy = outsider(memory)
         keys = [key for key in spy.list_keys() if key.startswith(prefix(memory.token))]
@@ -61,7 +61,7 @@ def test_an_answer_of_somebody_else_never_reaches_a_server() -> None:
     forger = threading.Thread(target=forge)
     forger.start()
     with pytest.raises(InfrastructureFault, match="was not written by this run"):
-        Talk(memory, 20).ask(ASK)
+        Rendezvous(memory, 20).ask(ASK)
     forger.join()
 
 

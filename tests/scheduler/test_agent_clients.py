@@ -167,10 +167,10 @@ async def test_a_client_that_tries_again_gets_the_reply_that_was_sampled_for_its
     needs("openai")
     tried, ask, numbers = asyncio.Event(), Session.ask, itertools.count(1)
 
-    def noted(session: Session, asked: Any, digest: str, again: bool, key: str) -> Any:
+    def noted(session: Session, conversation: Any, digest: str, again: bool, key: str) -> Any:
         if again:
             tried.set()
-        return ask(session, asked, digest, again, key)
+        return ask(session, conversation, digest, again, key)
 
     async def until_tried_again() -> None:
         await tried.wait()

@@ -189,7 +189,7 @@ async def test_values_without_a_single_continuation_are_a_fault_of_the_task(
     assert s.counts["dropped_branches"] >= 3
 
 
-async def test_a_lost_nursery_is_a_fault_of_the_machine_and_another_one_is_opened(
+async def test_a_lost_fork_server_is_a_fault_of_the_machine_and_another_one_is_opened(
     stage: Callable[..., Stage],
 ) -> None:
     s = stage(adds, "counting")
@@ -197,10 +197,10 @@ async def test_a_lost_nursery_is_a_fault_of_the_machine_and_another_one_is_opene
     await ctx.plant()
     (action,) = await ctx.generate(await ctx.tip(), 1)
     action.chosen = True
-    nurse = s.environment.nursery._nurse
-    assert nurse is not None
-    os.kill(nurse.pid, signal.SIGKILL)
-    await nurse.wait()
+    server = s.environment.fork_server._server
+    assert server is not None
+    os.kill(server.pid, signal.SIGKILL)
+    await server.wait()
     with pytest.raises(InfrastructureFault, match="forked has died"):
         await ctx.step(action)
     assert await ctx.step(action) is not None

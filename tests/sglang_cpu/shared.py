@@ -11,7 +11,7 @@ import torch
 
 from coppice.actors.config import ActorsConfig, SGLangConfig
 from coppice.actors.engines.sglang import SGLangEngine
-from coppice.actors.engines.sglang_server import Launched
+from coppice.actors.engines.sglang_api import Launched
 from tests.sglang_cpu import environment
 from tests.sglang_cpu.server import FLAGS, SITE, VARIABLES
 

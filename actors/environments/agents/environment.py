@@ -1,11 +1,10 @@
 """Any agent as an environment: its calls to the policy are the turns, and whatever it does between
 two calls is what the environment does.
 
-An agent is a live process, and a state says how to come back to it: the task and the replies that
-it was given. A state whose process is still waiting goes on at once; any other is reached by
-replay, in which a new process is given the recorded replies to the requests that it makes again. So
-every strategy works that works for games, also those that go back to an earlier turn, for agents
-that ask the same when they are told the same.
+An agent is a live process. A state holds the task and the replies that the agent was given. A state
+whose process still waits goes on at once; any other is reached by replay, in which a new process is
+given the recorded replies to the requests that it makes again. So every strategy works for agents
+that ask the same when they are told the same, also one that goes back to an earlier turn.
 
 The tree holds what the policy read and sampled, token by token: of a request that continues a
 conversation, only what the agent has added after the sampled reply is rendered; a request that
@@ -25,8 +24,8 @@ from typing import Any, Literal
 import msgspec
 
 from coppice.actors.environments.agents.episode import Ended, Episode, Limits
+from coppice.actors.environments.agents.fork_server import ForkServer
 from coppice.actors.environments.agents.gateway import Gateway
-from coppice.actors.environments.agents.nursery import Nursery
 from coppice.actors.environments.base import (
     Action,
     Diverged,
@@ -37,7 +36,7 @@ from coppice.actors.environments.base import (
     Transition,
     TurnedAway,
 )
-from coppice.actors.serving.asked import Asked
+from coppice.actors.serving.conversations import Conversation
 from coppice.actors.serving.protocol import Refused
 from coppice.actors.serving.replies import Reply
 from coppice.common.dialogue import Message, histories, until
@@ -47,31 +46,28 @@ from coppice.wire.faults import DataFault, InfrastructureFault
 from coppice.wire.messages import JudgedTurn
 
 OVER = "The budget of this episode is used up."
-"""What a call beyond the budget is answered. It is no reply of the policy and in no tree."""
+"""The answer to a call beyond the budget. It is no reply of the policy and in no tree."""
 SHOWN = 300
-"""Characters of a message of the agent that a judge's context shows."""
+"""Characters of an observation that a judge's context shows."""
 MOST_OVER = 16
-"""Calls beyond the budget, one after the other, after which an agent is ended."""
+"""The most calls beyond the budget before an agent is ended."""
 PATIENCE_S = 5.0
-"""Seconds for which a replay waits for a recorded request while another one waits: parallel calls
-come in any order."""
+"""Seconds for which a replay waits for a recorded request: parallel calls come in any order."""
 
 
 class Exchange(msgspec.Struct, frozen=True, array_like=True):
-    """A request and what its reply took. asked, after: digests of the conversation before and after
-    the reply (``common.dialogue.histories``). The reply itself is in the tree, because every later
-    state has the exchange."""
+    """A request and its reply, which is in the tree. asked, after: digests of the conversation
+    before and after the reply."""
 
     asked: str
     after: str
     spent: Spent = Spent()
 
 
-class Standing(msgspec.Struct, frozen=True):
-    """A state: an agent that waits for a reply. asked: the digest of what it asks. offered: names
-    of the tools; must_call: the reply must call one. most: tokens of the reply, 0 if the agent sets
-    no limit. stop: strings that end it. messages, tools: the whole request where it begins a
-    branch, otherwise empty."""
+class AgentState(msgspec.Struct, frozen=True):
+    """An agent that waits for a reply. asked: the digest of what it asks. offered, must_call: its
+    tools. most: tokens of the reply, 0 for no limit. stop: strings that end it. messages, tools:
+    the whole request where it begins a branch."""
 
     task: dict[str, Any]
     record: tuple[Exchange, ...] = ()
@@ -140,81 +136,67 @@ class Agent(Environment):
                 f"python = {python!r}: there is no such program; expected the path of a Python, such as venv/bin/python"
             )
         self.run = run
-        self.nursery = Nursery(
-            [] if plain else shlex.split(run),
-            run if plain else "",
-            python or sys.executable,
-            pass_env,
-        )
+        command, function = ([], run) if plain else (shlex.split(run), "")
+        self.fork_server = ForkServer(command, function, python or sys.executable, pass_env)
         self.horizon, self.outcome_judge, self.family = horizon, outcome_judge, family
-        self.searches, self.rewarded_by_judge, self.gives_step_rewards = (
-            retriever,
-            rewarded == "judge",
-            step_rewards,
-        )
-        self.kept, self.open_calls = kept, open_calls
+        self.searches, self.rewarded_by_judge = retriever, rewarded == "judge"
+        self.gives_step_rewards, self.kept, self.open_calls = step_rewards, kept, open_calls
         self.limits = Limits(seconds, memory_gib, output_mib)
         self.gateway = Gateway()
         self._started: asyncio.Task[None] | None = None
-        self._waiting: list[tuple[Standing, Episode, Asked]] = []
+        self._waiting: list[tuple[AgentState, Episode, Conversation]] = []
         self._closing: set[asyncio.Task[None]] = set()
         self.replayed = 0
-        """Replies that were given again."""
+        """The number of replies that were given again in replays."""
 
-    def initial(self, task: Task) -> Standing:
+    def initial(self, task: Task) -> AgentState:
         """Return the state before the agent has begun."""
         own = {"id": task.id, "question": task.question, "golds": task.golds, "seed": task.seed}
-        return Standing({**task.row, **own})
+        return AgentState({**task.row, **own})
 
-    async def open(self, state: Standing, tools: Tools) -> Standing:
-        """Start the agent, and return the state of its first request. Raises DataFault if it ends
-        without one."""
-        episode, asked = await self._begun(state, tools)
-        first = _standing(state, (), asked, whole=True)
-        self._keep(first, episode, asked)
+    async def open(self, state: AgentState, tools: Tools) -> AgentState:
+        """Start the agent; return its first request's state. Raises DataFault if it has none."""
+        episode, request = await self._begun(state, tools)
+        first = _state(state, (), request, whole=True)
+        self._keep(first, episode, request)
         return first
 
-    def prompt(self, task: Task, state: Standing) -> list[dict[str, Any]]:
-        """Return the conversation of a request that begins a branch."""
+    def prompt(self, task: Task, state: AgentState) -> list[dict[str, Any]]:
         return list(state.messages)
 
-    def tools(self, state: Standing) -> list[dict[str, Any]]:
-        """Return the tools of a request that begins a branch."""
+    def tools(self, state: AgentState) -> list[dict[str, Any]]:
         return list(state.tools)
 
-    def most(self, state: Standing) -> int:
-        """Return the agent's own limit of a reply."""
+    def most(self, state: AgentState) -> int:
         return state.most
 
-    def stops(self, state: Standing) -> list[str]:
-        """Return the agent's own strings that end a reply. They were sampled, so they are in the
-        tree; the agent does not get them."""
+    def stops(self, state: AgentState) -> list[str]:
+        """Return the agent's own stop strings. They are in the tree, but it does not get them."""
         return list(state.stop)
 
-    def beginning(self, state: Standing) -> str:
+    def beginning(self, state: AgentState) -> str:
         """Return how a call begins, if the agent requires one and the run opens it."""
         return opening(self.family, state.offered) if self.open_calls and state.must_call else ""
 
-    def read(self, state: Standing, text: str) -> Action:
-        """Return the reply. Its tool calls must be readable and of tools that were offered, and
-        there must be one if the agent requires one."""
+    def read(self, state: AgentState, text: str) -> Action:
+        """Return the reply: valid if its calls are readable, offered, and there where required."""
         parsed = parse(until(text, state.stop), self.family, state.offered)
         invalid = parsed.problem or (state.must_call and not parsed.calls)
         kind = "invalid" if invalid else "search" if parsed.calls else "answer"
         return Action(kind, text, answer=None if parsed.calls else parsed.text)
 
-    async def step(self, state: Standing, action: Action, tools: Tools) -> Transition:
+    async def step(self, state: AgentState, action: Action, tools: Tools) -> Transition:
         """Give the agent a reply, and return what it asks next, or how its episode ended."""
-        episode, asked = await self._stand(state, tools)
-        reply = self._reply(action.text, asked, tools.spent())
-        record = (*state.record, Exchange(state.asked, _digest(asked, reply), reply.spent))
+        episode, request = await self._waiting_in(state, tools)
+        reply = self._reply(action.text, request, tools.spent())
+        record = (*state.record, Exchange(state.asked, _digest(request, reply), reply.spent))
         episode.session.check = partial(_check, tools, state, record)
         try:
-            episode.answer(asked, reply)
+            episode.answer(request, reply)
             event = await episode.next()
             reward = episode.session.step_reward
-            if isinstance(event, Asked) and len(record) >= self.horizon:
-                event = await _told_that_it_is_over(episode)
+            if isinstance(event, Conversation) and len(record) >= self.horizon:
+                event = await _end_of_budget(episode)
         except BaseException:
             self._end(episode)
             raise
@@ -222,38 +204,36 @@ class Agent(Environment):
             self._end(episode)
             if event.fault and episode.session.refused:
                 raise TurnedAway(f"the agent ended{_refused(episode)} ({event.told})")
-            return msgspec.structs.replace(self._ended(state, record, event), reward=reward)
-        transition = _asking(state, record, event)
-        self._keep(transition.state, episode, event)
+            transition = self._ended(state, record, event)
+        else:
+            transition = _asking(state, record, event)
+            self._keep(transition.state, episode, event)
         return msgspec.structs.replace(transition, reward=reward)
 
-    async def beside(self, state: Standing) -> AsyncIterator[tuple[str, Transition]]:
-        """Yield the other calls of the agent that waits in ``state``, those that wait already and
-        those that come, as long as the budget has room."""
-        found = next(
-            ((episode, asked) for waits, episode, asked in self._waiting if waits == state), None
-        )
+    async def beside(self, state: AgentState) -> AsyncIterator[tuple[str, Transition]]:
+        """Yield the other calls of the agent in ``state``, as long as the budget has room."""
+        found = next((waiting for waiting in self._waiting if waiting[0] == state), None)
         if found is None:
             return
-        episode, seen = found[0], {found[1].id}
-        while len(seen) < self.horizon - len(state.record):
-            new = [asked for asked in episode.asked() if asked.id not in seen]
-            for asked in new[: self.horizon - len(state.record) - len(seen)]:
-                seen.add(asked.id)
-                yield asked.id, _asking(state, state.record, asked)
+        _, episode, first = found
+        seen, room = {first.id}, self.horizon - len(state.record)
+        while len(seen) < room:
+            new = [request for request in episode.requests() if request.id not in seen]
+            for request in new[: room - len(seen)]:
+                seen.add(request.id)
+                yield request.id, _asking(state, state.record, request)
             if episode.over:
                 return
             await episode.news()
 
-    def outgrown(self, state: Standing) -> Transition:
+    def outgrown(self, state: AgentState) -> Transition:
         """Return the end of an episode whose conversation has no room: a failure."""
         return Transition(state, "", True, 0.0, {"crashed": 0.0})
 
     def judged(
-        self, task: Task, state: Standing, action: Action, step: int, budget: int
+        self, task: Task, state: AgentState, action: Action, step: int, budget: int
     ) -> JudgedTurn:
-        """Return what a judge sees of a reply: a query if it calls tools (the texts among their
-        arguments), an answer if it does not."""
+        """Return what a judge sees: a query (the texts of the calls' arguments) or an answer."""
         reply = parse(until(action.text, state.stop), self.family, state.offered)
         return JudgedTurn(
             question=task.question or task.id,
@@ -269,10 +249,9 @@ class Agent(Environment):
         )
 
     def recalled(
-        self, turn: JudgedTurn, state: Standing, before: Sequence[tuple[str, str]]
+        self, turn: JudgedTurn, state: AgentState, before: Sequence[tuple[str, str]]
     ) -> JudgedTurn:
-        """Return the turn with the queries and what came back before it, and with the conversation
-        as its context."""
+        """Return the turn with the queries and observations before it, and a context."""
         queries = [_query(parse(reply, self.family, state.offered).calls) for reply, _ in before]
         lines = [f"Question: {turn.question}"]
         for reply, seen in before:
@@ -287,91 +266,75 @@ class Agent(Environment):
     def measures(self, task: Task, turns: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
         """Return the measures of an episode. Tasks of several hops have a return by hops too."""
         measures = super().measures(task, turns)
-        by_hops = (
-            {f"return_{task.hops}_hop": measures["return"]}
-            if task.evidence and "return" in measures
-            else {}
-        )
-        return measures | by_hops
+        if task.evidence and "return" in measures:
+            measures[f"return_{task.hops}_hop"] = measures["return"]
+        return measures
 
-    # ------------------------------------------------------------------------------------------
-    # episodes
-
-    async def _stand(self, state: Standing, tools: Tools) -> tuple[Episode, Asked]:
+    async def _waiting_in(self, state: AgentState, tools: Tools) -> tuple[Episode, Conversation]:
         """Return an agent that waits in ``state``, or another one that has been brought there."""
-        place = next((i for i, (waits, _, _) in enumerate(self._waiting) if waits == state), None)
-        if place is not None:
-            return self._waiting.pop(place)[1:]
+        for place, (waits, episode, request) in enumerate(self._waiting):
+            if waits == state:
+                del self._waiting[place]
+                return episode, request
         episode, _ = await self._begun(state, tools)
         try:
-            return episode, await self._brought(state, tools, episode)
+            return episode, await self._replay(state, tools, episode)
         except BaseException:
             self._end(episode)
             raise
 
-    async def _brought(self, state: Standing, tools: Tools, episode: Episode) -> Asked:
-        """Give a new agent the recorded replies, in whatever order it asks for them, and return its
-        request in ``state``. Raises Diverged."""
+    async def _replay(self, state: AgentState, tools: Tools, episode: Episode) -> Conversation:
+        """Give a new agent the recorded replies; return its next request. Raises Diverged."""
         left = list(zip(state.record, tools.replies(), strict=False)) if state.record else []
         while True:
-            waiting = [
-                (histories(asked.messages, asked.tools)[-1], asked) for asked in episode.asked()
+            waiting = [(_asked(request), request) for request in episode.requests()]
+            recorded = [
+                (request, pair)
+                for digest, request in waiting
+                for pair in left
+                if pair[0].asked == digest
             ]
-            known = next(
-                (
-                    (asked, pair)
-                    for digest, asked in waiting
-                    for pair in left
-                    if pair[0].asked == digest
-                ),
-                None,
-            )
-            if known is not None:
-                asked, (exchange, text) = known
+            if recorded:
+                request, (exchange, text) = recorded[0]
                 left.remove((exchange, text))
                 self.replayed += 1
-                episode.answer(asked, self._reply(text, asked, exchange.spent))
+                episode.answer(request, self._reply(text, request, exchange.spent))
                 continue
-            here = next((asked for digest, asked in waiting if state.asked in ("", digest)), None)
-            if here is not None and not left:
-                return here
+            here = [request for digest, request in waiting if state.asked in ("", digest)]
+            if here and not left:
+                return here[0]
             await self._patience(episode, bool(waiting), len(left), len(state.record))
 
     async def _patience(self, episode: Episode, waits: bool, left: int, of: int) -> None:
-        """Wait until a replay gets another request. waits: whether one waits that is not recorded.
-        left: of ``of`` replies. Raises Diverged."""
+        """Wait for another request in a replay that lacks ``left`` of ``of`` replies."""
         if waits:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(PATIENCE_S):
                     await episode.news()
                 if not episode.over:
                     return
-            where = (
-                f"after {of - left} of {of} replies of a replay"
-                if left
-                else "at the end of a replay"
-            )
+            after = f"after {of - left} of {of} replies of" if left else "at the end of"
             raise Diverged(
-                f"the agent asks something else {where}: expected one that asks the same when it is told the same"
+                f"the agent asks something else {after} a replay: expected one that asks the same when it is told the same"
             )
         if isinstance(event := await episode.next(), Ended):
             raise Diverged(
                 f"the agent ended in a replay where it had gone on before ({event.fault or 'without a fault'})"
             )
 
-    def _reply(self, text: str, asked: Asked, spent: Spent) -> Reply:
-        kept = until(text, asked.stop)
-        ended = next((stop for stop in asked.stop if text.startswith(stop, len(kept))), "")
-        parsed = parse(kept, self.family, asked.offered)
+    def _reply(self, text: str, request: Conversation, spent: Spent) -> Reply:
+        kept = until(text, request.stop)
+        ended = next((stop for stop in request.stop if text.startswith(stop, len(kept))), "")
+        parsed = parse(kept, self.family, request.offered)
         return Reply(parsed.text, parsed.calls, spent, parsed.think, stop=ended)
 
-    async def _begun(self, state: Standing, tools: Tools) -> tuple[Episode, Asked]:
+    async def _begun(self, state: AgentState, tools: Tools) -> tuple[Episode, Conversation]:
         if self._started is None:
             self._started = asyncio.create_task(self.gateway.start())
         await asyncio.shield(self._started)
-        episode = Episode(self.gateway, self.nursery, state.task, self.limits)
+        episode = Episode(self.gateway, self.fork_server, state.task, self.limits)
         episode.session.check = partial(_check, tools, state, state.record)
-        episode.session.count = lambda asked: tools.count(asked.messages, asked.tools)
+        episode.session.count = lambda request: tools.count(request.messages, request.tools)
         if self.searches:
             episode.session.retrieve = tools.retrieve
         try:
@@ -391,7 +354,7 @@ class Agent(Environment):
             )
         return episode, event
 
-    def _ended(self, state: Standing, record: tuple[Exchange, ...], event: Ended) -> Transition:
+    def _ended(self, state: AgentState, record: tuple[Exchange, ...], event: Ended) -> Transition:
         after = msgspec.structs.replace(state, record=record, asked="", messages=(), tools=())
         crashed = float(bool(event.fault))
         outcome = 0.0 if crashed else event.reward
@@ -399,8 +362,8 @@ class Agent(Environment):
         fault = f"{event.told}\n\nIts last output:\n{event.said}" if crashed else ""
         return Transition(after, "", True, scored, {"crashed": crashed}, fault=fault)
 
-    def _keep(self, state: Standing, episode: Episode, asked: Asked) -> None:
-        self._waiting.append((state, episode, asked))
+    def _keep(self, state: AgentState, episode: Episode, request: Conversation) -> None:
+        self._waiting.append((state, episode, request))
         while len(self._waiting) > self.kept:
             self._end(self._waiting.pop(0)[1])
 
@@ -416,14 +379,15 @@ class Agent(Environment):
         self._waiting.clear()
         await asyncio.gather(*self._closing)
         await self.gateway.close()
-        await self.nursery.close()
+        await self.fork_server.close()
 
 
-def _check(tools: Tools, before: Standing, record: tuple[Exchange, ...], asked: Asked) -> None:
-    """Raise Refused unless the policy can be asked this after the replies of ``record``, and the
-    journal can keep it."""
+def _check(
+    tools: Tools, before: AgentState, record: tuple[Exchange, ...], request: Conversation
+) -> None:
+    """Raise Refused unless the policy can be asked this and the journal can keep it."""
     try:
-        tools.check(_asking(before, record, asked))
+        tools.check(_asking(before, record, request))
     # whatever fails, templates and tokenizers too, fails because of this request
     except Exception as error:
         reason = str(error).encode(errors="backslashreplace").decode()
@@ -433,77 +397,75 @@ def _check(tools: Tools, before: Standing, record: tuple[Exchange, ...], asked: 
 
 
 def _refused(episode: Episode) -> str:
-    """What its last call was refused with, "" if it went on."""
-    return (
-        f" after the gateway had answered {episode.session.refused}"
-        if episode.session.refused
-        else ""
-    )
+    """Say what the agent's last call was refused with, if it was."""
+    refused = episode.session.refused
+    return f" after the gateway had answered {refused}" if refused else ""
 
 
 def _query(calls: Sequence[ToolCall]) -> str:
     """The texts among the arguments of calls, in their order; their JSON if there are none."""
     values = [value for call in calls for value in json.loads(call.arguments).values()]
-    return " ".join(value for value in values if isinstance(value, str)) or " ".join(
-        call.arguments for call in calls
-    )
+    texts = [value for value in values if isinstance(value, str)]
+    return " ".join(texts) or " ".join(call.arguments for call in calls)
 
 
-def _standing(
-    before: Standing, record: tuple[Exchange, ...], asked: Asked, whole: bool
-) -> Standing:
-    request = (tuple(asked.messages), tuple(asked.tools)) if whole else ((), ())
-    limits = tuple(asked.offered), asked.must_call, asked.most
-    return Standing(
+def _asked(request: Conversation) -> str:
+    """The digest of what a request asks."""
+    return histories(request.messages, request.tools)[-1]
+
+
+def _state(
+    before: AgentState, record: tuple[Exchange, ...], request: Conversation, whole: bool
+) -> AgentState:
+    """Return the state in which a request waits. whole: it begins a branch."""
+    return AgentState(
         before.task,
         record,
-        histories(asked.messages, asked.tools)[-1],
-        *limits,
-        *request,
-        asked.stop,
+        _asked(request),
+        tuple(request.offered),
+        request.must_call,
+        request.most,
+        tuple(request.messages) if whole else (),
+        tuple(request.tools) if whole else (),
+        request.stop,
     )
 
 
-def _asking(before: Standing, record: tuple[Exchange, ...], asked: Asked) -> Transition:
-    """What a request is after the replies of ``record``: the continuation of one of them, or a
-    branch."""
-    place, tail = _continued(record, asked)
-    return Transition(
-        _standing(before, record, asked, place is None), "", False, messages=tail, after=place
-    )
+def _asking(before: AgentState, record: tuple[Exchange, ...], request: Conversation) -> Transition:
+    """Return a request that continues a reply of ``record`` or begins a branch."""
+    place, tail = _continued(record, request)
+    state = _state(before, record, request, place is None)
+    return Transition(state, "", False, messages=tail, after=place)
 
 
-def _digest(asked: Asked, reply: Reply) -> str:
+def _digest(request: Conversation, reply: Reply) -> str:
     """The digest of a conversation with its reply, as an agent will send it back."""
-    calls = [
-        {"id": f"reply-{i}", "function": {"name": call.name, "arguments": call.arguments}}
-        for i, call in enumerate(reply.calls)
-    ]
-    message: Message = {
-        "role": "assistant",
-        "content": reply.text,
-        **({"tool_calls": calls} if calls else {}),
-    }
-    return histories([*asked.messages, message], asked.tools)[-1]
+    message: Message = {"role": "assistant", "content": reply.text}
+    if reply.calls:
+        message["tool_calls"] = [
+            {"id": f"reply-{i}", "function": {"name": call.name, "arguments": call.arguments}}
+            for i, call in enumerate(reply.calls)
+        ]
+    return histories([*request.messages, message], request.tools)[-1]
 
 
-def _continued(record: tuple[Exchange, ...], asked: Asked) -> tuple[int | None, list[Message]]:
-    """Return which reply of the record a request continues, and what the agent has added; None and
-    nothing if it continues none."""
+def _continued(
+    record: tuple[Exchange, ...], request: Conversation
+) -> tuple[int | None, list[Message]]:
+    """Return which reply a request continues and what is new; None if it continues none."""
     after = {exchange.after: place for place, exchange in enumerate(record)}
-    digests = histories(asked.messages, asked.tools)
-    for length in range(len(asked.messages) - 1, 0, -1):
+    digests = histories(request.messages, request.tools)
+    for length in range(len(request.messages) - 1, 0, -1):
         if digests[length] in after:
-            return after[digests[length]], asked.messages[length:]
+            return after[digests[length]], request.messages[length:]
     return None, []
 
 
-async def _told_that_it_is_over(episode: Episode) -> Ended:
-    """Answer all further calls that the budget is used up, those that wait at the same time at
-    once, until the agent ends."""
+async def _end_of_budget(episode: Episode) -> Ended:
+    """Answer all further calls that the budget is used up, until the agent ends."""
     for _ in range(MOST_OVER):
-        for asked in episode.asked():
-            episode.answer(asked, Reply(OVER))
+        for request in episode.requests():
+            episode.answer(request, Reply(OVER))
         event = await episode.next()
         if isinstance(event, Ended):
             return event

@@ -10,20 +10,18 @@ from typing import Any
 
 import msgspec
 
+from coppice.actors.environments.agents.fork_server import ForkServer, Process
 from coppice.actors.environments.agents.gateway import Gateway, Session
-from coppice.actors.environments.agents.nursery import Nursery, Process
 from coppice.actors.environments.agents.runner import REWARD
-from coppice.actors.serving.asked import Asked
+from coppice.actors.serving.conversations import Conversation
 from coppice.actors.serving.replies import Reply
 
 TAIL = 4_096
-"""Bytes of what an agent wrote last that are kept of a fault."""
+"""Bytes of an agent's last output that are kept."""
 DRAIN_S = 1.0
-"""Seconds after the end of a process in which its output is read to its end. Only what has escaped
-holds it open longer."""
+"""Seconds for which an ended process is read. An escaped child may hold its output open."""
 LONGEST_VARIABLE = 100_000
-"""Bytes of a task that COPPICE_TASK holds. Linux starts no program with a longer variable than 128
-KiB."""
+"""The most bytes of COPPICE_TASK. Linux takes no variable of more than 128 KiB."""
 _TRACEBACK = re.compile(
     r"^Traceback \(most recent call last\):\n(?:[ \t].*\n|\n)*(?P<error>\S.*)", re.MULTILINE
 )
@@ -32,8 +30,7 @@ _THROWN = re.compile(r"^\[?(?:Uncaught )?[\w$.]*(?:Error|Exception|Rejection)\b.
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """seconds: of an episode, without those in which it waits for replies; memory_gib: address
-    space of its process, 0 for no limit; output_mib: that it may write."""
+    """seconds: without those of waiting for replies. memory_gib: 0 for no limit."""
 
     seconds: float = 600.0
     memory_gib: float = 0.0
@@ -41,8 +38,7 @@ class Limits(msgspec.Struct, frozen=True):
 
 
 class Ended(msgspec.Struct, frozen=True):
-    """How an episode ended. reward: None if nobody gave one. fault: why the process failed, "" if
-    it did not. said: what it wrote last."""
+    """How an episode ended. fault: why the process failed. said: what it wrote last."""
 
     reward: float | None
     fault: str = ""
@@ -50,8 +46,7 @@ class Ended(msgspec.Struct, frozen=True):
 
     @property
     def error(self) -> str:
-        """The line that tells why: of a Python traceback or of what Node throws the error's own
-        line, else the last line that it wrote."""
+        """The line that tells why: of a Python traceback, of Node's error, or the last one."""
         last = self.said.strip().rpartition("\n")[2]
         errors = [match["error"] for match in _TRACEBACK.finditer(self.said)]
         if _NODE.match(last):
@@ -65,13 +60,12 @@ class Ended(msgspec.Struct, frozen=True):
 
 
 class Episode:
-    """A process and its session, from ``start`` to ``close``. Several requests may wait at the same
-    time; each is answered once."""
+    """A process and its session. Several requests may wait at once; each is answered once."""
 
-    def __init__(self, gateway: Gateway, nursery: Nursery, task: dict[str, Any], limits: Limits):
-        self.gateway, self.nursery, self.task, self.limits = gateway, nursery, task, limits
+    def __init__(self, gateway: Gateway, server: ForkServer, task: dict[str, Any], limits: Limits):
+        self.gateway, self.server, self.task, self.limits = gateway, server, task, limits
         self.session: Session = gateway.opened()
-        self._waiting: dict[str, tuple[Asked, asyncio.Future[Reply]]] = {}
+        self._waiting: dict[str, tuple[Conversation, asyncio.Future[Reply]]] = {}
         self._process: Process | None = None
         self._ended: asyncio.Task[Ended] | None = None
         self._said, self._returned = bytearray(), None
@@ -82,7 +76,7 @@ class Episode:
     async def start(self) -> None:
         """Start the process. Raises OSError if it cannot be started."""
         key, task = self.session.key, msgspec.json.encode(self.task)
-        known = {
+        variables = {
             "OPENAI_BASE_URL": self.gateway.url,
             "OPENAI_API_KEY": key,
             "ANTHROPIC_BASE_URL": self.gateway.url.removesuffix("/v1"),
@@ -90,25 +84,24 @@ class Episode:
             "COPPICE_SESSION": key,
         }
         if len(task) <= LONGEST_VARIABLE:
-            known["COPPICE_TASK"] = task.decode()
-        self._process = await self.nursery.start(task, known, int(self.limits.memory_gib * 2**30))
+            variables["COPPICE_TASK"] = task.decode()
+        memory = int(self.limits.memory_gib * 2**30)
+        self._process = await self.server.start(task, variables, memory)
         self._ended = asyncio.create_task(self._run())
 
-    def asked(self) -> list[Asked]:
-        """Return the requests that wait for their answers, in the order in which they came. While
-        there are any, the agent's time stands still."""
+    def requests(self) -> list[Conversation]:
+        """Return the requests that wait, oldest first. While any waits, the time stands still."""
         while not self.session.requests.empty():
-            asked, answer = self.session.requests.get_nowait()
-            self._waiting[asked.id] = asked, answer
+            request, answer = self.session.requests.get_nowait()
+            self._waiting[request.id] = request, answer
         if self._waiting and self._since is not None:
             self._left -= asyncio.get_running_loop().time() - self._since
             self._since = None
             self._hold(None)
-        return [asked for asked, _ in self._waiting.values()]
+        return [request for request, _ in self._waiting.values()]
 
     @property
     def over(self) -> bool:
-        """Whether the process has ended."""
         return self._ended is None or self._ended.done()
 
     async def news(self) -> None:
@@ -120,23 +113,22 @@ class Episode:
         finally:
             coming.cancel()
 
-    async def next(self) -> Asked | Ended:
-        """Return the oldest request that waits, or the end of the episode. Raises
-        InfrastructureFault if its process is lost."""
+    async def next(self) -> Conversation | Ended:
+        """Return the oldest request or the end. Raises InfrastructureFault if it is lost."""
         assert self._ended is not None
-        while not (waiting := self.asked()):
+        while not (waiting := self.requests()):
             if self._ended.done():
                 return self._ended.result()
             await self.news()
         self.session.open = ""
         return waiting[0]
 
-    def answer(self, asked: Asked, reply: Reply) -> None:
+    def answer(self, request: Conversation, reply: Reply) -> None:
         """Answer a request that waits. An agent that has gone away has no use for it."""
-        self.session.open, self.session.step_reward = asked.id, None
+        self.session.open, self.session.step_reward = request.id, None
         self._since = asyncio.get_running_loop().time()
         self._hold(self._since + max(self._left, 0.0))
-        _, answer = self._waiting.pop(asked.id)
+        _, answer = self._waiting.pop(request.id)
         if not answer.done():
             answer.set_result(reply)
 
@@ -157,10 +149,8 @@ class Episode:
         """Read what the process writes until it has ended, or until a limit ends it."""
         assert self._process is not None
         process, fault = self._process, ""
-        reading, ended = (
-            asyncio.create_task(self._read(process.stdout)),
-            asyncio.ensure_future(process.wait()),
-        )
+        reading = asyncio.create_task(self._read(process.stdout))
+        ended = asyncio.ensure_future(process.wait())
         try:
             try:
                 async with self._limit:

@@ -1,18 +1,16 @@
-"""What the processes of agents run. It imports nothing but the standard library and the agent, so
-that an episode begins at once, also in another Python.
+"""Entry point of the processes of agents. It imports nothing but the standard library and the agent,
+so that an episode begins at once, also in another Python.
 
 ``python runner.py MODULE:FUNCTION FD`` imports what the module imports, once, and then forks an
-episode for each one that is asked for over the socket FD (``actors.environments.agents.nursery``).
+episode for each one that ``actors.environments.agents.fork_server`` asks for over the socket FD.
 What libraries import later, episodes tell, and it is there for those that follow. The module itself
 is imported in the episode's process, which knows the episode's key by then. A number that the
-function returns is the episode's reward. With "" in the place of the function, episodes are command
-lines.
+function returns is the episode's reward. With "" for the function, episodes are command lines.
 
 An episode is two processes. The keeper adopts whatever the agent's own process leaves behind
 (PR_SET_CHILD_SUBREAPER), and ends as that one ends, after it has killed all of it::
 
-    scheduler -> nurse (serve) -> keeper (_keep) -> the agent's process (_episode) -> whatever it
-    starts
+    scheduler -> fork server (serve) -> keeper (_keep) -> agent (_episode) -> whatever it starts
 """
 
 import ast
@@ -39,15 +37,14 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 REWARD = b"\0reward "
-"""Begins the line with which a process tells what the function returned."""
+"""Begins the line with the reward that the function returned."""
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _ENDS = {signal.SIGTERM, signal.SIGCHLD}
-"""The signals for which a keeper waits: the order to end its episode, and the end of a child."""
+"""A keeper waits for these signals: the order to end its episode, and the end of a child."""
 
 
 def play(run: str, task: dict[str, Any]) -> None:
-    """Call the function with the task, and tell the number that it returns. The random numbers of
-    an episode depend on its task alone."""
+    """Call the function, whose random numbers depend on the task alone; print what it returns."""
     random.seed(f"{task['id']}/{task['seed']}")
     module, _, name = run.partition(":")
     result = getattr(importlib.import_module(module), name)(task)
@@ -76,10 +73,10 @@ async def _awaited(result: Any) -> Any:
 
 
 def serve(run: str, channel: socket.socket) -> None:
-    """Fork an episode for every byte that comes, with the files that come with it as its stdin and
-    stdout; tell each start and end in a line."""
-    here, beside = os.getcwd(), str(Path(__file__).parent)
-    sys.path[:] = [here, *(place for place in sys.path if place not in ("", here, beside))]
+    """Fork an episode for every byte that comes, with its files; tell each start and end in a
+    line."""
+    here, package = os.getcwd(), str(Path(__file__).parent)
+    sys.path[:] = [here, *(place for place in sys.path if place not in ("", here, package))]
     if run:
         _preload(run.partition(":")[0])
     # Ctrl-C is for the run, which ends its episodes itself
@@ -100,12 +97,12 @@ def serve(run: str, channel: socket.socket) -> None:
             asked, files, _, _ = socket.recv_fds(channel, 1, 2)
             if not asked:
                 return
-            nurse, pid = os.getpid(), os.fork()
+            server, pid = os.getpid(), os.fork()
             if not pid:
                 for one in (channel, heard, told):
                     one.close()
                 os.close(late)
-                _keep(run, nurse, files, tell)
+                _keep(run, server, files, tell)
             for file in files:
                 os.close(file)
             channel.sendall(json.dumps({"born": pid}).encode() + b"\n")
@@ -118,7 +115,7 @@ def _bury(channel: socket.socket) -> None:
             channel.sendall(json.dumps(line).encode() + b"\n")
 
 
-def _keep(run: str, nurse: int, files: list[int], tell: int) -> NoReturn:
+def _keep(run: str, server: int, files: list[int], tell: int) -> NoReturn:
     """Be the keeper of an episode: start the agent's process with a folder of its own, wait for its
     end or for SIGTERM, kill whatever it has left, and end as it ended."""
     signal.set_wakeup_fd(-1)
@@ -126,7 +123,7 @@ def _keep(run: str, nurse: int, files: list[int], tell: int) -> NoReturn:
     signal.pthread_sigmask(signal.SIG_BLOCK, _ENDS)
     _control(_PR_SET_PDEATHSIG, signal.SIGTERM)
     _control(_PR_SET_CHILD_SUBREAPER, 1)
-    if os.getppid() != nurse:  # it died before
+    if os.getppid() != server:  # it died before
         os._exit(1)
     folder = tempfile.mkdtemp(prefix="coppice-agent-")
     leader = os.fork()
@@ -154,7 +151,7 @@ def _keep(run: str, nurse: int, files: list[int], tell: int) -> NoReturn:
 
 
 def _control(option: int, value: int) -> None:
-    """Set an attribute of this process (prctl). Linux alone can do so."""
+    """Set an attribute of this process, on Linux."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
@@ -170,8 +167,7 @@ def _reaped(leader: int) -> "int | None":
 
 
 def _clear() -> None:
-    """Kill and reap all children, and those that they leave in turn. What has other rights than
-    this process, such as a set-user-id program, stays."""
+    """Kill and reap all children and theirs. What has other rights than we stays."""
     with contextlib.suppress(ChildProcessError):  # none is left
         while True:
             if not os.waitpid(-1, os.WNOHANG)[0]:
@@ -190,7 +186,6 @@ def _killed(pid: int) -> bool:
 
 
 def _children() -> list[int]:
-    """The children of this process, as Linux tells them."""
     children = []
     for entry in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # it has gone
@@ -241,8 +236,7 @@ def _episode(run: str, files: list[int], folder: str, tell: int) -> NoReturn:
 
 
 def _become(command: list[str]) -> NoReturn:
-    """Run a command line in the place of this process, with the signals as a shell leaves them and
-    no files but the three."""
+    """Run a command line in this process, with a shell's signals and no files but the three."""
     for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them
         signal.signal(number, signal.SIG_DFL)
     os.closerange(3, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
@@ -250,8 +244,7 @@ def _become(command: list[str]) -> NoReturn:
 
 
 def _libraries(names: set[str]) -> list[str]:
-    """The modules among ``names`` that are of Python or installed, whose import says nothing of an
-    episode."""
+    """The modules among ``names`` that are of Python or installed, not the episode's."""
     roots = tuple({sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib")})
     files = {name: getattr(sys.modules[name], "__file__", None) or "" for name in names}
     return sorted(
@@ -260,18 +253,15 @@ def _libraries(names: set[str]) -> list[str]:
 
 
 def _preload(module: str) -> None:
-    """Import what the module imports at its top. Whatever fails here fails again, and is told, in
-    the episode."""
+    """Import what the module imports at its top. Failures are told in the episode."""
     with contextlib.suppress(Exception):
         spec = importlib.util.find_spec(module)
         body = ast.parse(Path(str(spec and spec.origin)).read_text()).body
-        names = [
-            alias.name for node in body if isinstance(node, ast.Import) for alias in node.names
-        ]
-        names += [
-            str(node.module) for node in body if isinstance(node, ast.ImportFrom) and not node.level
-        ]
-        _import(names)
+        for node in body:
+            if isinstance(node, ast.Import):
+                _import([alias.name for alias in node.names])
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                _import([str(node.module)])
 
 
 def _import(names: list[str]) -> None:

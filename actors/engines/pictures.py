@@ -1,5 +1,5 @@
-"""What the embedded engine does with the pictures of a prompt: positions when the request arrives,
-features when its tokens are computed."""
+"""The pictures of prompts in the embedded engine: positions when a request arrives, features when its
+tokens are computed."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -14,25 +14,20 @@ from coppice.wire.faults import DataFault
 from coppice.wire.messages import GenerateRequest
 
 KEPT = 64
-"""The pictures whose features are kept: all samples of a tree's turn show the same few pictures,
-and prompts are computed chunk by chunk."""
+"""The most pictures whose features are kept: those that a turn's samples share."""
 
 
-class Sight:
-    """The pictures of one engine. ``positions`` may be called anywhere, everything else on the
-    engine's thread.
-
-    Invariant: kept features are of the current weights, so new weights must be followed by
-    ``forget``.
-    """
+class Pictures:
+    """The pictures of one engine. Kept features are of the current weights: new weights must be
+    followed by ``forget``. ``positions`` may be called anywhere, the rest on the engine's thread."""
 
     def __init__(self, model: Any, processor: vision.Vision):
         self._model, self._processor = model, processor
         self._features: OrderedDict[bytes, torch.Tensor] = OrderedDict()
 
     def positions(self, request: GenerateRequest) -> np.ndarray | None:
-        """Return the positions of a prompt with pictures, int64 [3, prompt], else None. Raises
-        DataFault if pictures and ids do not fit."""
+        """Return a prompt's positions, int64 [3, prompt]; None without pictures. Raises
+        DataFault."""
         if not (request.tokens < 0).any():
             return None
         try:
@@ -41,21 +36,16 @@ class Sight:
             raise DataFault(str(error)) from None
 
     def features(self, chunks: Sequence[Chunk]) -> torch.Tensor | None:
-        """Return the features of the picture tokens of ``chunks`` in order, [picture tokens,
-        width]; None if there are none."""
+        """Return the chunks' features [picture tokens, width]; None if there are none."""
         pieces: list[torch.Tensor] = []
         for chunk in chunks:
-            owner, start, end = (
-                chunk.prefix.owner,
-                chunk.prefix.length,
-                chunk.prefix.length + chunk.count,
-            )
+            owner, start = chunk.prefix.owner, chunk.prefix.length
+            end = start + chunk.count
             for run in owner.shown:
                 if run.start < end and run.end > start:
                     whole = self._encoded(owner.request.images[run.number])
-                    pieces.append(
-                        whole[max(start, run.start) - run.start : min(end, run.end) - run.start]
-                    )
+                    first, last = max(start, run.start), min(end, run.end)
+                    pieces.append(whole[first - run.start : last - run.start])
         return torch.cat(pieces) if pieces else None
 
     def forget(self) -> None:
@@ -64,10 +54,8 @@ class Sight:
 
     def _encoded(self, png: bytes) -> torch.Tensor:
         if png not in self._features:
-            patches, grids = (
-                torch.from_numpy(array).to(self._model.device)
-                for array in self._processor.pixels([png])
-            )
+            arrays = self._processor.pixels([png])
+            patches, grids = (torch.from_numpy(array).to(self._model.device) for array in arrays)
             self._features[png] = vision.encode(self._model, patches, grids)
             if len(self._features) > KEPT:
                 self._features.popitem(last=False)

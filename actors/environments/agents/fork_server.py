@@ -1,7 +1,6 @@
 """Starts the processes of episodes. All are forked from one small process
-(``actors.environments.agents.runner``), the nurse. Of agents that are Python functions it has
-imported the libraries already, so that an episode costs milliseconds and not the seconds that a
-library takes to import."""
+(``actors.environments.agents.runner``). It has imported the libraries of agents that are Python
+functions, so that an episode costs milliseconds and not the seconds of an import."""
 
 import asyncio
 import collections
@@ -21,10 +20,10 @@ from coppice.common.process import die_with, without_secrets
 from coppice.wire.faults import InfrastructureFault
 
 
-class Nursery:
+class ForkServer:
     """Starts processes of ``command``, or of the function ``run`` ("module:function") if the
-    command is empty. python: runs the functions. pass_env: the variables that agents get although
-    their names tell of a secret."""
+    command is empty. python: runs the functions. pass_env: variables that agents get although their
+    names tell of a secret."""
 
     def __init__(
         self,
@@ -35,16 +34,15 @@ class Nursery:
     ):
         self.command, self.run, self.python, self.pass_env = command, run, python, pass_env
         self._channel: socket.socket | None = None
-        self._nurse: asyncio.subprocess.Process | None = None
+        self._server: asyncio.subprocess.Process | None = None
         self._opening = asyncio.Lock()
         self._listening: asyncio.Task[None] | None = None
         self._expected: collections.deque[asyncio.Future[Process]] = collections.deque()
         self._living: dict[int, Process] = {}
 
     async def start(self, task: bytes, variables: dict[str, str], memory: int) -> "Process":
-        """Start an episode with the task, JSON, in its stdin. variables: of its environment, beside
-        those of this process. memory: bytes of its address space, 0 for no limit. Raises OSError if
-        it cannot start."""
+        """Start an episode, with the task in its stdin. memory: bytes, 0 for no limit. Raises
+        OSError."""
         if self.command and shutil.which(self.command[0]) is None:
             raise FileNotFoundError(
                 f"there is no program {self.command[0]!r}: expected a path, or a name on the PATH"
@@ -52,7 +50,7 @@ class Nursery:
         environment = {"PYTHONUNBUFFERED": "1", **without_secrets(self.pass_env), **variables}
         settings = {"command": self.command, "environment": environment, "memory": memory}
         async with self._opening:
-            if self._nurse is None or self._nurse.returncode is not None:
+            if self._server is None or self._server.returncode is not None:
                 await self._open()
         assert self._channel is not None
         # A pair of sockets and not a pipe: uvloop closes the file of a pipe twice, and the second
@@ -75,13 +73,13 @@ class Nursery:
         return child
 
     async def close(self) -> None:
-        """End the nurse, and with it the episodes."""
+        """End the process and with it the episodes."""
         if self._channel is not None:
             with contextlib.suppress(OSError):  # it has died already
                 self._channel.shutdown(socket.SHUT_WR)
             self._channel.close()
-        if self._nurse is not None:
-            await self._nurse.wait()
+        if self._server is not None:
+            await self._server.wait()
         if self._listening is not None:
             await self._listening
 
@@ -89,7 +87,7 @@ class Nursery:
         self._channel, theirs = socket.socketpair()
         parent = os.getpid()
         with theirs:
-            self._nurse = await asyncio.create_subprocess_exec(
+            self._server = await asyncio.create_subprocess_exec(
                 *(self.python, str(Path(runner.__file__)), self.run, str(theirs.fileno())),
                 stdin=asyncio.subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
@@ -103,13 +101,13 @@ class Nursery:
         reader, writer = await asyncio.open_connection(sock=channel.dup())
         try:
             async for line in reader:
-                said = json.loads(line)
-                if "born" in said:
-                    self._living[said["born"]] = child = Process(said["born"])
+                event = json.loads(line)
+                if "born" in event:
+                    self._living[event["born"]] = child = Process(event["born"])
                     if not (expected := self._expected.popleft()).cancelled():
                         expected.set_result(child)
-                elif child := self._living.pop(said["ended"], None):
-                    child.ended.set_result(said["code"])
+                elif child := self._living.pop(event["ended"], None):
+                    child.ended.set_result(event["code"])
         except ConnectionError:
             pass
         finally:
@@ -125,8 +123,7 @@ class Nursery:
 
 
 class Process:
-    """The process of an episode, with what asyncio's processes have. It ends after everything that
-    the agent has started."""
+    """The process of an episode. It ends after everything that the agent has started."""
 
     stdout: asyncio.StreamReader
     writer: asyncio.StreamWriter
@@ -137,16 +134,15 @@ class Process:
 
     @property
     def returncode(self) -> int | None:
-        return (
-            None if not self.ended.done() else 1 if self.ended.exception() else self.ended.result()
-        )
+        if not self.ended.done():
+            return None
+        return 1 if self.ended.exception() else self.ended.result()
 
     def kill(self) -> None:
-        """Kill the agent with all that it has started. Its keeper
-        (``actors.environments.agents.runner``) does so."""
+        """Have its keeper kill the agent with all that it has started."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGTERM)
 
     async def wait(self) -> int:
-        """Return the exit status. Raises InfrastructureFault if nobody knows it any more."""
+        """Return the exit status. Raises InfrastructureFault if it is lost."""
         return await asyncio.shield(self.ended)

@@ -1,35 +1,28 @@
-"""What agents and their libraries ask, read from the bodies of /v1/chat/completions and
-/v1/responses. Fields that do not change what is asked are ignored.
+"""Conversations in the bodies of /v1/chat/completions and /v1/responses. Fields that do not change
+what is asked are ignored.
 
 Clients write one conversation in many ways: part lists, null, other names of roles, tools flat or
 nested. All become the messages and tools of chat completions, in which chat templates read them.
 """
 
 import json
-import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 
-from coppice.actors.serving.protocol import Refused, shown
-from coppice.actors.serving.remembered import Remembered
-from coppice.common.dialogue import TOO_DEEP, Message, is_too_deep, text_of
-
-SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+from coppice.actors.serving.protocol import Refused, shown, unexpected
+from coppice.common.dialogue import Message, text_of
 
 LONGEST = 2**31 - 1
 """Stands for every larger number of tokens that a client allows."""
 
 
-class Asked(msgspec.Struct, frozen=True):
-    """One request: the conversation so far, the tools that are offered, and whether one must be
-    called (a name: that one).
-
-    allowed: the names of the tools that may be called, all if empty. most: tokens of the reply, 0
-    if the client does not say. id: names the request in its session; its response id ends with it.
-    stop: strings that end the reply, which ends before them.
-    """
+class Conversation(msgspec.Struct, frozen=True):
+    """One request: a conversation, the tools offered, and whether one must be called (a name: that
+    one). allowed: the tools that may be called, all if empty. most: tokens of the reply, 0 for no
+    limit. id: of the request in its session; its response id ends with it. stop: strings before
+    which the reply ends."""
 
     messages: list[Message]
     tools: list[dict[str, Any]] = []
@@ -45,36 +38,72 @@ class Asked(msgspec.Struct, frozen=True):
         names = [tool["function"]["name"] for tool in self.tools]
         if self.choice in names:
             return [self.choice]
-        return (
-            []
-            if self.choice == "none"
-            else [name for name in names if name in (self.allowed or names)]
-        )
+        if self.choice == "none":
+            return []
+        return [name for name in names if name in (self.allowed or names)]
 
     @property
     def must_call(self) -> bool:
-        """Whether the reply must call a tool."""
         return self.choice not in ("auto", "none")
 
 
-def chat_of(body: dict[str, Any], shown: Sequence[str] = ()) -> Asked:
-    """Read the body of /v1/chat/completions. shown: further fields of a message, texts, that reach
-    the template. Raises Refused, which names the field."""
-    messages = _messages(body.get("messages"))
-    if shown:
-        further = [
-            {key: m[key] for key in shown if isinstance(m.get(key), str)} for m in body["messages"]
-        ]
-        messages = [message | more for message, more in zip(messages, further, strict=True)]
-    return _asked(body, messages)
+class ResponseStore:
+    """What /v1/responses has answered, for clients that refer to it by ids: items, and
+    conversations by the id of their last response. The oldest are dropped. Each session has its
+    own, so no episode sees another one's answers."""
+
+    def __init__(self, items: int = 4096, responses: int = 16):
+        self._most = items, responses
+        self._items: dict[str, dict[str, Any]] = {}
+        self._turns: dict[str, tuple[list[Message], list[dict[str, Any]]]] = {}
+
+    def add(self, response: dict[str, Any], before: list[Message]) -> None:
+        """Keep an answer's body. before: its conversation without the instructions."""
+        self._items |= {item["id"]: item for item in response["output"]}
+        self._turns[response["id"]] = before, response["output"]
+        for kept, most in zip((self._items, self._turns), self._most, strict=True):
+            while len(kept) > most:
+                del kept[next(iter(kept))]
+
+    def item(self, name: Any) -> dict[str, Any]:
+        """Return the item that has this id. Raises Refused if there is none."""
+        if not isinstance(name, str) or name not in self._items:
+            raise Refused(
+                f"`input`: item_reference {str(name)[:80]!r}: expected the id of an item that was answered here"
+                " before; send the item itself"
+            )
+        return self._items[name]
+
+    def conversation(self, name: Any) -> tuple[list[Message], list[dict[str, Any]]]:
+        """Return a conversation and the items that ended it. Raises Refused."""
+        if not isinstance(name, str) or name not in self._turns:
+            raise Refused(
+                f"`previous_response_id`: {str(name)[:80]!r}: expected one of the last {self._most[1]} responses that"
+                " were answered here; send the whole input"
+            )
+        return self._turns[name]
+
+    def clear(self) -> None:
+        self._items.clear()
+        self._turns.clear()
+
+
+def chat_of(body: dict[str, Any], shown: Sequence[str] = ()) -> Conversation:
+    """Read a body. shown: further texts of a message that reach the template. Raises Refused."""
+    listed = body.get("messages")
+    if not isinstance(listed, list) or not listed:
+        raise Refused("`messages`: expected a list of at least one message")
+    messages = [
+        _message(m) | {key: m[key] for key in shown if isinstance(m.get(key), str)} for m in listed
+    ]
+    return _conversation(body, messages)
 
 
 def responses_of(
-    body: dict[str, Any], remembered: Remembered
-) -> tuple[Asked, Callable[[dict[str, Any]], None]]:
-    """Read the body of /v1/responses. remembered: what its ids refer to. Also returns what must be
-    called with the body of the answer, so that later requests can refer to it. Raises Refused,
-    which names the field."""
+    body: dict[str, Any], store: ResponseStore
+) -> tuple[Conversation, Callable[[dict[str, Any]], None]]:
+    """Read a body whose ids refer to ``store``. Also return what keeps the answer. Raises
+    Refused."""
     for name in ("conversation", "prompt"):
         if body.get(name):
             raise Refused(
@@ -83,38 +112,15 @@ def responses_of(
     said = body.get("instructions")
     # not carried over to later requests
     instructions = [_message({"role": "system", "content": said})] if said else []
-    messages = _input(body, remembered)
-    return _asked(body, [*instructions, *messages]), lambda answer: remembered.note(
-        answer, messages
-    )
+    messages = _input(body, store)
+    conversation = _conversation(body, [*instructions, *messages])
+    return conversation, lambda answer: store.add(answer, messages)
 
 
-def _asked(body: dict[str, Any], messages: list[Message]) -> Asked:
+def _conversation(body: dict[str, Any], messages: list[Message]) -> Conversation:
     tools = _tools(body.get("tools"))
     choice, allowed = _choice(body.get("tool_choice"), tools)
-    return Asked(messages, tools, choice, allowed, _most(body))
-
-
-def body_of(raw: bytes) -> dict[str, Any]:
-    """Return the JSON object of a request's body. Raises Refused."""
-    try:
-        body = msgspec.json.decode(raw)
-    except RecursionError:
-        raise Refused(f"the body: {TOO_DEEP}") from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        surrogate = " (or has a lone surrogate, which is no text)" if SURROGATE.search(raw) else ""
-        raise Refused(f"the body is not JSON{surrogate}: {error}") from None
-    if not isinstance(body, dict):
-        raise Refused(f"the body is {type(body).__name__}, expected a JSON object")
-    if is_too_deep(body):
-        raise Refused(f"the body: {TOO_DEEP}")
-    return body
-
-
-def _messages(given: Any) -> list[Message]:
-    if not isinstance(given, list) or not given:
-        raise Refused("`messages`: expected a list of at least one message")
-    return [_message(message) for message in given]
+    return Conversation(messages, tools, choice, allowed, _most(body))
 
 
 def _message(message: Any) -> Message:
@@ -139,8 +145,6 @@ def _message(message: Any) -> Message:
 
 
 def _call(name: Any, function: Any, arguments: Any) -> dict[str, Any]:
-    """Return a call of an earlier reply as chat completions write it. Raises ValueError for values
-    of other types."""
     if not isinstance(function, str) or not isinstance(arguments, str | dict | None):
         raise ValueError("a tool call: expected a name and arguments as JSON text")
     return {"id": name, "type": "function", "function": {"name": function, "arguments": arguments}}
@@ -150,7 +154,7 @@ def _tools(given: Any) -> list[dict[str, Any]]:
     """Return tools in the form of chat completions, in which chat templates read them."""
     tools = []
     if not isinstance(given, list | None):
-        raise Refused(f"`tools`: {shown(given)}: expected a list of functions")
+        raise unexpected("tools", given, "a list of functions")
     for tool in given or []:
         flat = tool.get("function", tool) if isinstance(tool, dict) else None
         if (
@@ -160,21 +164,15 @@ def _tools(given: Any) -> list[dict[str, Any]]:
             or not isinstance(flat.get("parameters"), dict | None)
             or tool.get("type") not in (None, "function")
         ):
-            raise Refused(
-                f"`tools`: {shown(tool)}: expected functions; tools of the provider are not there"
-            )
-        kept = {
-            key: flat[key]
-            for key in ("name", "description", "parameters")
-            if flat.get(key) is not None
-        }
+            raise unexpected("tools", tool, "functions; tools of the provider are not there")
+        names = ("name", "description", "parameters")
+        kept = {key: flat[key] for key in names if flat.get(key) is not None}
         tools.append({"type": "function", "function": kept})
     return tools
 
 
 def _choice(given: Any, tools: list[dict[str, Any]]) -> tuple[str, list[str]]:
-    """Return "auto", "none", "required" or the name of the tool that must be called, and the names
-    of the allowed tools (empty: all)."""
+    """Return auto, none, required or a tool's name, and the allowed tools (empty: all)."""
     names, allowed = [tool["function"]["name"] for tool in tools], list[str]()
     choice = _name(given) or given
     if isinstance(given, dict) and given.get("type") == "allowed_tools":
@@ -206,11 +204,11 @@ def _most(body: dict[str, Any]) -> int:
     names = ("max_completion_tokens", "max_tokens", "max_output_tokens")
     given = next((body[name] for name in names if body.get(name) is not None), None)
     if given is not None and (isinstance(given, bool) or not isinstance(given, int) or given < 1):
-        raise Refused(f"`max_tokens`: {shown(given)}: expected a positive whole number")
+        raise unexpected("max_tokens", given, "a positive whole number")
     return min(given or 0, LONGEST)
 
 
-def _input(body: dict[str, Any], remembered: Remembered) -> list[Message]:
+def _input(body: dict[str, Any], store: ResponseStore) -> list[Message]:
     """Return the conversation of a request to /v1/responses, without its instructions."""
     given = body.get("input")
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
@@ -218,46 +216,37 @@ def _input(body: dict[str, Any], remembered: Remembered) -> list[Message]:
         raise Refused("`input`: expected a text or a list of at least one item")
     messages = list[Message]()
     if previous := body.get("previous_response_id"):
-        before, answer = remembered.conversation(previous)
+        before, answer = store.conversation(previous)
         messages = [*before]
         items = [*answer, *items]
     for item in items:
-        _add(item, messages, remembered)
+        _add(item, messages, store)
     return messages
 
 
-def _add(item: Any, messages: list[Message], remembered: Remembered) -> None:
-    """Add an item to a conversation. A reply's text and the calls after it are one message, as in
-    chat completions."""
-    kind = (
-        item.get("type") or ("item_reference" if [*item] == ["id"] else "message")
-        if isinstance(item, dict)
-        else None
-    )
+def _add(item: Any, messages: list[Message], store: ResponseStore) -> None:
+    """Add an item. A reply's text and the calls after it are one message."""
+    kind = None
+    if isinstance(item, dict):
+        kind = item.get("type") or ("item_reference" if [*item] == ["id"] else "message")
     if kind == "item_reference":
-        _add(remembered.item(item.get("id")), messages, remembered)
+        _add(store.item(item.get("id")), messages, store)
     elif kind == "message":
         messages.append(_message(item))
     elif kind == "function_call":
-        last = (
-            messages.pop()
-            if messages and messages[-1]["role"] == "assistant"
-            else {"role": "assistant", "content": ""}
-        )
         try:
             call = _call(item.get("call_id"), item.get("name"), item.get("arguments"))
         except ValueError as error:
             raise Refused(f"`input`: {shown(item)}: {error}") from None
+        if not messages or messages[-1]["role"] != "assistant":
+            messages.append({"role": "assistant", "content": ""})
+        last = messages.pop()
         messages.append({**last, "tool_calls": [*last.get("tool_calls", []), call]})
     elif kind == "function_call_output":
         output = item.get("output")
-        messages.append(
-            {
-                "role": "tool",
-                "tool_call_id": item.get("call_id"),
-                "content": output if isinstance(output, str) else json.dumps(output),
-            }
-        )
+        content = output if isinstance(output, str) else json.dumps(output)
+        result = {"role": "tool", "tool_call_id": item.get("call_id"), "content": content}
+        messages.append(result)
     elif kind != "reasoning":
         raise Refused(
             f"`input`: an item of type {kind!r}: expected message, function_call, function_call_output, item_reference"
