@@ -1,6 +1,6 @@
 """Shared fixtures."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,9 @@ import hypothesis
 import pytest
 import torch
 
-from tests import tiny
+from tests import tiny, world
+from tests.forks import ROOT, Server
+from tests.runs import Run
 
 hypothesis.settings.register_profile(
     "any machine", deadline=None
@@ -18,6 +20,15 @@ hypothesis.settings.load_profile("any machine")
 
 SLOW = ("e2e", "faults", "gpu")
 """Folders of tests/ in which every test is slow: whole runs, processes that die, CUDA."""
+
+LONG = (
+    "tests/gpu",
+    "tests/tools/research",
+    "tests/actors/test_sglang_fleet.py",
+    "tests/actors/test_sglang_inside.py",
+    "tests/actors/test_sglang_url.py",
+)
+"""Where slow tests run with tools/test --all only: CUDA, measurements, and further ways to SGLang."""
 
 COMPUTING = (
     "tests/learner",
@@ -35,14 +46,18 @@ at once."""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark what tools/test --quick leaves out (other slow tests are marked where they stand), and
-    what must run alone."""
+    """Mark what tools/test --quick leaves out, what tools/test without --all does (other tests are
+    marked where they stand), and what must run alone."""
     for item in items:
         sglang = "sglang_server" in getattr(item, "fixturenames", ()) or "[sglang" in item.name
-        if item.path.parent.name in SLOW or sglang:
-            item.add_marker(pytest.mark.slow)
         place = item.path.relative_to(config.rootpath).as_posix()
-        if item.get_closest_marker("slow") and (sglang or not place.startswith(COMPUTING)):
+        if item.path.parent.name in SLOW or sglang or item.get_closest_marker("long"):
+            item.add_marker(pytest.mark.slow)
+        if not item.get_closest_marker("slow"):
+            continue
+        if place.startswith(LONG):
+            item.add_marker(pytest.mark.long)
+        if sglang or not place.startswith(COMPUTING):
             item.add_marker(pytest.mark.alone)
 
 
@@ -58,6 +73,37 @@ def seeing(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a tiny Qwen2.5-VL."""
     torch.set_num_threads(1)
     return tiny.save_vision(tmp_path_factory.mktemp("seeing"))
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[Server]:
+    """The server whose forks the processes of whole runs are."""
+    made = Server()
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="session")
+def searching(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The config of a small run of SLATE."""
+    return world.search(tmp_path_factory.mktemp("searching"))
+
+
+@pytest.fixture
+def launch(server: Server, tmp_path: Path) -> Iterator[Callable[..., Run]]:
+    """Launch a run in the folder ``tmp_path / "run"`` with arguments of coppice launch. anew: its
+    processes are started as a user's are, and are no forks."""
+    runs: list[Run] = []
+
+    def start(config: Path | None, *arguments: str, anew: bool = False, cwd: Path = ROOT) -> Run:
+        run = Run(config, tmp_path / "run", None if anew else server, cwd=cwd)
+        runs.append(run)
+        run.launch(*arguments)
+        return run
+
+    yield start
+    for run in runs:
+        run.close()
 
 
 @pytest.fixture(scope="session")

@@ -2,9 +2,9 @@
 exit status is 1 if any failed.
 
 Tests that start processes of the project (the marker alone, see tests/conftest.py) run one after
-the other; the others run in several processes, with pyright beside them. With --quick the slow
-tests, the site and the second numerical run are left out. Named tests run one after the other, so
-that pytest's options (--pdb) work for them.
+the other; the others run in several processes, with pyright beside them. --quick leaves out the
+slow tests, the site and the second numerical run. Tests marked long run with --all alone. Named
+tests run one after the other, so that pytest's options (--pdb) work for them.
 
 The numerical tests run twice: with the kernels that torch chooses for this processor, and with
 those for any processor, which sum in another order and emulate bfloat16. So a bound that holds on
@@ -24,6 +24,7 @@ from coppice.tools.bootstrap import ROOT
 
 EXAMPLES = """\
   tools/test --quick                            without slow tests
+  tools/test --all                              with long ones, before a release
   tools/test tests/scheduler                    one folder
   tools/test --quick tests/learner -k critic    other options are pytest's"""
 PLAIN_KERNELS = {
@@ -33,22 +34,31 @@ PLAIN_KERNELS = {
 }
 """Of torch itself and of the two libraries that multiply matrices for it."""
 NUMERICAL = (
-    "tests/learner",
+    "tests/learner/test_attention.py",
+    "tests/learner/test_head.py",
+    "tests/learner/test_updates.py",
     "tests/actors/test_local_engine.py",
     "tests/actors/test_engine_contract.py",
 )
+"""What runs again with plain kernels: attention, head, updates and engine. With --all, every test
+of the learner does."""
+QUICK, ALL = "--quick", "--all"
+PROCESSES = min(4, len(os.sched_getaffinity(0)))
+"""Of pytest. Each holds torch, so more than four would need more memory than a laptop may have."""
+_SIDE_BY_SIDE = ["-n", str(PROCESSES), "--dist", "worksteal"]
 
 
-def numerical(arguments: Sequence[str]) -> list[str]:
+def numerical(arguments: Sequence[str], everything: bool = False) -> list[str]:
     """pytest's arguments for the numerical tests among those that ``arguments`` name (all of them
     by default); [] when there are none."""
+    places = ("tests/learner", *NUMERICAL[3:]) if everything else NUMERICAL
     named = [a for a in arguments if Path(ROOT, a.partition("::")[0]).exists()]
     options = [a for a in arguments if a not in named]
-    chosen = [a for a in named if any(_inside(a, place) for place in NUMERICAL)]
+    chosen = [a for a in named if any(_inside(a, place) for place in places)]
     chosen += [
         place
-        for place in NUMERICAL
-        if not named or any(_inside(place, a) and place != a for a in named)
+        for place in places
+        if not named or any(_inside(place, a) and not _inside(a, place) for a in named)
     ]
     return ["-k", "not sglang", *options, *chosen] if chosen else []
 
@@ -61,16 +71,11 @@ def _inside(path: str, folder: str) -> bool:
     )
 
 
-QUICK = "--quick"
-PROCESSES = min(4, len(os.sched_getaffinity(0)))
-"""Of pytest. Each holds torch, so more than four would need more memory than a laptop may have."""
-_SIDE_BY_SIDE = ["-n", str(PROCESSES), "--dist", "worksteal"]
-
-
 def steps(arguments: Sequence[str]) -> dict[str, list[str]]:
-    """Name -> Python module and its arguments, for each check; ``arguments`` are pytest's, and
-    QUICK."""
-    given = [argument for argument in arguments if argument != QUICK]
+    """Name -> Python module and its arguments, for each check; ``arguments`` are pytest's, QUICK
+    and ALL."""
+    given = [argument for argument in arguments if argument not in (QUICK, ALL)]
+    everything = ALL in arguments
     checks = {
         "ruff check": ["ruff", "check", "."],
         "ruff format": ["ruff", "format", "--check", "."],
@@ -83,20 +88,25 @@ def steps(arguments: Sequence[str]) -> dict[str, list[str]]:
     if given:
         checks["pytest"] = ["pytest", "--durations=30", *given]
     else:
-        checks["pytest, alone"] = ["pytest", "--durations=60", "-m", "alone"]
-        checks["pytest"] = ["pytest", "--durations=20", "-m", "not alone", *_SIDE_BY_SIDE]
-    if plain := numerical(given):
-        checks["pytest, plain kernels"] = ["pytest", *plain, *([] if given else _SIDE_BY_SIDE)]
+        short = "" if everything else " and not long"
+        checks["pytest, alone"] = ["pytest", "--durations=60", "-m", f"alone{short}"]
+        others = ["-m", f"not alone{short}", *_SIDE_BY_SIDE]
+        checks["pytest"] = ["pytest", "--durations=20", *others]
+    if plain := numerical(given, everything):
+        if not given:
+            plain = [*([] if everything else ["-m", "not long"]), *plain, *_SIDE_BY_SIDE]
+        checks["pytest, plain kernels"] = ["pytest", *plain]
     return checks
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of tools/test, for its help and for completion; pytest reads all arguments
-    but --quick."""
+    but --quick and --all."""
     parser = command_parser("tools/test", "Lint, type-check and test the project.", EXAMPLES)
     parser.add_argument(
         QUICK, action="store_true", help="leave out slow tests, the site, the second numerical run"
     )
+    parser.add_argument(ALL, action="store_true", help="run the tests that are marked long too")
     parser.add_argument(
         "-k", metavar="WORDS", help="only the tests whose names match, as all options of pytest"
     )

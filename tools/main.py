@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 
 from coppice.common.options import command_parser
-from coppice.tools.bootstrap import ensure
+from coppice.tools.bootstrap import CHECKOUT, ROOT, ensure
 
 COMMANDS = {
     "launch": ("tools.launching.command", "train a policy, or go on with a run"),
@@ -19,7 +19,7 @@ COMMANDS = {
     "report": ("tools.inspecting.report", "draw the curves of runs on one page"),
     "report --trace": ("tools.inspecting.trace", "write a window of a run for Perfetto"),
     "evaluate": ("tools.evaluating", "measure a policy on a game or questions, or a judge"),
-    "serve": ("judges.serve", "plug a judge into a live run"),
+    "serve": ("judges.command", "plug a judge into a live run"),
     "serve --model": ("tools.launching.serve_model", "serve a model to OpenAI's clients"),
     "plan": ("tools.planning.command", "predict what a run takes"),
     "index": ("tools.defaults.index_corpus", "build a retrieval index"),
@@ -27,7 +27,7 @@ COMMANDS = {
     "export": ("tools.inspecting.export", "write the policy of a run for transformers"),
     "completion": ("tools.shells", "print a script that completes this command in a shell"),
     "dev bench": ("research.benches", "measure benchmarks, each a ratio with a goal"),
-    "dev chaos": ("research.chaos", "strike a small run with faults"),
+    "dev chaos": ("tests.chaos", "strike a small run with faults"),
     "dev theory": ("research.theories", "measure what the papers claim"),
     "dev replicate": ("research.replication", "run a study of several arms and seeds"),
     "dev gpu-check": ("research.gpu_checks", "run every check that needs a GPU"),
@@ -43,8 +43,9 @@ EXAMPLES = """\
 
 def parsers() -> Iterator[tuple[str, argparse.ArgumentParser]]:
     """Yield each command of ``COMMANDS`` with its parser."""
-    for name in COMMANDS:
-        yield name, _module(name).parser()
+    for name, (place, _) in COMMANDS.items():
+        if CHECKOUT or not place.startswith("tests."):
+            yield name, _module(name).parser()
 
 
 def main() -> int:
@@ -85,7 +86,13 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _module(name: str):
-    return importlib.import_module(f"coppice.{COMMANDS[name][0]}")
+    place = COMMANDS[name][0]
+    if not place.startswith("tests."):
+        return importlib.import_module(f"coppice.{place}")
+    if not CHECKOUT:
+        sys.exit(f"coppice {name} needs a checkout of Coppice: this is an installed wheel")
+    sys.path.insert(0, str(ROOT))
+    return importlib.import_module(place)
 
 
 def _main(name: str) -> Callable[[], int]:

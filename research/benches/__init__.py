@@ -1,8 +1,7 @@
 """The command coppice dev bench: it prints a table of benchmarks, each of which is a ratio measured in
 one run.
 
-A benchmark is a module here with ``run(**settings) -> dict``, whose result holds "name", "ratio",
-"goal" and "better" ("higher" or "lower").
+A benchmark is a module here with ``run(**settings)``, which returns a ``result``.
 """
 
 import argparse
@@ -18,6 +17,13 @@ EXAMPLES = """\
   coppice dev bench prefill tree_training               two of them
   coppice dev bench memory --json                      with every measured value
   coppice dev bench decode --set rounds=1       an unknown setting is refused"""
+
+
+def result(
+    name: str, ratio: float, goal: float, better: str = "higher", **more: Any
+) -> dict[str, Any]:
+    """The result of a benchmark. better: "higher" or "lower". more: every measured value."""
+    return {"name": name, "ratio": ratio, "goal": goal, "better": better} | more
 
 
 def _known() -> list[str]:

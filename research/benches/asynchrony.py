@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from coppice.judges.exact_match import ExactMatch
+from coppice.research.benches import result
 from coppice.tools.bootstrap import ROOT
 from coppice.wire.messages import JudgedTurn, Judgement
 
@@ -75,13 +76,9 @@ def run() -> dict[str, Any]:
         folder = Path(scratch)
         model = random_copy(folder / "model", num_hidden_layers=2)
         synchronous, asynchronous = (_seconds(folder, model, staleness) for staleness in (0, 4))
-    row = {
-        "name": "wall time, synchronous / asynchronous, heavy-tailed judge",
-        "ratio": synchronous / asynchronous,
-    }
-    return row | {
-        "goal": 1.5,
-        "better": "higher",
-        "synchronous_s": synchronous,
-        "asynchronous_s": asynchronous,
-    }
+    seconds = {"synchronous_s": synchronous, "asynchronous_s": asynchronous}
+    name, ratio = (
+        "wall time, synchronous / asynchronous, heavy-tailed judge",
+        synchronous / asynchronous,
+    )
+    return result(name, ratio, 1.5, "higher", **seconds)

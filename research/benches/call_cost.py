@@ -19,6 +19,7 @@ import numpy as np
 
 from coppice.common import loop
 from coppice.common.numbers import Count
+from coppice.research.benches import result
 from coppice.scheduler.dispatch.dispatcher import DispatchConfig, Dispatcher
 from coppice.scheduler.dispatch.placement import Place
 from coppice.scheduler.ledger.survivors import sparing
@@ -209,12 +210,8 @@ def run(calls: Count = 10_000, rounds: Count = 3) -> dict[str, Any]:
                 costs.append(1e6 * loop.run(measure(*SIZES[name], placed, calls)))
     cost = {key: statistics.median(costs) for key, costs in spent.items()}
     first = next(iter(SIZES))
-    row = {
-        "name": "processor time of a call, the dearest size / one worker",
-        "goal": 1.5,
-        "better": "lower",
-    }
-    row |= {"ratio": max(us / cost[first, placed] for (_, placed), us in cost.items())}
-    return row | {
-        f"us: {name}{', placed' if placed else ''}": us for (name, placed), us in cost.items()
-    }
+    dearest = max(us / cost[first, placed] for (_, placed), us in cost.items())
+    us = {f"us: {name}{', placed' if placed else ''}": us for (name, placed), us in cost.items()}
+    return result(
+        "processor time of a call, the dearest size / one worker", dearest, 1.5, "lower", **us
+    )

@@ -1,17 +1,11 @@
 """Decoding at batch 32: tokens per CPU second of the embedded engine over those of
 ``transformers.generate``, and over the physical limit.
 
-REQUESTS prompts of about 400 tokens, of which INSTRUCTION are common, are each continued SAMPLES
-times by NEW sampled tokens in float32 on one thread. Both sides prefill the prompts before the
-measurement, because ``generate`` would prefill every prompt once per sample, which the rollout
-benchmark measures. ``generate`` gets left-padded prompts and their finished cache, expanded to the
-samples, as callers who pass ``past_key_values`` provide them. Rounds alternate after a short
-uncounted round, and the ratio is the median.
-
-The limit of a step is the time of its matrix products (weights and keys) at the measured peak, or
-of reading its bytes (weights once, each prefix once, tails) at the measured bandwidth, whichever is
-longer. Times are CPU seconds of this process, because other programs on the machine then slow
-neither side.
+Each of REQUESTS prompts is continued SAMPLES times by NEW sampled tokens in float32 on one thread.
+Both sides prefill the prompts before the measurement. Rounds alternate after a short uncounted one,
+and the ratio is the median. The limit of a step is the time of its matrix products at the measured
+peak, or of reading its bytes at the measured bandwidth, whichever is longer. Times are CPU seconds
+of this process, because other programs on the machine then slow neither side.
 """
 
 import asyncio
@@ -29,6 +23,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from coppice.actors.config import ActorsConfig
 from coppice.actors.engines.local import LocalEngine
 from coppice.research.benches import prefill as shape
+from coppice.research.benches import result
 from coppice.tools.defaults.models import DEFAULT
 from coppice.wire.messages import GenerateRequest, Sampling
 
@@ -190,13 +185,6 @@ def run(model: str = DEFAULT) -> dict[str, Any]:
             _ours(folder, prompts, ROUNDS, lambda: plain.append(plain_side.decode(NEW)))
         )
     ratio = statistics.median(a / b for a, b in zip(ours, plain, strict=True))
-    row = {
-        "name": "decode tokens/s at batch 32, engine / generate",
-        "ratio": ratio,
-        "goal": 2.0,
-        "better": "higher",
-    }
-    share = statistics.median(ours) / limit["limit_tokens_s"]
-    return (
-        row | {"ours_tokens_s": ours, "generate_tokens_s": plain, "share_of_limit": share} | limit
-    )
+    more = {"ours_tokens_s": ours, "generate_tokens_s": plain} | limit
+    more["share_of_limit"] = statistics.median(ours) / limit["limit_tokens_s"]
+    return result("decode tokens/s at batch 32, engine / generate", ratio, 2.0, "higher", **more)

@@ -1,26 +1,13 @@
 """SGLang under our dispatcher: its tokens per second against ``sglang.bench_serving`` on the same
 requests, and the share of SLATE's and MC-PR's prompts that its radix cache served, against the
-ideal.
+ideal. coppice dev gpu-check runs it on random weights; it needs an interpreter with sglang
+(COPPICE_SGLANG_PYTHON, or else this one) and a GPU, so coppice dev bench leaves it out.
 
-ratio: our tokens per second over those of bench_serving, which sends all requests at once, while
-our steps of a tree wait for one another. ratio_at_once: ours over sending the recorded requests to
-our engine at once, without dispatcher and sockets. Both baselines begin with an empty cache.
-coppice dev gpu-check runs this on random weights in the shape of a 7B model. It needs an interpreter with
-sglang (COPPICE_SGLANG_PYTHON, or else this one) and a GPU, so coppice dev bench leaves it out.
-``weight_update`` measures the seconds of weight updates.
-
-bench_serving gets requests that the server has answered before. The same as before are the token
-ids of every prompt, the number of sampled tokens (as many as came back then; the end of the text is
-ignored), temperature 1, and the log-probabilities of the sampled tokens. bench_serving has no data
-set of token ids, but passes unknown fields of its "openai" data set on in the request's body, where
-``input_ids`` replaces the chat message that this data set requires. The numbers of tokens that the
-server reports are compared with the intended ones.
-
-There are three differences. Each sample is a request of its own. All requests come at once, while a
-step of a tree waits for the step before and so leaves batches smaller than SGLang could run. No
-policy version salts the cache. The cache is empty at the start, and answers are whole. The measured
-time ends with a query of the server's state (milliseconds) and begins after loading, tokenizing and
-a pause of one second.
+bench_serving gets requests that the server has answered before: the same prompts, the same numbers
+of sampled tokens, temperature 1, and log-probabilities. It has no data set of token ids, but passes
+unknown fields of its "openai" data set on, and ``input_ids`` replaces the chat message there. It
+sends all requests at once, each sample as a request of its own, while our steps of a tree wait for
+one another; ``ratio_at_once`` sends ours at once too. Both begin with an empty cache.
 """
 
 import argparse

@@ -1,17 +1,12 @@
 """The scheduler under load: its own process with sockets, keys and journal, thousands of trees in
 flight, judges that join and leave, a slow learner.
 
-Its peers are real services on real sockets with real keys, whose answers cost next to nothing:
-actors sample without a model, and the learner keeps its own record, so that an audit need not
-believe the scheduler. The peers of each role run in a process of their own.
-
-``coppice dev bench load --set keep=RUN`` keeps the run folder, and ``coppice dev bench load --set read=RUN``
-prints the figures of a run, also of a live one.
+Its peers are real services whose answers cost next to nothing. The learner keeps its own record, so
+that an audit need not believe the scheduler. ``coppice dev bench load --set keep=RUN`` keeps the run
+folder, and ``--set read=RUN`` prints the figures of a run, also of a live one.
 """
 
 import asyncio
-import bisect
-import gc
 import itertools
 import os
 import random
@@ -22,16 +17,17 @@ import sys
 import tempfile
 import time
 import weakref
-from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
+import psutil
 
 from coppice.common import frontier, loop
 from coppice.common.numbers import Count, NotNegative, Positive
+from coppice.research.benches import result
 from coppice.scheduler import main as scheduling
 from coppice.scheduler.config import EvaluationConfig, SchedulerConfig, SchedulerProcess
 from coppice.scheduler.dispatch.dispatcher import DispatchConfig
@@ -65,7 +61,7 @@ TICK_S = 0.01
 ACTION = (
     "<think> The question asks for a city, so I search. </think><search> capital of Peru </search>"
 )
-COLUMNS = ("t", "trees", "growing", "nodes", "rss_mib", "fds", "threads", "journal_mib", "lag_p50", "lag_p99", "lag_max", "gc_max", "write_ms", "fast_p99", "slow_p99", "load")  # fmt: skip
+COLUMNS = ("t", "cpu", "load", "trees", "growing", "nodes", "rss_mib", "journal_mib", "lag_p50", "lag_p99", "lag_max")  # fmt: skip
 FAST, SLOW = "fast", "exact_match"
 """The judge of every turn, and the judge of every tree's outcome."""
 SECONDS = {FAST: 0.001, SLOW: 1.0}
@@ -268,71 +264,20 @@ def _share(values: list[float], share: float) -> float:
 
 
 class Probed(scheduling.Run):
-    """The scheduler's run, which writes a line of RUN/load.jsonl every ``EVERY_S`` seconds. Times
-    of calls and lags are in milliseconds."""
+    """The scheduler's run, which writes a line of RUN/load.jsonl every ``EVERY_S`` seconds. Lags
+    are in milliseconds."""
 
     EVERY_S = 60.0
 
     def __init__(self, *arguments: Any):
         super().__init__(*arguments)
         self.trees: weakref.WeakSet[Tree] = weakref.WeakSet()
-        self.closed: list[int] = []
-        self.overtaken = 0
-        self.rates: list[float] = []
-        self.began: dict[str, tuple[float, int]] = {}
-        self._anew()
-        gc.callbacks.append(self._collecting)
-        self._call, self._write, self._grow = (
-            self.dispatcher.call,
-            self.journal._commit,
-            self.forest._grow,
-        )
-        self.dispatcher.call, self.journal._commit = self._timed_call, self._timed_write  # pyright: ignore
-        self.forest._grow = self._watched_grow
-
-    def _anew(self) -> None:
         self.lags: list[float] = []
-        self.pauses: list[float] = [0.0]
-        self.writes: list[float] = []
-        self.calls: defaultdict[str, list[float]] = defaultdict(list)
-
-    async def _timed_call(self, service: str, request: msgspec.Struct, **settings: Any) -> Any:
-        start = time.perf_counter()
-        try:
-            return await self._call(service, request, **settings)
-        finally:
-            self.calls[service].append(1e3 * (time.perf_counter() - start))
-
-    def _timed_write(self, *statements: Any) -> None:
-        start = time.perf_counter()
-        self._write(*statements)
-        self.writes.append(1e3 * (time.perf_counter() - start))
-
-    def _collecting(self, phase: str, info: dict[str, int]) -> None:
-        if phase == "start":
-            self._collects = time.process_time()
-        else:
-            self.pauses.append(1e3 * (time.process_time() - self._collects))
+        self._grow, self.forest._grow = self.forest._grow, self._watched_grow
 
     async def _watched_grow(self, tree: Tree, context: Any) -> None:
         self.trees.add(tree)
         await self._grow(tree, context)
-        self.overtaken = max(self.overtaken, len(self.closed) - bisect.bisect(self.closed, tree.id))
-        bisect.insort(self.closed, tree.id)
-
-    async def _joined(self, worker: Any) -> None:
-        self.began[worker.name] = time.monotonic(), worker.answered
-        await super()._joined(worker)
-
-    def _left(self, worker: Any, reason: str) -> None:
-        since, _ = self.began.pop(worker.name, (time.monotonic(), 0))
-        if (
-            worker.name.startswith(FAST)
-            and (stayed := time.monotonic() - since) > 5
-            and worker.answered
-        ):
-            self.rates.append(worker.answered / stayed)
-        super()._left(worker, reason)
 
     async def main(self) -> None:
         """Do the run, with the two timers beside it."""
@@ -356,45 +301,26 @@ class Probed(scheduling.Run):
             self._sample()
 
     def _sample(self) -> None:
-        status = dict(
-            line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines()
-        )
-        p, trees = getattr(self, "pacing", None), list(self.trees)
+        pacing, trees = getattr(self, "pacing", None), list(self.trees)
         files = [self.folder / f"journal.sqlite{end}" for end in ("", "-wal")]
         values = {
             "t": time.monotonic() - scheduling.scheduler.STARTED,
             "cpu": time.process_time(),
             "load": os.getloadavg()[0],
-            "version": p.version if p else 0,
-            "trees": p.admitted - p.version * p.questions if p else 0,
+            "trees": pacing.admitted - pacing.version * pacing.questions if pacing else 0,
             "growing": len(self.forest.growing),
             "nodes": sum(len(tree.nodes) for tree in trees),
-            "rss_mib": int(status["VmRSS"].split()[0]) / 1024,
-            "fds": len(os.listdir("/proc/self/fd")),
-            "threads": int(status["Threads"]),
+            "rss_mib": psutil.Process().memory_info().rss / 2**20,
             "journal_mib": sum(file.stat().st_size for file in files if file.exists()) / 2**20,
-            "health_kib": size.stat().st_size / 1024
-            if (size := self.folder / "health.json").exists()
-            else 0.0,
             "lag_p50": _share(self.lags, 0.5),
             "lag_p99": _share(self.lags, 0.99),
             "lag_max": max(self.lags, default=0.0),
-            "gc_max": max(self.pauses),
-            "writes": len(self.writes),
-            "write_ms": sum(self.writes),
-            "write_max": max(self.writes, default=0.0),
-            "overtaken": self.overtaken,
             "workers": len(self.dispatcher.workers()),
             "open": self.dispatcher.waiting(),
-            "calls": {service: len(times) for service, times in self.calls.items()},
-            "rates": [_share(self.rates, 0.1), _share(self.rates, 0.5), _share(self.rates, 0.9)],
         }
-        for name, judge in (("fast", FAST), ("slow", SLOW)):
-            times = self.calls[f"judge.{judge}"]
-            values |= {f"{name}_p50": _share(times, 0.5), f"{name}_p99": _share(times, 0.99)}
         with (self.folder / "load.jsonl").open("ab") as file:
             file.write(msgspec.json.encode(values) + b"\n")
-        self._anew()
+        self.lags = []
 
 
 def scheduler(every_s: float) -> None:
@@ -497,13 +423,22 @@ def figures(run: Path) -> dict[str, Any]:
             )
         )
     fullest = max(lines, key=lambda line: line["nodes"])
-    return {name: max(line[name] for line in lines) for name in ("trees", "nodes", "rss_mib", "fds", "threads", "lag_max", "write_max", "overtaken")} | {
-        "journal_mib": lines[-1]["journal_mib"],
-        "bytes_per_node": 2**20 * fullest["rss_mib"] / max(1, fullest["nodes"]),
-        **{name: statistics.median(line[name] for line in lines) for name in ("lag_p50", "lag_p99", "fast_p50", "fast_p99", "slow_p50", "slow_p99")},
-        "violations": [str(violation) for violation in audit(run)[:5]],
-        "last": lines[-1],
-    }  # fmt: skip
+    most = {
+        name: max(line[name] for line in lines) for name in ("trees", "nodes", "rss_mib", "lag_max")
+    }
+    median = {
+        name: statistics.median(line[name] for line in lines) for name in ("lag_p50", "lag_p99")
+    }
+    return (
+        most
+        | median
+        | {
+            "journal_mib": lines[-1]["journal_mib"],
+            "bytes_per_node": 2**20 * fullest["rss_mib"] / max(1, fullest["nodes"]),
+            "violations": [str(violation) for violation in audit(run)[:5]],
+            "last": lines[-1],
+        }
+    )
 
 
 def run(
@@ -531,14 +466,11 @@ def run(
             plan = Plan(questions, 60 * minutes / updates, judges, stay_s, [], [])
             prepare(folder, trees, max(1, nodes // trees // 6), questions, updates, plan)
             measure(folder, every_s)
-        row = figures(folder)
+        measured = figures(folder)
     finally:
         if not (read or keep):
             shutil.rmtree(folder, ignore_errors=True)
-    bound = trees // questions * questions
-    return {
-        "name": "load: trees in flight over the bound of admission",
-        "ratio": row["trees"] / bound,
-        "goal": 1.0,
-        "better": "lower",
-    } | row
+    ratio = measured["trees"] / (trees // questions * questions)
+    return result(
+        "load: trees in flight over the bound of admission", ratio, 1.0, "lower", **measured
+    )

@@ -20,6 +20,7 @@ import msgspec
 import psutil
 
 from coppice.common.numbers import Count
+from coppice.research.benches import result
 from coppice.tools.bootstrap import ROOT
 
 LARGE = ("--config", str(ROOT / "configs" / "slate-cpu.toml"))
@@ -150,9 +151,4 @@ def run(actors: Count = 4, learner: Count = 4, changes: tuple[str, ...] = ()) ->
     peaks = measure(["--actors", str(actors), "--learner", str(learner), *LARGE, *SHORT, *more])
     name = f"memory: GiB of all processes, --actors {actors} --learner {learner}"
     goal = GOAL_GIB.get(actors + learner, GOAL_GIB[8])
-    return {
-        "name": name,
-        "ratio": peaks.total,
-        "goal": goal,
-        "better": "lower",
-    } | msgspec.to_builtins(peaks)
+    return result(name, peaks.total, goal, "lower", **msgspec.to_builtins(peaks))

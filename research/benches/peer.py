@@ -2,26 +2,16 @@
 seconds an update, peak memory.
 
 Both train the same model on the same questions, group sizes, sampled lengths and rewards, with LoRA
-of the same rank on all linear layers, in the same number type, on two threads in all: the peer
-takes turns between sampling and training on both, a run of ours (coppice launch, one actor and one
-rank) does both at once on one each. In the load "groups" each question is a group of one turn; in
-"slate" a step samples candidates from one prefix, all are trained, one is continued, and the peer
-gets each candidate as a sequence of its own with the whole prefix as its prompt.
-
-Rounds take turns. The first update is not counted, nor is the last of ours, beside which nothing is
-sampled any more. Memory is the largest sum of the proportional set sizes of a side's processes.
-
-The text consists of digits. Each digit is one token of the default tokenizer, so every length is
-known and no text costs more than another.
+of the same rank, in the same number type, on two threads in all. In the load "groups" each question
+is a group of one turn; in "slate" a step samples candidates from one prefix, and the peer gets each
+candidate as a sequence of its own. Rounds take turns. The first update is not counted, nor is the
+last of ours, beside which nothing is sampled. Every text consists of digits, each one token of the
+default tokenizer, so every length is known.
 
 ``python -m coppice.research.benches.peer WORK.json`` is the process of TRL's side, in the environment
-that has trl: GRPOTrainer on the prompts of a file. Its settings should make TRL fast on a CPU: no
-gradient checkpointing, no reference model, no dropout, no logging, evaluation or checkpoints, one
-batch of ``generate`` for all prompts of one length (so nothing is padded) with its cache of keys
-and values, log-probabilities of the completions alone, none of them computed twice, and one group
-of sequences per forward pass (other numbers were not tried). Generation and training take turns in
-one process on all threads. trl is imported only inside the function that uses it, because the
-environment of this project does not have it.
+that has trl, which is imported only there. Its settings should make TRL fast on a CPU: no gradient
+checkpointing, reference model, dropout, logging, evaluation or checkpoints, one batch of
+``generate`` for all prompts of one length, and one group of sequences per forward pass.
 """
 
 import json
@@ -43,6 +33,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from coppice.common.numbers import Count
 from coppice.research import venvs as environments
+from coppice.research.benches import result
 from coppice.research.benches.any_text import AnyText, Shape, State, reward
 from coppice.scheduler.growth.tasks import GeneratedTasks
 from coppice.scheduler.growth.text import Text
@@ -439,18 +430,8 @@ def run(
     print(table(found), flush=True)
     packages = ("torch", "transformers", "peft")
     versions = {name: metadata.version(name) for name in packages} | {"trl": _version("trl")}
-    row = {
-        "name": "side by side with TRL: ratio / its goal (worst)",
-        "ratio": worst,
-        "goal": 1.0,
-        "better": "higher",
-    }
-    return row | {
-        "dtype": dtype,
-        "versions": versions,
-        "loads": msgspec.to_builtins(shapes),
-        **found,
-    }
+    name, more = "side by side with TRL: ratio / its goal (worst)", msgspec.to_builtins(shapes)
+    return result(name, worst, 1.0, "higher", dtype=dtype, versions=versions, loads=more, **found)
 
 
 def _version(package: str) -> str:

@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from coppice.actors.config import ActorsConfig
 from coppice.actors.engines.local import LocalEngine
+from coppice.research.benches import result
 from coppice.tools.defaults.models import DEFAULT, ensure_model
 from coppice.tools.defaults.settings import cache_folder
 from coppice.wire.messages import GenerateRequest, Sampling
@@ -87,16 +88,9 @@ async def _measure(model: str) -> dict[str, Any]:
     await started.close()
     counts = started.counts
     ratio = counts["prefilled_tokens"] / counts["ideal_prefill_tokens"]
-    row = {
-        "name": "prefill tokens computed / ideal (SLATE trees)",
-        "ratio": ratio,
-        "goal": 1.02,
-        "better": "lower",
-    }
-    return row | {
-        key: counts[key]
-        for key in ("prompt_tokens", "prefilled_tokens", "ideal_prefill_tokens", "decoded_tokens")
-    }
+    keys = ("prompt_tokens", "prefilled_tokens", "ideal_prefill_tokens", "decoded_tokens")
+    more = {key: counts[key] for key in keys}
+    return result("prefill tokens computed / ideal (SLATE trees)", ratio, 1.02, "lower", **more)
 
 
 def run(model: str = DEFAULT) -> dict[str, Any]:

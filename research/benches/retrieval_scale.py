@@ -26,6 +26,7 @@ from coppice.judges.retriever.encoder import Encoder
 from coppice.judges.retriever.hot import HotQueries
 from coppice.judges.retriever.index import build
 from coppice.judges.retriever.worker import opened
+from coppice.research.benches import result
 from coppice.tools.defaults.facts import ensure_facts
 from coppice.tools.defaults.settings import cache_folder
 
@@ -165,14 +166,6 @@ def run(passages: Count = 2_000, dimensions: Count = 384, queries: Count = 200, 
             served = loop.run(called(index, asked, calls))
     finally:
         faiss.omp_set_num_threads(threads)
-    row = {
-        "name": "least recall@10 of the kinds of index",
-        "ratio": min(row["recall"] for row in rows.values()),
-    }
-    return row | {
-        "goal": 0.5,
-        "better": "higher",
-        "synthetic": rows,
-        "built_in": found,
-        "calls": served,
-    }
+    least = min(one["recall"] for one in rows.values())
+    more = {"synthetic": rows, "built_in": found, "calls": served}
+    return result("least recall@10 of the kinds of index", least, 0.5, "higher", **more)

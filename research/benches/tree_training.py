@@ -1,17 +1,10 @@
 """Forward and backward of a batch of paths: packed as one forest, against padded rows and against
 unshared packing (varlen).
 
-The speed-up is compared with the token ratio (path tokens over packed tokens), and with the most
-that sharing can save by arithmetic: the multiplications of a forward, unshared over shared. The
-token ratio is not that limit: every distinct trained target passes the head either way, which
-lowers it, and a shared token's attention is computed once, which raises it where prefixes are long.
-A backward costs twice the forward in every part, so the limit is also that of a whole update. The
-targets of the head are the same in all three cases. The model has ten layers of the default model's
-shape with random weights, all trained, on one thread.
-
-The batches have the shapes on which the four methods train. Tokens are random, because only lengths
-and shared prefixes matter. The lengths of ``slate`` come from a real batch; the others have half of
-their real lengths, so that the padded reference ends soon.
+The speed-up is compared with the token ratio (path tokens over packed tokens) and with the most
+that sharing can save by arithmetic (``limit``). The model has ten layers of the default model's
+shape with random weights, all trained, on one thread. Only lengths and shared prefixes matter: those
+of ``slate`` come from a real batch, the others have half of their real lengths.
 
 ``python -m coppice.research.benches.tree_training`` measures a SLATE batch on a GPU; coppice dev gpu-check
 runs it.
@@ -33,6 +26,7 @@ from coppice.learner.forest.head import token_logprobs
 from coppice.learner.forest.trees import Path, pack
 from coppice.learner.model.model import TreeModel
 from coppice.learner.model.ranks import Ranks
+from coppice.research.benches import result
 from coppice.research.benches.prefill import random_copy
 from coppice.tools.planning import formulas
 from coppice.tools.planning.formulas import Dense
@@ -198,8 +192,7 @@ def run(shapes: tuple[Name, ...] = tuple(SHAPES), repeats: int = REPEATS) -> dic
         r["over_padded"] / (GOALS[r["shape"]] * r["token_ratio"] if r["shape"] in GOALS else 1.0)
         for r in rows
     )
-    name = "tree training: speed-up / its goal (worst shape)"
-    return {"name": name, "ratio": worst, "goal": 1.0, "better": "higher", "shapes": rows}
+    return result("tree training: speed-up / its goal (worst shape)", worst, 1.0, shapes=rows)
 
 
 # ---------------------------------------------------------------------------------------------- on

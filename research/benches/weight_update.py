@@ -1,17 +1,11 @@
-"""The pause of generation during a weight update over the seconds of the whole load. Sampling goes
-on while the file is verified.
+"""The pause of generation during a weight update over the seconds of the whole load.
 
 The embedded engine samples from the default model while an adapter and then all weights are loaded.
-The pause is the longest gap between two tokens of one sample minus the median gap. Lost tokens are
-those that would have been sampled during the pause; none is discarded.
+The pause is the longest gap between two tokens of one sample minus the median gap.
 
 ``python -m coppice.research.benches.weight_update --size 7b`` measures the seconds of one update into
-SGLang by each transport: whole weights from the learner's memory and from a file, and a rank-16
-adapter on all linear layers, alone or merged by the actor; coppice dev gpu-check runs it. Its servers are
-separate from those of ``gpu_sglang``: they accept adapters, which may lower the throughput measured
-there, and have no CUDA graphs, which would only slow the start. No requests run during such an
-update. The seconds count from the actor's call to the proof of the new weights, without the
-learner's work before the call (writing files, digests).
+SGLang by each transport, from the actor's call to the proof of the new weights; coppice dev gpu-check
+runs it. No requests run then.
 """
 
 import argparse
@@ -37,6 +31,7 @@ from coppice.actors.engines.sglang import SGLangEngine
 from coppice.learner.model.publish import Published, fingerprint, publish
 from coppice.learner.model.weight_server import Snapshot, WeightServer
 from coppice.research.benches import prefill as shape
+from coppice.research.benches import result
 from coppice.research.benches.gpu_sglang import SHAPES, random_model, started
 from coppice.tools.defaults.models import DEFAULT
 from coppice.wire import digest
@@ -134,13 +129,7 @@ async def _measure(model: str) -> dict[str, Any]:
     }
     await engine.close()
     ratio = rows["whole"]["pause_s"] / rows["whole"]["load_s"]
-    row = {
-        "name": "weight update: generation paused / whole load",
-        "ratio": ratio,
-        "goal": 0.6,
-        "better": "lower",
-    }
-    return row | rows
+    return result("weight update: generation paused / whole load", ratio, 0.6, "lower", **rows)
 
 
 def run(model: str = DEFAULT) -> dict[str, Any]:

@@ -15,11 +15,7 @@ import sys
 import time
 from pathlib import Path
 
-import msgspec
-
 from coppice.common import shards
-from coppice.common.atomic import write_whole
-from coppice.scheduler.telemetry.health import NAME, Health
 
 
 class PackingError(RuntimeError):
@@ -57,31 +53,26 @@ def main() -> None:
             case "stay":
                 time.sleep(600)
             case "report" | "training":
-                while True:
-                    now = time.monotonic()
-                    health = Health(
-                        os.getpid(),
-                        "here",
-                        now,
-                        0.0,
-                        "updates",
-                        0,
-                        3,
-                        word == "training",
-                        0,
-                        0,
-                        0,
-                        now,
-                        "",
-                        {},
-                        [],
-                        60.0,
-                        60.0,
-                    )
-                    write_whole(run / NAME, msgspec.json.encode(health))
-                    time.sleep(0.1)
+                report(run, training=word == "training")
             case message:
                 raise PackingError(message)
+
+
+def report(run: Path, training: bool) -> None:
+    """Write a scheduler's report again and again."""
+    import msgspec  # not at the top: most processes say nothing, and shall start at once
+
+    from coppice.common.atomic import write_whole
+    from coppice.scheduler.telemetry.health import NAME, Health
+
+    while True:
+        now = time.monotonic()
+        counts = (0, 3, training, 0, 0, 0)
+        health = Health(
+            os.getpid(), "here", now, 0.0, "updates", *counts, now, "", {}, [], 60.0, 60.0
+        )
+        write_whole(run / NAME, msgspec.json.encode(health))
+        time.sleep(0.1)
 
 
 if __name__ == "__main__":

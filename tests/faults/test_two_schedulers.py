@@ -1,10 +1,8 @@
 """Two schedulers behind one learner, killed and stopped: no task is lost, none is trained twice,
 and no token is older than the bound."""
 
-import json
-import os
-import subprocess
-import sys
+import signal
+import urllib.request
 from collections import Counter
 from contextlib import closing
 from pathlib import Path
@@ -16,28 +14,73 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from coppice.common import frontier, shards
 from coppice.scheduler.ledger.journal import Journal
 from coppice.scheduler.ledger.records import Reader
+from coppice.scheduler.telemetry import health
 from coppice.tools.inspecting import frames
 from coppice.tools.inspecting.audit import audit
-from tests.faults.two_schedulers import OTHERS
+from coppice.tools.launching import control
+from tests.chaos import world
+from tests.chaos.run import Struck
+from tests.forks import Server
 
-ROOT = Path(__file__).parent.parent.parent
+OTHERS = ("scheduler", "learner-0", "actor-0", "actor-1", "judges-1", "retriever-1")
+
+
+def paused(run: Struck, wanted: bool) -> None:
+    """Wait until both schedulers say that they are paused, or that they are not."""
+    run.wait(lambda: all(health.read(home).paused == wanted for home in run.homes), "the pause", 20)  # pyright: ignore
+
+
+def scraped(run: Struck, *samples: str) -> None:
+    """Wait until Prometheus gets these samples."""
+    url = (run.folder / "prometheus").read_text()
+    run.wait(
+        lambda: set(urllib.request.urlopen(url).read().decode().splitlines()) >= {*samples},
+        f"{samples}",
+        60.0,
+    )
 
 
 @pytest.fixture(scope="module")
-def lived(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """The folder of the run, and what was seen of it."""
-    folder = tmp_path_factory.mktemp("two")
-    command = [sys.executable, "-m", "tests.faults.two_schedulers", str(folder)]
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return folder / "run", json.loads((folder / "lived.json").read_text())
+def lived(
+    server: Server, searching: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, dict[str, Any]]:
+    """The folder of the run, and what was seen of it. Both schedulers are paused for a moment. The
+    second one is killed twice, which must leave everything else as it was, then the first one,
+    which resumes the whole run, then everything at once. At last the run is stopped as by Ctrl-C,
+    and resumed to its end."""
+    run = Struck(searching, tmp_path_factory.mktemp("two") / "run", server, 2)
+    run.out = run.folder.with_name("launcher.out")
+    try:
+        run.launch(*world.settings(2), "learner.count=1", "scheduler.prometheus=127.0.0.1:0")
+        run.moved(2)
+        control.pause(run.folder)
+        paused(run, True)
+        control.resume(run.folder)
+        paused(run, False)
+        before = run.pids()
+        for _ in range(2):
+            run.signal("scheduler-1", signal.SIGKILL)
+            run.moved(3)
+        after = run.pids()
+        run.signal("scheduler", signal.SIGKILL)
+        run.moved(2)
+        run.kill_all()
+        said = run.said()
+        run.resume()
+        run.moved(2)
+        scraped(
+            run,
+            'coppice_busy_engines{run="run"} 2.0',
+            'coppice_health_workers{run="run",service="generate"} 2.0',
+        )
+        return run.folder, {
+            "untouched": [name for name in OTHERS if before[name] == after[name]],
+            "replaced": before["scheduler-1"] != after["scheduler-1"],
+            "status": run.stop_and_end(),
+            "said": said,
+        }
+    finally:
+        run.close()
 
 
 def test_the_death_of_the_second_scheduler_leaves_everything_else_as_it_was(

@@ -1,4 +1,4 @@
-"""The equipment of the simulation: its clock, its network, and a dispatcher on both."""
+"""The equipment of the simulation: its clock and its network."""
 
 import asyncio
 import random
@@ -8,11 +8,7 @@ from typing import Any
 
 import pytest
 
-from coppice.scheduler.dispatch.dispatcher import DispatchConfig, Dispatcher
-from coppice.wire.faults import InfrastructureFault
-from coppice.wire.messages import RetrieveRequest, RetrieveResult
 from tests.simulation.network import Network
-from tests.simulation.peers import Manners, Retriever
 from tests.simulation.virtual_time import Agenda, Stuck, VirtualLoop
 
 
@@ -31,19 +27,6 @@ def exhaust(agenda: Agenda) -> None:
     """Run all events."""
     while not agenda.empty:
         agenda.advance()
-
-
-def connected(rng: random.Random) -> tuple[Agenda, Network, Dispatcher, Retriever]:
-    """A dispatcher and a retriever on a network with a delay of 10 ms."""
-    agenda = Agenda(deadline=1e5)
-    network = Network(agenda, rng, lambda *event: None, slow=0.01, spikes=0.0)
-    config = DispatchConfig(heartbeat_s=2.0, dead_after_s=20.0)
-    dispatcher = Dispatcher(
-        "simulated", None, config, router=network.bind(), clock=lambda: agenda.now
-    )
-    peer = Retriever(network, rng, "retriever", ["retrieve"], 1)
-    peer.manners = Manners(seconds={"retrieve": 1.0})
-    return agenda, network, dispatcher, peer
 
 
 def test_hours_of_sleep_take_no_time_and_wake_in_order() -> None:
@@ -85,49 +68,3 @@ def test_messages_of_one_connection_keep_their_order_and_a_cut_loses_those_under
     socket.send([b"peer", b"lost too"])
     exhaust(agenda)
     assert len(arrived) == 20
-
-
-@pytest.mark.parametrize(
-    "answered", [False, True], ids=["the request is lost", "the answer is lost"]
-)
-def test_a_call_that_was_lost_with_the_connection_is_made_again(answered: bool) -> None:
-    agenda, network, dispatcher, peer = connected(random.Random(1))
-
-    async def work() -> RetrieveResult:
-        await dispatcher.start()
-        peer.start()
-        await dispatcher.wait_for("retrieve", 1, 60.0)
-        call = asyncio.create_task(
-            dispatcher.call("retrieve", RetrieveRequest(["q"], 1), deadline=1e4)
-        )
-        await asyncio.sleep(0.0)
-        if answered:
-            while not peer.answers:
-                await asyncio.sleep(0.001)
-        network.cut(peer.connection, 0.5)
-        return await call
-
-    answer = played(agenda, work())
-    assert len(answer.passages) == 1
-    assert dispatcher.counters["lost_calls"] == 1
-    assert agenda.now < 30.0
-
-
-def test_the_death_of_a_worker_ends_its_calls() -> None:
-    agenda, _, dispatcher, peer = connected(random.Random(2))
-
-    async def work() -> None:
-        await dispatcher.start()
-        peer.start()
-        await dispatcher.wait_for("retrieve", 1, 60.0)
-        call = asyncio.create_task(
-            dispatcher.call("retrieve", RetrieveRequest(["q"], 1), deadline=100.0)
-        )
-        await asyncio.sleep(0.0)
-        peer.die()
-        with pytest.raises(InfrastructureFault, match="took over 100"):
-            await call
-
-    played(agenda, work())
-    assert dispatcher.counters["dead_workers"] == 1
-    assert dispatcher.waiting() == {}

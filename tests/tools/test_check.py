@@ -1,5 +1,5 @@
-"""tools/test: which tests run once more with plain kernels, and that the kernels then are plain
-ones."""
+"""tools/test: what each of its runs leaves out, which tests run once more with plain kernels, and
+that the kernels then are plain ones."""
 
 import os
 import subprocess
@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from coppice.tools.check import (
+    ALL,
     NUMERICAL,
     PLAIN_KERNELS,
     PROCESSES,
@@ -19,6 +20,7 @@ from coppice.tools.check import (
 )
 
 FIRST = ["-k", "not sglang"]
+SIDE_BY_SIDE = ["-n", str(PROCESSES), "--dist", "worksteal"]
 
 
 @pytest.mark.parametrize(
@@ -27,13 +29,12 @@ FIRST = ["-k", "not sglang"]
         ([], [*FIRST, *NUMERICAL]),
         (["-x"], [*FIRST, "-x", *NUMERICAL]),
         (["tests"], [*FIRST, *NUMERICAL]),
-        (["tests/actors"], [*FIRST, *NUMERICAL[1:]]),
-        (["tests/learner"], [*FIRST, "tests/learner"]),
+        (["tests/actors"], [*FIRST, *NUMERICAL[3:]]),
         (
             ["-x", "tests/learner/test_head.py::test_one"],
             [*FIRST, "-x", "tests/learner/test_head.py::test_one"],
         ),
-        (["tests/wire"], []),
+        (["tests/learner/test_kl.py"], []),
     ],
 )
 def test_the_numerical_tests_among_those_that_were_asked_for_run_with_plain_kernels(
@@ -55,59 +56,38 @@ def test_plain_kernels_are_used() -> None:
     assert made.stdout.strip() in ("DEFAULT", "NO AVX")
 
 
-def test_a_quick_check_leaves_out_the_slow_tests_the_site_and_the_second_numerical_run() -> None:
-    whole, quick = steps(["-x"]), steps(["-x", QUICK])
-    assert set(whole) - set(quick) == {"documentation", "pytest, plain kernels"}
-    assert quick["pytest"] == [
-        "pytest",
-        "-m",
-        "not slow",
-        "-n",
-        str(PROCESSES),
-        "--dist",
-        "worksteal",
-        "-x",
-    ]
-    assert 1 <= PROCESSES <= 4
-    assert whole["pytest"] == ["pytest", "--durations=30", "-x"]
-
-
-def test_a_check_of_everything_runs_every_test_once_and_what_starts_processes_one_after_the_other() -> (
-    None
-):
-    everything = steps([])
-    assert everything["pytest, alone"] == ["pytest", "--durations=60", "-m", "alone"]
-    assert everything["pytest"][2:4] == ["-m", "not alone"]
-    assert everything["pytest"][4:] == steps([QUICK])["pytest"][3:]
-    assert everything["pytest, plain kernels"][-4:] == ["-n", str(PROCESSES), "--dist", "worksteal"]
+def test_each_run_leaves_out_what_it_says() -> None:
+    quick, normal, everything = steps(["-x", QUICK]), steps([]), steps([ALL])
+    assert set(normal) - set(quick) == {"documentation", "pytest, alone", "pytest, plain kernels"}
+    assert quick["pytest"] == ["pytest", "-m", "not slow", *SIDE_BY_SIDE, "-x"]
+    assert normal["pytest, alone"][2:] == ["-m", "alone and not long"]
+    assert normal["pytest"][2:] == ["-m", "not alone and not long", *SIDE_BY_SIDE]
+    assert everything["pytest, alone"][2:] == ["-m", "alone"]
+    assert everything["pytest"][2:] == ["-m", "not alone", *SIDE_BY_SIDE]
+    assert "tests/learner" in everything["pytest, plain kernels"]
+    assert normal["pytest, plain kernels"][1:3] == ["-m", "not long"]
+    assert steps(["-x"])["pytest"] == ["pytest", "--durations=30", "-x"]
 
 
 def test_a_check_that_fails_is_named_and_what_it_said_is_printed(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    assert finish(
-        "style", start("style", ["ruff", "check", "no-such-file.py"], subprocess.PIPE)
-    ) == ["style"]
+    check = start("style", ["ruff", "check", "no-such-file.py"], subprocess.PIPE)
+    assert finish("style", check) == ["style"]
     assert "no-such-file.py" in capfd.readouterr().out
     assert finish("version", start("version", ["ruff", "--version"])) == []
 
 
 @pytest.mark.slow
-def test_whole_runs_and_tests_with_the_sglang_server_are_slow(
+def test_whole_runs_are_slow_and_measurements_on_a_gpu_are_long(
     request: pytest.FixtureRequest,
 ) -> None:
-    collected = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "--collect-only",
-        "-m",
-        "not slow",
-        "tests/e2e",
-        "tests/faults",
-        "tests/gpu",
-    ]
-    left = subprocess.run(
-        collected, cwd=request.config.rootpath, capture_output=True, text=True, check=False
-    )
-    assert left.returncode == pytest.ExitCode.NO_TESTS_COLLECTED, left.stdout
+    for marker, folders in {
+        "not slow": ["tests/e2e", "tests/faults", "tests/gpu"],
+        "not long": ["tests/gpu"],
+    }.items():
+        command = [sys.executable, "-m", "pytest", "--collect-only", "-m", marker, *folders]
+        left = subprocess.run(
+            command, cwd=request.config.rootpath, capture_output=True, text=True, check=False
+        )
+        assert left.returncode == pytest.ExitCode.NO_TESTS_COLLECTED, left.stdout

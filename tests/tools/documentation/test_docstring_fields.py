@@ -61,10 +61,7 @@ def test_fields_and_parameters_become_rows_with_types_and_defaults(tmp_path: Pat
     assert [
         (row.name, str(row.annotation), row.description, row.default and str(row.default))
         for row in fields(circle)
-    ] == [
-        ("radius", "float", "in metres.", None),
-        ("name", "str", "How it is called.", "'c'"),
-    ]
+    ] == [("radius", "float", "in metres.", None), ("name", "str", "How it is called.", "'c'")]
     parameters = [(row.name, str(row.default), row.description) for row in fields(circle["grow"])]
     assert parameters == [("factor", "2.0", "of the radius. Raises nothing.")]
 

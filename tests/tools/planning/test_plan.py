@@ -5,6 +5,7 @@ import json
 import math
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -16,7 +17,8 @@ from coppice.tools.planning import command, formulas, prediction
 from coppice.tools.planning.formulas import Assumed, Dense
 from coppice.tools.planning.growth import Work, grown
 from coppice.tools.planning.samples import going_on
-from tests.e2e.test_run import CONFIG, ROOT, finish, launch, prepare
+from tests.forks import ROOT
+from tests.runs import Run
 
 TINY = ROOT / "configs" / "slate-tiny.toml"
 SIZES = Assumed(instruction=4, prompt=10, action=5, observation=3, turns=2)
@@ -340,15 +342,11 @@ def test_a_plan_loads_no_torch() -> None:
 
 @pytest.mark.slow
 def test_the_texts_of_a_real_run_give_its_counts(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    searching: Path, launch: Callable[..., Run], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    prepare(tmp_path)
-    config, run = tmp_path / "plan.toml", tmp_path / "run"
-    text = CONFIG.format(model=tmp_path / "model", folder=tmp_path, updates=3, questions=4)
-    config.write_text(text.replace("questions = 4\n[actors]", "questions = 0\n[actors]"))
-    process = launch(config, run)
-    out = finish(process)
-    assert process.returncode == 0, out
+    started = launch(searching, "scheduler.questions_per_update=4")
+    started.finish()
+    run = started.folder
     status, out, err = answer(capsys, "--against", str(run), "--json")
     assert status == 0, err
     rows = json.loads(out)

@@ -159,10 +159,7 @@ def test_json_is_found_between_other_lines() -> None:
     several = json.dumps({"a": {"b": 1}}, indent=1)
     assert gpu_checks.objects(
         f"start {{no}}\n{several}\n{{also no\n{json.dumps([1])}\n{json.dumps({'c': 2})}\n"
-    ) == [
-        {"a": {"b": 1}},
-        {"c": 2},
-    ]
+    ) == [{"a": {"b": 1}}, {"c": 2}]
 
 
 def test_versions_name_the_interpreter_that_has_sglang() -> None:

@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from coppice.research.benches import memory
-from tests.e2e.test_run import CONFIG, ROOT, prepare
+from tests.forks import ROOT
 
 pytestmark = pytest.mark.slow
 
@@ -44,13 +44,9 @@ def test_what_computes_nothing_imports_no_torch(module: str) -> None:
     assert done.stdout.strip() == "[]"
 
 
-def test_every_process_of_a_run_is_counted_and_the_launcher_stays_small(tmp_path: Path) -> None:
-    prepare(tmp_path)
-    config = tmp_path / "run.toml"
-    config.write_text(
-        CONFIG.format(model=tmp_path / "model", folder=tmp_path, updates=1, questions=2)
-    )
-    peaks = memory.measure(["--config", str(config)])
+def test_every_process_of_a_run_is_counted_and_the_launcher_stays_small(searching: Path) -> None:
+    small = ["--actors", "2", "--learner", "2", "--set", "scheduler.updates=1"]
+    peaks = memory.measure(["--config", str(searching), *small])
     assert peaks.counts | {"set-up": 0} == {
         "launcher": 1, "scheduler": 1, "judges": 1, "retriever": 1, "actor": 2, "learner": 2, "set-up": 0
     }  # fmt: skip

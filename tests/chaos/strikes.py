@@ -1,5 +1,5 @@
 """What each kind of fault does to a run, from outside. What strikes inside a process is in
-research/chaos/inside.py."""
+tests/chaos/inside.py."""
 
 import os
 import random
@@ -11,15 +11,16 @@ from pathlib import Path
 
 import psutil
 
-from coppice.research.chaos.plan import Fault
-from coppice.research.chaos.run import Lost, Run
 from coppice.tools.launching.supervisor import INTERRUPTED
+from tests.chaos.plan import Fault
+from tests.chaos.run import Struck
+from tests.runs import Lost
 
 DISK_MIB = 1024
 PAUSE_S, UNWRITABLE_S, DYING_S = 1.0, 5.0, 60.0
 
 
-def strike(run: Run, fault: Fault) -> str:
+def strike(run: Struck, fault: Fault) -> str:
     """Strike, wait until the fault is over, resume the run if the fault has ended it, and return
     what happened."""
     rng = random.Random(fault.variant)
@@ -48,7 +49,7 @@ def strike(run: Run, fault: Fault) -> str:
             return run.order(fault.place, fault.kind, fault.variant)
 
 
-def _end_launcher(run: Run, number: signal.Signals) -> str:
+def _end_launcher(run: Struck, number: signal.Signals) -> str:
     run.launcher.send_signal(number)
     status, expected = run.ended(), -number if number == signal.SIGKILL else INTERRUPTED
     if status != expected:
@@ -59,7 +60,7 @@ def _end_launcher(run: Run, number: signal.Signals) -> str:
     return f"{number.name}, then resumed"
 
 
-def _refused(run: Run, words: tuple[str, ...], status: int) -> str:
+def _refused(run: Struck, words: tuple[str, ...], status: int) -> str:
     """Return the line of the run's last words that names the cause. Raises Lost if none does, or if
     the run ended as if all were well."""
     lines = [line for line in run.said().splitlines() if any(word in line for word in words)]
@@ -86,7 +87,7 @@ def unmount(place: Path) -> None:
     subprocess.run(["umount", "--lazy", str(place)], capture_output=True, check=False)
 
 
-def _full(run: Run) -> str:
+def _full(run: Struck) -> str:
     """Leave no room on the disk until the run has ended, then give some and resume."""
     disk = run.folder.parent
     while not mount(disk, f"size={_used(disk)}"):  # it is written meanwhile
@@ -103,7 +104,7 @@ def _used(disk: Path) -> int:
     return (sizes.f_blocks - sizes.f_bfree) * sizes.f_frsize
 
 
-def _read_only(run: Run) -> str:
+def _read_only(run: Struck) -> str:
     run.kill_all()
     disk = run.folder.parent
     end = time.monotonic() + DYING_S
@@ -120,7 +121,7 @@ def _read_only(run: Run) -> str:
     return line
 
 
-def _unwritable(run: Run, place: str) -> str:
+def _unwritable(run: Struck, place: str) -> str:
     """Let no file of a process grow for some seconds, or until it has ended."""
     process = psutil.Process(run.pids()[place])
     _, hard = process.rlimit(psutil.RLIMIT_FSIZE)
@@ -137,7 +138,7 @@ def _unwritable(run: Run, place: str) -> str:
 # files
 
 
-def _journal(run: Run, rng: random.Random) -> str:
+def _journal(run: Struck, rng: random.Random) -> str:
     """Cut a file of the journal short. The run must refuse it, which a copy mends, or lose nothing
     by it."""
     run.kill_all()
@@ -162,7 +163,7 @@ def _journal(run: Run, rng: random.Random) -> str:
     return text
 
 
-def _checkpoint(run: Run, rng: random.Random) -> str:
+def _checkpoint(run: Struck, rng: random.Random) -> str:
     """Flip a bit of a file of the newest checkpoint, or cut the file short, or remove it."""
     run.kill_all()
     newest = max((run.folder / "checkpoints").glob("v??????"))

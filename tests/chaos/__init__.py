@@ -14,20 +14,10 @@ import tempfile
 from pathlib import Path
 
 from coppice.common.options import command_parser
-from coppice.research.chaos.plan import KINDS
+from tests.chaos.plan import KINDS
 
 OWN = "COPPICE_CHAOS_MOUNTS"
-"""The variable that says, once this command was started anew, whether it may mount a disk that
-nobody else sees: "1" or "0"."""
-SETTINGS = {
-    "OMP_NUM_THREADS": "1",
-    "MKL_NUM_THREADS": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-    "PYTHONUNBUFFERED": "1",
-    "MALLOC_ARENA_MAX": "2",
-}
-"""Libraries read these when they are loaded, which happens once for all processes of the runs."""
-
+"""Set once this command was started anew where it may mount a disk."""
 
 EXAMPLES = """\
   coppice dev chaos --list                     every kind of fault and its share
@@ -102,9 +92,8 @@ def main(options: list[str] | None = None) -> int:
         for name, kind in KINDS.items():
             print(f"{name:<11} {kind.share:>3} of 100  {kind.text}; {', '.join(kind.places)}")
         return 0
-    if OWN not in os.environ:
-        _again()
-    from coppice.research.chaos.chapters import chaos
+    mounts = OWN in os.environ or _again()
+    from tests.chaos.chapters import chaos
 
     folder = asked.out or Path(tempfile.mkdtemp(prefix="coppice-chaos-"))
     folder.mkdir(parents=True, exist_ok=True)
@@ -115,7 +104,7 @@ def main(options: list[str] | None = None) -> int:
             asked.faults,
             asked.only or list(KINDS),
             folder.resolve(),
-            os.environ[OWN] == "1",
+            mounts,
             asked.schedulers,
         )
     except KeyboardInterrupt:
@@ -126,13 +115,14 @@ def main(options: list[str] | None = None) -> int:
     return int(broken)
 
 
-def _again() -> None:
-    """Start this command anew with settings that are read only then, and where it may mount a disk,
-    if the system lets it."""
+def _again() -> bool:
+    """Start this command anew where it may mount a disk that nobody else sees. Return False if the
+    system does not let it."""
     apart = ["unshare", "--mount", *([] if os.geteuid() == 0 else ["--map-root-user"])]
-    able = (
+    if (
         shutil.which("unshare")
-        and not subprocess.run([*apart, "true"], capture_output=True, check=False).returncode
-    )
-    command = [*(apart if able else []), sys.executable, *sys.orig_argv[1:]]
-    os.execvpe(command[0], command, os.environ | SETTINGS | {OWN: str(int(bool(able)))})
+        and not subprocess.run([*apart, "true"], capture_output=True).returncode
+    ):
+        command = [*apart, sys.executable, *sys.orig_argv[1:]]
+        os.execvpe(apart[0], command, os.environ | {OWN: "1"})
+    return False

@@ -1,53 +1,28 @@
 """What a process of a run does to itself when chaos orders it to.
 
-``become`` makes a fork of this process a process of the run, and ``launch`` makes it the launcher,
-whose children are forks too. A thread takes orders on a Unix socket whose name is the process's
-number, so that the product has no hooks for faults. An order is answered when the fault has really
-struck.
+A thread takes orders on a Unix socket whose name is the process's number, so that the product has
+no hooks for faults. An order is answered when the fault has really struck.
 """
 
 import ctypes
-import importlib
 import json
 import os
 import random
-import runpy
 import socket
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import psutil
 
-from coppice import scheduler
 from coppice.common import shards
-from coppice.research.chaos import messages
-from coppice.research.chaos.forked import Fork
-from coppice.tools.launching import children, command
-from coppice.tools.launching.assets import Assets
+from tests.chaos import messages
 
 _EVER_S, HANG_S = 10**6, 5
-PROCESSES = (
-    "coppice.actors.worker",
-    "coppice.judges.exact_match",
-    "coppice.judges.retriever.encoder",
-    "coppice.judges.retriever.index",
-    "coppice.judges.retriever.worker",
-    "coppice.judges.serve",
-    "judges.slate",
-    "coppice.learner.main",
-    "coppice.scheduler.main",
-)
-"""What the processes of a run import."""
-for module in PROCESSES:
-    importlib.import_module(module)
+LAUNCHER = "coppice launch"
 
 
 def address(pid: int) -> str:
@@ -78,7 +53,7 @@ def obey(kind: str, variant: int, tell: Callable[[str], Any]) -> None:
     """Strike now, or arm what strikes with the next message."""
     match kind:
         case "hang":
-            if launches := sys.argv[1].startswith("--"):
+            if launches := sys.argv[0] == LAUNCHER:
                 hold(HANG_S)
             tell(f"no thread ran for {HANG_S} s" if launches else "no thread runs")
             if not launches:
@@ -130,25 +105,8 @@ def shut_down(kind: str) -> int:
     return count
 
 
-def become(module: str, file: str) -> None:
-    """Be the process that ``python -m module file`` would be, and take orders."""
-    sys.argv = [module, file]
-    scheduler.STARTED = time.monotonic()
+def begin() -> None:
+    """Take orders, as a process of a run or its launcher."""
     listen()
-    messages.wrap()
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
-
-
-def launch(assets: Path, arguments: Sequence[str]) -> None:
-    """Be the launcher of a run whose processes are forks of this one. The set-up was done before:
-    assets is a file with its result."""
-    sys.argv = ["coppice launch", *arguments]
-    listen()
-
-    def start(command: Sequence[str], **options: Any) -> Fork:
-        return Fork(partial(become, *command[2:]), **options)
-
-    prepared = msgspec.json.decode(assets.read_bytes(), type=Assets)
-    messages.put((children, "subprocess", SimpleNamespace(PIPE=subprocess.PIPE, Popen=start)))
-    messages.put((command, "prepare", lambda _: prepared))
-    sys.exit(command.main())
+    if sys.argv[0] != LAUNCHER:
+        messages.wrap()

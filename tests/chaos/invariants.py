@@ -9,9 +9,9 @@ import msgspec
 import psutil
 
 from coppice.common import shards
-from coppice.research.chaos.run import Run
 from coppice.tools.inspecting import frames
 from coppice.tools.inspecting.audit import audit
+from tests.chaos.run import Struck
 
 GROWTH, ROOM_MIB, MORE_DESCRIPTORS = 1.25, 64.0, 16
 """A process may hold so many times the memory that it began with, and so many MiB and descriptors
@@ -38,7 +38,7 @@ class Account(msgspec.Struct, frozen=True):
     updates: int
 
 
-def footprints(run: Run) -> dict[str, Footprint]:
+def footprints(run: Struck) -> dict[str, Footprint]:
     """Return what each process of a run holds, by name."""
     processes = {name: psutil.Process(pid) for name, pid in run.pids().items()}
     return {
@@ -102,7 +102,7 @@ def of_the_files(folder: Path, questions: int) -> list[str]:
     return faults
 
 
-def left_behind(run: Run, patience_s: float = 60.0) -> list[str]:
+def left_behind(run: Struck, patience_s: float = 60.0) -> list[str]:
     """Return what stays of a run that has ended: processes, and the shared memory of any process
     that it ever had."""
     end = time.monotonic() + patience_s
@@ -112,7 +112,7 @@ def left_behind(run: Run, patience_s: float = 60.0) -> list[str]:
         ]
         left = [
             f"nothing stays: {what}"
-            for what in [*(f"process {pid}" for pid in run.alive()), *segments]
+            for what in [*(f"process {line}" for line in run.alive()), *segments]
         ]
         if not left or time.monotonic() > end:
             return left

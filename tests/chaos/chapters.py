@@ -9,10 +9,12 @@ from pathlib import Path
 
 import psutil
 
-from coppice.common.process import in_subprocess
-from coppice.research.chaos import invariants, strikes, world
-from coppice.research.chaos.plan import KINDS, Fault, plan
-from coppice.research.chaos.run import Lost, Run
+from tests.chaos import invariants, strikes, world
+from tests.chaos.plan import KINDS, Fault, plan
+from tests.chaos.run import Struck
+from tests.forks import Server
+from tests.runs import Lost
+from tests.world import search
 
 CHAPTER = 100
 """Faults of one run."""
@@ -35,14 +37,14 @@ def chaos(
     faults = plan(seed, count, kinds, schedulers)
     world_folder = folder / "world"
     world_folder.mkdir()
-    config = in_subprocess(world.make, world_folder, schedulers)
+    config, server = search(world_folder), Server()
     struck: Counter[str] = Counter()
     survived: Counter[str] = Counter()
     try:
         for first in range(0, len(faults), CHAPTER):
-            run = Run(world_folder, disk / "run", schedulers)
+            run = Struck(config, disk / "run", server, schedulers)
             try:
-                broken = _chapter(run, config, faults[first : first + CHAPTER], struck, survived)
+                broken = _chapter(run, faults[first : first + CHAPTER], struck, survived)
             finally:
                 run.close()
             if broken:
@@ -52,6 +54,7 @@ def chaos(
                 return True
             shutil.rmtree(run.folder)
     finally:
+        server.close()
         _table(struck, survived)
         if own:
             strikes.unmount(disk)
@@ -62,11 +65,11 @@ def chaos(
 
 
 def _chapter(
-    run: Run, config: Path, faults: list[Fault], struck: Counter[str], survived: Counter[str]
+    run: Struck, faults: list[Fault], struck: Counter[str], survived: Counter[str]
 ) -> list[str]:
     """Strike one run with ``faults`` and bring it to its end. Return the invariants that it broke."""
     start = time.monotonic()
-    run.launch("--config", str(config), "--run-folder", str(run.folder))
+    run.launch(*world.settings(len(run.homes)))
     try:
         run.settle(3)
         before = invariants.footprints(run)
@@ -80,7 +83,7 @@ def _chapter(
             line = f"{fault.number:>4} {fault.kind:<10} {fault.place:<11} {seconds:>5.1f} s  {' '.join(what.split())}"
             print(line if len(line) <= WIDTH else f"{line[: WIDTH - 3]}...", flush=True)
         after = invariants.footprints(run)
-        if (status := run.finish()) != 0:
+        if (status := run.stop_and_end()) != 0:
             return [f"the run's end: exit status {status}, expected 0:\n{run.said()[-1500:]}"]
     except (Lost, OSError, psutil.Error) as lost:
         return [f"after {sum(survived.values())} faults: {lost}"]
@@ -103,7 +106,7 @@ def _chapter(
     return broken
 
 
-def _keep(run: Run, folder: Path) -> None:
+def _keep(run: Struck, folder: Path) -> None:
     """Copy a run that broke an invariant from its disk, which vanishes with this process."""
     shutil.copytree(run.folder, folder / "run", ignore_dangling_symlinks=True)
     with contextlib.suppress(OSError):

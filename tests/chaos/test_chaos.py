@@ -6,6 +6,7 @@ import random
 import signal
 import sqlite3
 import subprocess
+import sys
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -13,13 +14,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from coppice.research import chaos
-from coppice.research.chaos import plan
 from coppice.scheduler.growth import answers
 from coppice.scheduler.growth.tree import Tree
 from coppice.scheduler.ledger.journal import Journal
 from coppice.wire.faults import InfrastructureFault
 from coppice.wire.messages import GenerateRequest, GenerateResult, Sample, Sampling, Turn
+from tests import chaos
+from tests.chaos import invariants, messages, plan
+from tests.chaos.invariants import Footprint, grown
+from tests.forks import ROOT, Fork
 
 
 def test_a_seed_decides_the_faults_and_each_kind_has_its_share() -> None:
@@ -53,7 +56,6 @@ def test_only_the_kinds_that_are_asked_for_strike() -> None:
     [
         (["--faults", "0"], "--faults 0: expected at least 1"),
         (["--only", "flood"], "invalid choice: 'flood'"),
-        (["--out", __file__], "expected a folder that is empty or not there"),
         (["--out", str(Path(__file__).parent)], "expected a folder that is empty or not there"),
     ],
 )
@@ -71,10 +73,36 @@ def test_the_list_names_every_kind(capsys: pytest.CaptureFixture[str]) -> None:
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(plan.KINDS)
 
 
+INSIDE = {"cut", "lose", "twice", "reorder", "wrong", "stray", "nan", "huge", "unloaded"}
+DAMAGE = {"unwritable", "journal", "checkpoint", "part", "diverge"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("faults", "kinds"),
+    [(20, INSIDE | DAMAGE), pytest.param(100, set(plan.KINDS), marks=pytest.mark.long)],
+)
+def test_faults_that_strike_a_whole_run_lose_nothing(
+    faults: int, kinds: set[str], tmp_path: Path
+) -> None:
+    program = "import sys; from tests.chaos import main; sys.exit(main())"
+    command = [sys.executable, "-c", program, "--faults", str(faults), "--seed", "1"]
+    command += ["--out", str(tmp_path / "chaos"), "--only", *sorted(kinds)]
+    done = subprocess.run(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout
+    lines = done.stdout.splitlines()
+    assert lines[-1] == "every invariant holds"
+    table = [line.split() for line in lines[lines.index("kind          struck  survived") :]]
+    assert all(struck == survived for _, struck, survived in table[1:-1])
+    if faults == 100:
+        left_out = {"full", "read-only"} if "no disk can be mounted" in done.stdout else set()
+        assert {row[0] for row in table[1:-2]} == set(plan.KINDS) - left_out
+
+
 @pytest.mark.slow
 def test_no_answer_that_an_actor_spoils_enters_a_tree() -> None:
-    from coppice.research.chaos import messages
-
     sample = Sample(
         np.array([3, 4], np.int32),
         np.array([-1.0, -2.0], np.float32),
@@ -97,8 +125,6 @@ def test_no_answer_that_an_actor_spoils_enters_a_tree() -> None:
 
 @pytest.mark.slow
 def test_a_fork_has_its_own_end_output_and_environment(tmp_path: Path) -> None:
-    from coppice.research.chaos.forked import Fork
-
     def speak(code: int) -> None:
         print(os.environ["WORD"], flush=True)
         raise SystemExit(code)
@@ -120,8 +146,6 @@ def test_a_fork_has_its_own_end_output_and_environment(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_task_that_is_neither_trained_nor_quarantined_is_found(tmp_path: Path) -> None:
-    from coppice.research.chaos import invariants
-
     journal = Journal(tmp_path / "journal.sqlite")
     for number in range(4):
         tree = Tree(number, f"task-{number}")
@@ -149,8 +173,6 @@ def test_a_task_that_is_neither_trained_nor_quarantined_is_found(tmp_path: Path)
 
 @pytest.mark.slow
 def test_growth_of_memory_and_descriptors_is_found() -> None:
-    from coppice.research.chaos.invariants import Footprint, grown
-
     before = {"judges": Footprint(100.0, 20), "launcher": Footprint(40.0, 7)}
     assert grown(before, {"judges": Footprint(150.0, 25), "launcher": Footprint(40.0, 7)}) == []
     faults = grown(before, {"judges": Footprint(300.0, 90), "launcher": Footprint(40.0, 7)})

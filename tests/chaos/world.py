@@ -1,0 +1,48 @@
+"""The small world of a run of chaos: a policy that always searches, rules as judges, two actors and
+two ranks, an update in a fraction of a second."""
+
+import asyncio
+
+from coppice.actors.environments.base import Action, Tools, Transition
+from coppice.actors.environments.search_qa import SearchQA, State
+
+QUESTIONS = 2
+PACE_S = 0.1
+"""Seconds of each step of an episode, so that a run of many faults has no journal that nobody could
+read."""
+SETTINGS = (
+    "data.environment=tests.chaos.world:Searching",
+    "scheduler.max_action_tokens=8",
+    "scheduler.updates=1000000",
+    "scheduler.generate_deadline_s=20",
+    "scheduler.judge_deadline_s=20",
+    "scheduler.watchdog_s=20",
+    "scheduler.stall_s=45",
+    "scheduler.dispatch={ heartbeat_s = 0.5, dead_after_s = 4, replace_after_s = 8.0 }",
+    "actors.count=2",
+    "learner.count=2",
+    "learner.checkpoint_every=2",
+    "learner.collective_timeout_s=30",
+    "learner.entropy_coef=0.0",
+)
+
+
+def settings(schedulers: int = 1) -> list[str]:
+    """What a run says at its launch, beyond the config of tests.world."""
+    questions = QUESTIONS * schedulers
+    shards = f"scheduler.shards={schedulers}", f"scheduler.questions_per_update={questions}"
+    return [*SETTINGS, *shards]
+
+
+class Searching(SearchQA):
+    """Every text that a policy with random weights writes is a search, so that the retriever is
+    part of every tree."""
+
+    def parse(self, text: str) -> Action:
+        """Return a search for the text."""
+        return Action("search", text, think="I look it up.", query=text[:20] or "capital")
+
+    async def step(self, state: State, action: Action, tools: Tools) -> Transition:
+        """As in every search, a little later."""
+        await asyncio.sleep(PACE_S)
+        return await super().step(state, action, tools)

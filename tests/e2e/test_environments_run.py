@@ -1,0 +1,324 @@
+"""A whole run in each kind of environment: a game, a shop, conversations, pictures, and an agent
+that is a Python function."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from coppice.common import vision
+from coppice.scheduler.growth.tree import Tree
+from coppice.tools.inspecting import dump
+from coppice.tools.inspecting.export import main as export
+from coppice.wire.messages import Turn
+from tests import world
+from tests.conversations import WORDS
+from tests.runs import Run
+from tests.world import QUESTIONS, UPDATES
+
+Launch = Callable[..., Run]
+
+
+def shown(run: Run, capsys: pytest.CaptureFixture[str], *options: str) -> str:
+    """What coppice trees prints of the run."""
+    capsys.readouterr()
+    assert dump.main([str(run.folder), *options]) == 0
+    return " ".join(capsys.readouterr().out.split())
+
+
+# ------------------------------------------------------------------------------------------------
+# Tic-Tac-Toe
+
+GAME = (
+    "data.options={ prompt = 'tictactoe_compact', opponents = { tictactoe_minimax = 0.5, random = 0.5 } }",
+    "scheduler.judge=tictactoe",
+    "judges.use={ tictactoe = { kind = 'minimax' }, tictactoe_minimax = {} }",
+    "scheduler.max_action_tokens=3",
+    "actors.max_context=96",
+)
+
+
+def check_game(run: Run) -> list[list[Turn]]:
+    """Rewards of the oracle on every turn, the outcome on the last; games of several turns, and
+    nothing was sampled that is not trained."""
+    games = run.groups()
+    assert len(games) == UPDATES * QUESTIONS
+    for tree, turns in zip(run.trees(), games, strict=True):
+        assert [t.node for t in turns] == [n.id for n in tree.nodes.values() if n.kind == "action"]
+        assert [turn.turn for turn in turns] == list(range(1, len(turns) + 1))
+        assert all(turn.scores["valid"] == 1 and turn.scores["reward"] in (0, 1) for turn in turns)
+        outcomes = [turn.scores["outcome"] for turn in turns if "outcome" in turn.scores]
+        assert outcomes == [turns[-1].scores["outcome"]]
+        assert outcomes[0] in (-1, 0, 1)
+    assert max(map(len, games)) >= 3
+    return games
+
+
+@pytest.fixture(scope="module")
+def game(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return world.playing(tmp_path_factory.mktemp("game"), "tests.games:AnyText")
+
+
+def test_chains_of_a_game_against_two_opponents_train_to_the_end(
+    game: Path, launch: Launch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    held_out = (
+        "scheduler.evaluation.questions=6",
+        "scheduler.evaluation.options={ opponents = { random = 1.0 } }",
+    )
+    run = launch(game, *GAME, "scheduler.strategy=chain", "learner.scheme=turn_grpo", *held_out)
+    run.finish()
+    run.check()
+    games = check_game(run)
+    assert len({turn.scores["reward"] for turns in games for turn in turns}) == 2
+
+    def opponents(trees: list[Tree]) -> set[str]:
+        return {tree.nodes[0].state["opponent"] for tree in trees}
+
+    assert opponents(run.trees()) == {"tictactoe_minimax", "random"}
+    assert opponents(run.trees("split='heldout'")) == {"random"}
+    summary = run.summary()
+    assert set(summary["baselines"]) == {"random_legal_move", "first_legal_move"}
+    assert all(-1 <= value <= 1 for value in summary["baselines"].values())
+    end = summary["heldout"]["end"]
+    assert (end["version"], end["questions"], end["measures"]["valid"]["mean"]) == (UPDATES, 6, 1)
+    assert summary["counts"]["environment_steps"] == sum(map(len, games))
+    assert summary["quarantined"] == []
+    trained = run.trained()
+    assert trained[0]["learner/logprob_gap_max"] < 1e-3
+    assert all(r["learner/forwarded_tokens"] < r["learner/path_tokens"] for r in trained)
+    text = shown(run, capsys)
+    assert text.count("* action") == len(games[-1])
+    assert f"(version {UPDATES})" in text
+    assert f"outcome {games[-1][-1].scores['outcome']:+.3f}" in text
+
+
+def test_monte_carlo_values_of_a_game_survive_kill_9(game: Path, launch: Launch) -> None:
+    run = launch(
+        game,
+        *GAME,
+        "scheduler.strategy=mc_value",
+        "learner.scheme=mc_pr",
+        "scheduler.strategy_options={continuations=3}",
+    )
+    run.moved()
+    run.kill_all()
+    assert not (run.folder / "summary.json").exists()
+    run.resume()
+    run.finish()
+    run.check()
+    values = [turn.scores["mc_value"] for turns in check_game(run) for turn in turns]
+    # means of three outcomes
+    assert all(round(3 * value, 6) in range(-3, 4) for value in values)
+    assert len(set(values)) > 2
+    assert run.summary()["counts"]["continuation_steps"] > 0
+
+
+# ------------------------------------------------------------------------------------------------
+# WebShop
+
+
+def test_a_run_in_the_shop_trains_on_its_rewards_and_shows_its_pages(
+    tmp_path: Path, launch: Launch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The oracle judges every turn, and GiGPO trains on the environment's rewards."""
+    config = world.playing(tmp_path, "tests.shop:AnyText", max_position_embeddings=16384)
+    run = launch(
+        config,
+        "data.options={ history = 1, horizon = 6 }",
+        "scheduler.strategy=full",
+        "scheduler.strategy_options={ k = 3 }",
+        "scheduler.judge=webshop",
+        "judges.use={ webshop = {} }",
+        "scheduler.max_action_tokens=3",
+        "scheduler.updates=2",
+        "scheduler.evaluation.questions=4",
+        "actors.kv_cache_gib=0.1",
+        "actors.max_context=8192",
+        "learner.scheme=gigpo",
+        "learner.scheme_options={ column = 'step_reward' }",
+    )
+    run.finish()
+    turns = [turn for group in run.groups() for turn in group]
+    assert len({turn.trajectory for turn in turns}) == 3
+    assert {turn.scores["reward"] for turn in turns} >= {0.0, 1.0}
+    assert {turn.scores["step_reward"] for turn in turns} <= {0.0, 10.0}
+    ends = [turn.scores for turn in turns if "outcome" in turn.scores]
+    assert len(ends) == 2 * QUESTIONS * 3
+    assert all(end["success"] in (0.0, 1.0) and 0 <= end["score"] <= 100 for end in ends)
+    anchors = [turn.anchor for turn in turns]
+    assert None not in anchors
+    # situations recur: the search page begins every trajectory
+    assert len(set(anchors)) < len(anchors)
+    end = run.summary()["heldout"]["end"]
+    assert end["questions"] == 4
+    assert {"success", "score", "oracle", "valid"} <= set(end["measures"])
+    text = shown(run, capsys, "--full")
+    assert "Back to Search" in text
+    assert "Find me" in text
+    assert "The purchase is rewarded with" in text or "The actions are used up" in text
+
+
+# ------------------------------------------------------------------------------------------------
+# SOTOPIA
+
+FROZEN = (
+    "judges.use={ sotopia_rules = {}, frozen = { endpoint = { url = 'served', max_tokens = 64 } } }"
+)
+
+
+@pytest.mark.parametrize("partner", ["policy", "frozen"])
+def test_conversations_are_trained_by_oprl_also_through_kill_9(
+    partner: str, tmp_path: Path, launch: Launch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The policy talks to itself, or to a frozen copy that the run serves."""
+    config = world.playing(tmp_path, "tests.conversations:AnyWords", max_position_embeddings=8192)
+    served = (FROZEN, "judges.model={ name = 'policy', kv_cache_gib = 0.1 }")
+    run = launch(
+        config,
+        f"data.options={{ turns = 6, partner = '{partner}', partner_tokens = 3 }}",
+        "scheduler.strategy=full",
+        "scheduler.strategy_options={ k = 3 }",
+        "scheduler.judge=none",
+        *(served if partner == "frozen" else ["judges.use={ sotopia_rules = {} }"]),
+        "scheduler.max_action_tokens=3",
+        "scheduler.updates=2",
+        "scheduler.questions_per_update=2",
+        "scheduler.evaluation.questions=4",
+        "actors.kv_cache_gib=0.1",
+        "actors.max_context=4096",
+        "learner.scheme=oprl",
+        "learner.scheme_options={ base = 'grpo', invalid_penalty = 0.0 }",
+        "learner.prm={ threshold = 0.6, lr = 1e-3 }",
+    )
+    if partner == "policy":
+        run.moved()
+        run.kill_all()
+        run.resume()
+    run.finish()
+    run.check(2, 2, learns=False)
+    for tree, turns in zip(run.trees(), run.groups(), strict=True):
+        # six turns are three of the trained side, whichever side it is
+        assert len(turns) == 3 * 3
+        assert all(tree.nodes[turn.node].kind == "action" for turn in turns)
+        goals = [turn.scores.get("goal") in (0, 10) for turn in turns]
+        assert goals == [False, False, True] * 3
+        answers = [node.text for node in tree.nodes.values() if node.kind == "observation"]
+        assert len(answers) == len(turns)
+        assert any(f'said: "{words}"' in answer for words in WORDS for answer in answers)
+    text = shown(run, capsys, "--full")
+    assert all(words in text for words in ("said:", "The conversation is over.", "goal"))
+    summary = run.summary()
+    assert 0 <= summary["heldout"]["end"]["measures"]["goal"]["mean"] <= 10
+    assert summary["quarantined"] == []
+    if partner == "frozen":
+        assert summary["counts"]["spoken_replies"] >= 2 * 3 * 2 * 2
+
+
+# ------------------------------------------------------------------------------------------------
+# pictures
+
+
+@pytest.mark.parametrize(("rank", "ranks"), [(4, 2), pytest.param(0, 1, marks=pytest.mark.long)])
+def test_a_policy_trains_on_pictures_and_goes_on_after_kill_9(
+    tmp_path: Path, launch: Launch, rank: int, ranks: int
+) -> None:
+    """OPRL on full trajectories, with the implicit reward model."""
+    config = world.playing(tmp_path, "tests.pictures:Colours", seeing=True)
+    run = launch(
+        config,
+        "data.options={ turns = 3 }",
+        "scheduler.strategy=full",
+        "scheduler.strategy_options={ k = 3 }",
+        "scheduler.judge=none",
+        "scheduler.max_action_tokens=4",
+        "scheduler.questions_per_update=2",
+        "scheduler.evaluation.questions=2",
+        "actors.max_context=96",
+        f"learner.count={ranks}",
+        "learner.scheme=oprl",
+        "learner.scheme_options={ base = 'rloo' }",
+        "learner.kl_coef=0.01",
+        f"learner.lora.rank={rank}",
+        "learner.prm={ lr = 1e-3 }",
+    )
+    if rank:
+        run.moved()
+        run.kill_all()
+        run.resume()
+    run.finish()
+    run.check(questions=2)
+    journal, stored = run.journal(), set[bytes]()
+    for tree in run.trees():
+        prompts = [node for node in tree.nodes.values() if node.kind == "prompt"]
+        assert [len(vision.runs(node.tokens)) for node in prompts] == [1] * len(prompts)
+        assert len(prompts) == 1 + 3 * 3
+        pictures = [journal.pictures(node.tokens) for node in prompts]
+        assert all(len(of_prompt) == 1 for of_prompt in pictures)
+        stored |= {picture for of_prompt in pictures for picture in of_prompt}
+    assert len(stored) <= 9  # the goal and eight others
+    trained = run.trained()
+    # the engine's log-probabilities are the learner's
+    assert trained[0]["learner/logprob_gap_max"] < 1e-3
+    assert all(r["learner/forwarded_tokens"] < r["learner/path_tokens"] for r in trained)
+    assert "prm/loss" in trained[-1]
+    assert export([str(run.folder), "--out", str(tmp_path / "policy")]) == 0
+    assert vision.Vision.of(tmp_path / "policy") is not None
+    held = vision.load(tmp_path / "policy", torch.float32, "sdpa").state_dict()
+    first = vision.load(tmp_path / "model", torch.float32, "sdpa").state_dict()
+    changed = {name for name, tensor in held.items() if (tensor != first[name]).any()}
+    assert changed
+    assert not any("visual" in name for name in changed)
+
+
+# ------------------------------------------------------------------------------------------------
+# agents
+
+AGENT = """
+import json, os, urllib.request
+
+def call(messages):
+    request = urllib.request.Request(
+        os.environ["OPENAI_BASE_URL"] + "/chat/completions",
+        json.dumps({"model": "any", "messages": messages}).encode(),
+        {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]},
+    )
+    return json.load(urllib.request.urlopen(request))["choices"][0]["message"]
+
+def run(task):
+    messages = [{"role": "user", "content": task["question"]}]
+    messages += [call(messages), {"role": "user", "content": "Are you sure?"}]
+    return float(len(set(call(messages)["content"])) % 5)
+"""
+
+
+def test_an_agent_is_trained_as_it_is_and_goes_on_after_kill_9_of_everything(
+    searching: Path, tmp_path: Path, launch: Launch
+) -> None:
+    (tmp_path / "agent_of_a_test.py").write_text(AGENT)
+    run = launch(
+        searching,
+        "data.agent=agent_of_a_test:run",
+        "data.options={}",
+        "scheduler.strategy=full",
+        "scheduler.judge=none",
+        "scheduler.evaluation.questions=4",
+        "actors.count=2",
+        "learner.count=2",
+        "learner.scheme=grpo",
+        "learner.scheme_options={ column = 'outcome' }",
+        cwd=tmp_path,
+    )
+    run.moved()
+    run.kill_all()
+    run.resume()
+    run.finish()
+    run.check()
+    for tree in run.trees():
+        for trajectory in range(3):
+            first, last = tree.actions(trajectory)
+            assert "outcome" in last.scores and last.scores["crashed"] == 0.0
+            # the second call goes on where the first ended
+            assert tree.path(last)[:-2] == tree.path(first)
+    assert {"return", "crashed"} <= set(run.summary()["heldout"]["end"]["measures"])

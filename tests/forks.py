@@ -1,0 +1,284 @@
+"""Processes of a run that are forks of a server, which has imported everything: importing torch for
+each process costs more than all the updates of a small run.
+
+``python -m tests.forks`` is the server. A fork of it is the launcher, whose children are forks of
+the launcher: they run the same modules with the same process files, environment and signals as
+those that a user starts, and show the same command line.
+"""
+
+import contextlib
+import ctypes
+import gc
+import importlib
+import json
+import multiprocessing
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import IO, Any
+
+from coppice.common.process import die_with
+
+ROOT = Path(__file__).parent.parent
+_POLL_S = 0.02
+_TITLE = 1000
+"""Bytes of the server's command line, in which forks write theirs."""
+_WHEN_LOADED = {
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "PYTHONUNBUFFERED": "1",
+    "MALLOC_ARENA_MAX": "2",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+}
+"""Libraries read these when they are loaded, which happens once for all forks. With one thread the
+server starts no pool of threads, which a fork would not have."""
+_MODULES = (
+    "actors.engines.local",
+    "coppice.actors.worker",
+    "coppice.judges.exact_match",
+    "coppice.judges.retriever.encoder",
+    "coppice.judges.retriever.index",
+    "coppice.judges.retriever.worker",
+    "coppice.judges.serve",
+    "coppice.judges.slate_rules",
+    "coppice.learner.main",
+    "coppice.scheduler.main",
+    "coppice.tools.launching.command",
+    "coppice.tools.launching.judge_model",
+    "tools.launching.set_up",
+)
+"""What the processes of a run import."""
+
+
+class Fork:
+    """A child process with the methods of ``subprocess.Popen`` that the launcher uses. work: what
+    it does; its end is the process's end."""
+
+    def __init__(
+        self,
+        work: Callable[[], Any],
+        stdout: IO[Any] | int,
+        env: dict[str, str],
+        preexec_fn: Callable[[], None],
+        stderr: IO[Any] | int = subprocess.STDOUT,
+    ):
+        self.returncode: int | None = None
+        self.stdout: IO[bytes] | None = None
+        reading, writing = os.pipe() if stdout == subprocess.PIPE else (-1, stdout.fileno())  # pyright: ignore
+        errors = writing if stderr == subprocess.STDOUT else stderr.fileno()  # pyright: ignore
+        sys.stdout.flush()
+        self.pid = os.fork()
+        if not self.pid:
+            status = 1
+            try:
+                status = _live(work, writing, errors, env, preexec_fn)
+            finally:  # even if the disk of the log is full, no child may go on as its parent
+                os._exit(status)
+        if reading >= 0:
+            os.close(writing)
+            self.stdout = os.fdopen(reading, "rb")
+
+    def poll(self) -> int | None:
+        """Return the exit status, None while the process runs."""
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Return the exit status. Raises subprocess.TimeoutExpired after ``timeout`` seconds."""
+        end = None if timeout is None else time.monotonic() + timeout
+        while self.poll() is None:
+            if end is not None and timeout is not None and time.monotonic() > end:
+                raise subprocess.TimeoutExpired("a fork", timeout)
+            time.sleep(_POLL_S)
+        assert self.returncode is not None
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal, unless the process has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """Kill the process."""
+        self.send_signal(signal.SIGKILL)
+
+
+class Launched(Fork):
+    """A launcher that is a fork of the server."""
+
+    def __init__(self, server: "Server", pid: int):
+        self.server, self.pid, self.returncode = server, pid, None
+
+    def poll(self) -> int | None:
+        """Return the exit status, None while the process runs."""
+        if self.returncode is None:
+            self.returncode = self.server.ask({"poll": self.pid})
+        return self.returncode
+
+
+class Server:
+    """A client's view of the server, which ends with the client."""
+
+    def __init__(self):
+        self._lock = threading.Lock()
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tests.forks", str(theirs.fileno()), " " * _TITLE],
+                cwd=ROOT,
+                env=os.environ | _WHEN_LOADED | {"PYTHONPATH": str(ROOT)},
+                pass_fds=[theirs.fileno()],
+            )
+
+    def launch(
+        self, arguments: Sequence[str], cwd: Path, env: dict[str, str], out: IO[Any], begin: str
+    ) -> Launched:
+        """Start coppice launch with ``arguments``. begin: "module:function", called first in each
+        process of the run."""
+        request = {"arguments": arguments, "cwd": str(cwd), "env": env, "begin": begin}
+        return Launched(self, self.ask(request, [out.fileno()]))
+
+    def ask(self, request: dict[str, Any], files: Sequence[int] = ()) -> Any:
+        """Return the server's answer."""
+        with self._lock:
+            socket.send_fds(self._socket, [json.dumps(request).encode()], files)
+            return json.loads(self._socket.recv(64))
+
+    def close(self) -> None:
+        """End the server, and the runs that are its children with it."""
+        self._socket.close()
+        self._process.wait()
+
+
+def main() -> None:
+    """Be the server until the client closes the connection."""
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    for module in _MODULES:
+        importlib.import_module(module)
+    assert threading.active_count() == 1, "a fork has only the thread that forked"
+    gc.collect()
+    gc.freeze()
+    launchers: dict[int, Fork] = {}
+    while True:
+        message, files, _, _ = socket.recv_fds(connection, 2**20, 1)
+        if not message:
+            return
+        request = json.loads(message)
+        if "poll" in request:
+            answer = launchers[request["poll"]].poll()
+        else:
+            with os.fdopen(files[0], "ab") as out:
+                work = partial(_launch, request["arguments"], request["cwd"], request["begin"])
+                launcher = Fork(work, out, request["env"], partial(_alone, os.getpid()))
+            answer = launcher.pid
+            launchers[answer] = launcher
+        connection.send(json.dumps(answer).encode())
+
+
+def _alone(parent: int) -> None:
+    """Give the launcher its own session, and have it killed with the server."""
+    os.setsid()
+    die_with(parent)
+
+
+def _launch(arguments: Sequence[str], cwd: str, begin: str) -> None:
+    """Be the launcher in the folder ``cwd``."""
+    from coppice.tools.launching import command
+
+    os.chdir(cwd)
+    _begin("coppice launch", arguments, begin)
+    popen, get_context = subprocess.Popen, multiprocessing.get_context
+
+    def start(command: Sequence[str], **options: Any) -> Any:
+        if [*command[:2]] == [sys.executable, "-m"] and command[2] in _MODULES:
+
+            def work() -> None:
+                subprocess.Popen, multiprocessing.get_context = popen, get_context  # pyright: ignore
+                _become(*command[2:], begin=begin)
+
+            return Fork(work, **options)
+        return popen(command, **options)
+
+    subprocess.Popen = start  # pyright: ignore[reportAttributeAccessIssue]
+    # the set-up is a fork too, which has what it would import
+    multiprocessing.get_context = lambda method=None: get_context("fork")  # pyright: ignore
+    sys.exit(command.main())
+
+
+def _become(module: str, file: str, begin: str) -> None:
+    """Be the process that ``python -m module file`` would be."""
+    import torch
+
+    from coppice import scheduler
+
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
+    scheduler.STARTED = time.monotonic()
+    _begin(module, [file], begin)
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def _begin(name: str, arguments: Sequence[str], begin: str) -> None:
+    """Be a Python that was started in this folder with this environment and these arguments."""
+    sys.argv = [name, *arguments]
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[:0] = [os.getcwd(), *(path for path in paths if path not in sys.path)]
+    _show(["python", "-m", name, *arguments])
+    if begin:
+        module, _, function = begin.partition(":")
+        getattr(importlib.import_module(module), function)()
+
+
+def _show(words: Sequence[str]) -> None:
+    """Overwrite the command line that other processes see of this one."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    first, last = int(fields[45]), int(fields[46])
+    text = "\0".join(words).encode()[: last - first - 1]
+    ctypes.memmove(first, text.ljust(last - first, b"\0"), last - first)
+
+
+def _live(
+    work: Callable[[], Any], out: int, errors: int, env: dict[str, str], preexec: Callable[[], None]
+) -> int:
+    """Be the child, and return its exit status. Nothing of the parent is finalized here: its files
+    may have the numbers of others by then."""
+    gc.freeze()
+    try:
+        preexec()
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+            signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        null = os.open(os.devnull, os.O_RDONLY)
+        for source, target in ((os.dup(out), 1), (os.dup(errors), 2), (null, 0)):
+            os.dup2(source, target)
+        os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+        sys.stdout = sys.__stdout__ = os.fdopen(1, "w", buffering=1, closefd=False)
+        sys.stderr = sys.__stderr__ = os.fdopen(2, "w", buffering=1, closefd=False)
+        os.environ.clear()
+        os.environ.update(env)
+        work()
+        return 0
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:  # noqa: BLE001
+        traceback.print_exc()
+        return 1
+    finally:
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,149 @@
+"""Faults of learner, engine and journal that the tests must find: ``python -m tests.planted [WORDS]``
+plants each, by an edit of one place in a copy of the project, and runs the test that must fail.
+
+Those of the scheduler are in tests/simulation/planted.py (``python -m tests.simulation --planted
+600``).
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import msgspec
+
+ROOT = Path(__file__).parent.parent
+_LEFT_OUT = (".git", ".venv", ".cache", "runs", "docs", "__pycache__", "*.egg-info")
+
+
+class Planted(msgspec.Struct, frozen=True):
+    """A fault. right, wrong: the text of ``file`` that it replaces, which is there once, and what
+    takes its place. test: the test that must
+    fail."""
+
+    name: str
+    file: str
+    right: str
+    wrong: str
+    test: str
+
+
+FAULTS = (
+    Planted(
+        "the clipped surrogate takes the larger term",
+        "learner/update/corrections.py",
+        "plain.minimum(ratio.clamp(",
+        "plain.maximum(ratio.clamp(",
+        "tests/learner/test_corrections.py::test_terms_coefficients_and_gradients_are_those_of_the_formula"
+        "_one_token_at_a_time",
+    ),
+    Planted(
+        "GRPO's deviation has the other divisor",
+        "learner/schemes/grpo.py",
+        "standardise(group, std, ddof, eps)",
+        "standardise(group, std, 1 - ddof, eps)",
+        "tests/learner/test_schemes.py::test_grpo_known_answer_of_returns_over_two_turns"
+        "_with_sample_and_population_deviation",
+    ),
+    Planted(
+        "gradients of an update stay for the next one",
+        "learner/model/optimizer.py",
+        "self.adamw.zero_grad(set_to_none=True)",
+        "pass",
+        "tests/learner/test_updates.py::test_four_updates_equal_two_a_checkpoint_a_resume_and_two",
+    ),
+    Planted(
+        "the warm-up begins with a rate of zero",
+        "learner/model/optimizer.py",
+        "c.lr * (version + 1) / c.warmup_updates",
+        "c.lr * version / c.warmup_updates",
+        "tests/learner/test_schedules.py::test_each_schedule_has_its_rates",
+    ),
+    Planted(
+        "siblings see each other in packed attention",
+        "learner/forest/attention.py",
+        "not _chain(end, k, last)",
+        "False",
+        "tests/learner/test_attention.py::test_the_cascade_equals_the_dense_mask_in_values_and_gradients",
+    ),
+    Planted(
+        "keys and values of an older version enter the cache",
+        "actors/engines/local.py",
+        "if (\n            waiting.version == self.version\n        ):",
+        "if (\n            True\n        ):",
+        "tests/actors/test_local_engine.py::test_a_swap_while_a_prompt_is_prefilled_keeps_its_mixed_keys"
+        "_out_of_the_cache",
+    ),
+    Planted(
+        "new weights leave the prefix cache as it is",
+        "actors/engines/local.py",
+        "self.version = version\n        self._forget()",
+        "self.version = version",
+        "tests/actors/test_local_engine.py::test_no_request_reads_another_versions_cache",
+    ),
+    Planted(
+        "a cached prefix is as long as the segment that it ends in",
+        "actors/engines/radix.py",
+        "pieces[-1] = pieces[-1][:, :, :, :shared]",
+        "pass",
+        "tests/actors/test_radix.py::test_random_operations_equal_the_brute_force_cache_to_the_byte",
+    ),
+    Planted(
+        "a resume keeps the marks of lost updates",
+        "scheduler/ledger/journal.py",
+        "UPDATE groups SET trained=NULL WHERE trained>?",
+        "UPDATE groups SET trained=NULL WHERE trained>? AND 0",
+        "tests/scheduler/test_journal.py::test_untrained_trees_are_those_that_grow_or_have_a_group"
+        "_no_version_holds",
+    ),
+    Planted(
+        "the groups of a quarantined tree are forgotten",
+        "scheduler/ledger/journal.py",
+        "(status='growing' OR EXISTS",
+        "status!='quarantined' AND (status='growing' OR EXISTS",
+        "tests/scheduler/test_journal.py::test_what_a_quarantined_tree_had_given_is_still_to_be_trained",
+    ),
+)
+
+
+def finds(fault: Planted) -> bool:
+    """Whether the fault's test fails with it. Raises ValueError if the fault cannot be planted, or
+    if its test cannot run."""
+    with tempfile.TemporaryDirectory(prefix="coppice-planted-") as scratch:
+        copy = Path(scratch, "coppice")
+        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(*_LEFT_OUT))
+        place = copy / fault.file
+        text = place.read_text()
+        if (count := text.count(fault.right)) != 1:
+            raise ValueError(
+                f"{fault.file} has {fault.right!r} {count} times, expected once: mend this table"
+            )
+        place.write_text(text.replace(fault.right, fault.wrong))
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", fault.test],
+            cwd=copy,
+            env=os.environ | {"PYTHONPATH": str(copy)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    if done.returncode not in (0, 1):
+        raise ValueError(f"{fault.test} could not run:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+    return done.returncode == 1
+
+
+def main(words: list[str]) -> int:
+    """Plant the faults whose names have all ``words``. Return 1 if one is not found."""
+    missed = 0
+    for fault in FAULTS:
+        if all(word in fault.name for word in words):
+            found = finds(fault)
+            missed += not found
+            print(f"{'found' if found else 'MISSED':<6}  {fault.name}  ({fault.test})", flush=True)
+    return int(missed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
