@@ -31,7 +31,7 @@ from coppice.common import shards
 from coppice.research.chaos import messages
 from coppice.research.chaos.forked import Fork
 from coppice.tools.launching import children, command
-from coppice.tools.launching.assets import Assets
+from coppice.tools.launching.settings import Assets
 
 _EVER_S, HANG_S = 10**6, 5
 PROCESSES = (

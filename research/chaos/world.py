@@ -11,7 +11,7 @@ from coppice.actors.environments.search_qa import SearchQA, State
 from coppice.common.atomic import write_whole
 from coppice.tools.defaults.index_corpus import ensure_index
 from coppice.tools.defaults.tiny_board import make_tiny_policy
-from coppice.tools.launching.assets import Assets
+from coppice.tools.launching.settings import Assets
 
 FACTS = {
     "Bulgaria": "Sofia",

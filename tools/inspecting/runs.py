@@ -19,7 +19,8 @@ from coppice.scheduler.ledger.journal import Journal
 from coppice.scheduler.ledger.records import Reader
 from coppice.scheduler.telemetry.nothing_learnt import COMPARED, EQUAL
 from coppice.tools.inspecting.intervals import interval
-from coppice.tools.launching import changes, environment, status
+from coppice.tools.launching import changes, status
+from coppice.tools.launching.record import ENVIRONMENT
 
 SHARE = "share/"
 """The prefix of metrics made here: share/staleness_1 is the share of the tokens that were sampled
@@ -77,7 +78,10 @@ def read(folder: Path, name: str | None = None) -> Run:
         for file, consequence in (
             ("summary.json", "the run has not ended in order, so some totals are missing"),
             ("config.json", "its settings are unknown"),
-            (environment.NAME, "it was launched before the machine and the packages were recorded"),
+            (
+                ENVIRONMENT,
+                "it was launched before the machine and the packages were recorded",
+            ),
         )
     )
     missing += _changed(folder, config)

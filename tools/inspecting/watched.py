@@ -20,8 +20,8 @@ from coppice.scheduler.ledger.records import Reader as Records
 from coppice.scheduler.telemetry import health
 from coppice.tools.inspecting import frames
 from coppice.tools.launching import status
+from coppice.tools.launching.screen import COLUMNS
 from coppice.tools.launching.status import Status, ago, span
-from coppice.tools.launching.table import COLUMNS
 
 CURVES = (
     "reward",

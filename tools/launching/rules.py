@@ -24,12 +24,8 @@ def check(config: Config) -> None:
 def _faults(config: Config) -> Iterator[str]:
     """Yield what is wrong, in order. The rules of each subject yield theirs; what a plug-in refuses
     itself is raised."""
-    s, a, d, encoder = (
-        config.scheduler,
-        config.actors,
-        config.scheduler.dispatch,
-        config.retriever.encoder,
-    )
+    s, a, encoder = config.scheduler, config.actors, config.retriever.encoder
+    d = s.dispatch
     if d.dead_after_s <= d.heartbeat_s:
         yield (
             f"scheduler.dispatch.dead_after_s = {d.dead_after_s}: expected more than scheduler.dispatch.heartbeat_s ="
@@ -38,13 +34,8 @@ def _faults(config: Config) -> Iterator[str]:
     if s.max_action_tokens >= a.max_context:
         yield f"scheduler.max_action_tokens = {s.max_action_tokens} leaves no room for a prompt in actors.max_context = {a.max_context}"
     if "/" not in encoder and not Path(encoder).is_dir():
-        expected = [RetrieverConfig().encoder]
-        known(
-            f"retriever.encoder = {encoder!r}",
-            encoder,
-            expected,
-            ", a folder, or a hub name with its owner",
-        )
+        expected, others = [RetrieverConfig().encoder], ", a folder, or a hub name with its owner"
+        known(f"retriever.encoder = {encoder!r}", encoder, expected, others)
     yield from _exports(config)
     yield from _shards(config)
     served = yield from plug_in_rules.of_judges(config)
