@@ -15,7 +15,7 @@ from coppice.scheduler.ledger.journal import Journal
 from coppice.scheduler.telemetry import report
 from coppice.scheduler.telemetry.metrics import Metrics
 from coppice.scheduler.telemetry.phases import Training
-from coppice.tools.launching import environment
+from coppice.tools.launching import record
 from coppice.tools.launching.config import DEFAULT_CONFIG, load, saved
 from coppice.wire.messages import Turn
 
@@ -40,7 +40,7 @@ def make(
     """
     folder.mkdir(parents=True)
     (folder / "config.json").write_bytes(saved(load(DEFAULT_CONFIG, list(changes))))
-    environment.write(folder)
+    record.write_environment(folder)
     journal, metrics = Journal(folder / "journal.sqlite"), Metrics(folder)
     at, phases = (
         metrics._start,

@@ -10,9 +10,9 @@ import psutil
 import pytest
 
 from coppice.tools.launching import config, processes
-from coppice.tools.launching.assets import Assets
 from coppice.tools.launching.children import Child
 from coppice.tools.launching.processes import Process, key_variables
+from coppice.tools.launching.settings import Assets
 from coppice.wire.faults import InfrastructureFault
 from coppice.wire.published import inside
 

@@ -86,11 +86,8 @@ def records() -> Iterator[tuple[str, dict[str, str]]]:
         country = json.loads(path.read_text())
         name = _text(country, ("government", "country name", "conventional short form"))
         name = re.split(r"[;(]", name)[0].strip()
-        fields = {
-            field: value
-            for field, where in FIELDS.items()
-            if (value := clean(field, _text(country, where)))
-        }
+        cleaned = {field: clean(field, _text(country, where)) for field, where in FIELDS.items()}
+        fields = {field: value for field, value in cleaned.items() if value}
         if name and name.lower() != "none" and len(fields) >= _FEWEST_FIELDS:
             yield name, fields
 
@@ -99,9 +96,8 @@ def _text(record: Any, where: tuple[str, ...]) -> str:
     for step in where:
         if not isinstance(record, dict):
             return ""
-        record = next(
-            (value for key, value in record.items() if key.lower().startswith(step)), None
-        )
+        matching = [value for key, value in record.items() if key.lower().startswith(step)]
+        record = matching[0] if matching else None
     if isinstance(record, dict):
         record = record.get("text")
     return html.unescape(re.sub("<[^>]+>", "", record)).strip() if isinstance(record, str) else ""
@@ -135,10 +131,8 @@ def split_of(entity: str) -> str:
 def questions(facts: dict[str, dict[str, Fact]]) -> Iterator[dict[str, Any]]:
     """Yield one one-hop question per fact, and two-hop questions over each unique bridge."""
     rng = random.Random(0)
-    seen = {
-        field: Counter(own[field].value for own in facts.values() if field in own)
-        for field in BRIDGES
-    }
+    countries = facts.values()
+    seen = {f: Counter(own[f].value for own in countries if f in own) for f in BRIDGES}
     for entity, own in facts.items():
         for fact in own.values():
             yield _row(rng.choice(_ONE_HOP).format(field=fact.field.lower(), entity=entity), [fact])
@@ -173,9 +167,8 @@ def build(out: Path) -> dict[str, int]:
     facts: dict[str, dict[str, Fact]] = {}
     for entity, fields in records():
         first = sum(len(own) for own in facts.values())
-        facts[entity] = {
-            f: Fact(entity, f, v, str(first + i)) for i, (f, v) in enumerate(fields.items())
-        }
+        numbered = enumerate(fields.items(), first)
+        facts[entity] = {f: Fact(entity, f, value, str(i)) for i, (f, value) in numbered}
     passages = [fact for own in facts.values() for fact in own.values()]
     rows = list(questions(facts))
     contents = [
@@ -187,10 +180,8 @@ def build(out: Path) -> dict[str, int]:
         for split in ("train", "warm", "heldout"):
             split_rows = [row for row in rows if row["split"] == split]
             _write(draft / f"{split}.jsonl", split_rows)
-            counts |= {
-                f"{split} {hops} hop": sum(row["hops"] == hops for row in split_rows)
-                for hops in (1, 2)
-            }
+            for hops in (1, 2):
+                counts[f"{split} {hops} hop"] = sum(row["hops"] == hops for row in split_rows)
         (draft / "PROVENANCE.md").write_text(_provenance(counts))
     return counts
 
@@ -215,10 +206,8 @@ def ensure_facts(cache: Path) -> Path:
     out = cache / "facts" / f"v{VERSION}"
     if not (out / "PROVENANCE.md").is_file():
         counts = build(out)
-        print(
-            "default data: " + ", ".join(f"{count} {name}" for name, count in counts.items()),
-            flush=True,
-        )
+        told = ", ".join(f"{count} {name}" for name, count in counts.items())
+        print(f"default data: {told}", flush=True)
     return out
 
 

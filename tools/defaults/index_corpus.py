@@ -33,24 +33,18 @@ def parser() -> argparse.ArgumentParser:
     parser = command_parser("coppice index", "Build a retrieval index of a corpus.", EXAMPLES)
     corpus = "JSONL of {id, contents}; contents = quoted title, newline, text"
     parser.add_argument("corpus", type=Path, metavar="CORPUS", help=corpus)
-    parser.add_argument(
-        "--out", required=True, type=Path, metavar="FOLDER", help="folder to write, new or empty"
-    )
-    parser.add_argument(
-        "--encoder",
-        default="minilm",
-        metavar="NAME",
-        help="minilm (default), or a folder or hub name (a name with e5 gets E5 prefixes)",
-    )
+    out = "folder to write, new or empty"
+    parser.add_argument("--out", required=True, type=Path, metavar="FOLDER", help=out)
+    encoder = "minilm (default), or a folder or hub name (a name with e5 gets E5 prefixes)"
+    parser.add_argument("--encoder", default="minilm", metavar="NAME", help=encoder)
     kind = "flat (exact, default), ivfpq, hnsw or a factory string of FAISS"
     parser.add_argument("--kind", default="flat", help=kind)
     search = "search parameters of FAISS that the index gets, such as nprobe=128"
     parser.add_argument("--search", default="", metavar="TEXT", help=search)
     vectors = "a flat index of the same corpus, whose vectors are taken instead of embedding"
     parser.add_argument("--vectors", type=Path, metavar="INDEX", help=vectors)
-    parser.add_argument(
-        "--skip-bad", action="store_true", help="pass over malformed lines (they are printed)"
-    )
+    skip = "pass over malformed lines (they are printed)"
+    parser.add_argument("--skip-bad", action="store_true", help=skip)
     threads = "compute threads (default: all processors, %(default)s)"
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help=threads)
     return parser

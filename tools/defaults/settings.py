@@ -16,17 +16,20 @@ def cache_folder() -> Path:
 
 
 class WarmStart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Section [warm_start]. steps = 0 switches the warm start off. two_hop: share of two-hop
-    questions among the traces' questions.
-
-    skill: the share of a game's moves that are good ones (``Game.good_moves``) instead of random
-    ones.
-    """
+    """Section [warm_start]: supervised steps before the run, after which the policy writes usable
+    actions."""
 
     steps: Natural = 7
+    """Optimizer steps; 0 switches the warm start off."""
     rows: Count = 8
+    """Examples of a step."""
     lr: Positive = 1e-4
+    """The largest learning rate."""
     warmup: Natural = 4
+    """Steps over which the learning rate rises."""
     two_hop: Share = 0.5
+    """Share of two-hop questions among the traces' questions."""
     skill: Share = 0.0
+    """Share of a game's moves that are good (``Game.good_moves``) instead of random."""
     seed: int = 1
+    """Draws the examples."""

@@ -15,7 +15,7 @@ import msgspec
 import torch
 
 from coppice.actors.environments.search_qa import SearchQA
-from coppice.common.process import Killed, in_subprocess
+from coppice.common.process import Killed
 from coppice.judges.retriever.encoder import Encoder
 from coppice.judges.retriever.index import Index
 from coppice.learner.fine_tune import Example, Recipe, fine_tune
@@ -63,16 +63,13 @@ def traces(
 ) -> list[Example]:
     """Return ``count`` single turns, shuffled, of synthetic episodes."""
     rng = random.Random(config.seed)
-    by_hops = {
-        hops: rng.sample([r for r in rows if r.hops == hops], k=sum(r.hops == hops for r in rows))
-        for hops in (1, 2)
-    }
+    by_hops = {hops: [row for row in rows if row.hops == hops] for hops in (1, 2)}
+    by_hops = {hops: rng.sample(own, k=len(own)) for hops, own in by_hops.items()}
     examples: list[Example] = []
     while len(examples) < count and any(by_hops.values()):
         wanted = 2 if rng.random() < config.two_hop else 1
-        examples += _episode(
-            (by_hops[wanted] or by_hops[3 - wanted]).pop(), text, environment, index, rng
-        )
+        row = (by_hops[wanted] or by_hops[3 - wanted]).pop()
+        examples += _episode(row, text, environment, index, rng)
     rng.shuffle(examples)
     return examples[:count]
 
@@ -80,9 +77,8 @@ def traces(
 def _episode(
     row: _Row, text: Text, environment: SearchQA, index: Index, rng: random.Random
 ) -> list[Example]:
-    prompt = text.prompt(
-        [{"role": "user", "content": environment.template.replace("{question}", row.question)}]
-    )
+    question = environment.template.replace("{question}", row.question)
+    prompt = text.prompt([{"role": "user", "content": question}])
     tokens, examples = text.encode(prompt).tolist(), []
 
     def turn(action: str) -> None:
@@ -121,48 +117,17 @@ def ensure_warm_start(
 ) -> Path:
     """Return the warm-started model, cached by everything it depends on, or ``model`` itself when
     config.steps is 0."""
-    if config.steps == 0:
-        return model
-    source = facts / "warm.jsonl"
-    ingredients = [str(model), *environment.shown, msgspec.to_builtins(config), encoder, DTYPE]
-    key = hashlib.sha256(msgspec.json.encode(ingredients) + source.read_bytes()).hexdigest()[:16]
-    out = cache / "warm_start" / key
-    if (out / "config.json").is_file():
-        return out
-    print(
-        f"supervised warm start, {config.steps} steps of {config.rows} examples (cached afterwards)",
-        flush=True,
-    )
-    torch.set_num_threads(threads)
-    rows = [
-        msgspec.json.decode(line, type=_Row)
-        for line in source.read_bytes().splitlines()
-        if line.strip()
-    ]
-    examples = traces(
-        rows,
-        Text(str(model)),
-        environment,
-        Index(index, Encoder(encoder, threads)),
-        config.steps * config.rows,
-        config,
-    )
-    recipe = Recipe(
-        steps=config.steps, batch=config.rows, lr=config.lr, warmup=config.warmup, dtype=DTYPE
-    )
-    _learn(model, examples, out, recipe, threads)
-    return out
 
+    def examples(count: int) -> list[Example]:
+        torch.set_num_threads(threads)
+        lines = (facts / "warm.jsonl").read_bytes().splitlines()
+        rows = [msgspec.json.decode(line, type=_Row) for line in lines if line.strip()]
+        found = Index(index, Encoder(encoder, threads))
+        return traces(rows, Text(str(model)), environment, found, count, config)
 
-def _learn(
-    model: Path, examples: Sequence[Example], out: Path, recipe: Recipe, threads: int
-) -> None:
-    try:
-        in_subprocess(fine_tune, model, examples, out, recipe, threads)
-    except Killed:
-        raise MemoryError(
-            "the warm start's process was killed, most likely for memory: free some, or set warm_start.rows lower"
-        ) from None
+    recipe = [*environment.shown, msgspec.to_builtins(config), encoder]
+    sources = [facts / "warm.jsonl"]
+    return from_play(model, "traces", recipe, sources, examples, config, cache, threads, 0.0)
 
 
 COOLDOWN = 0.4
@@ -179,13 +144,11 @@ def from_play(
     config: WarmStart,
     cache: Path,
     threads: int,
+    cooldown: float = COOLDOWN,
 ) -> Path:
-    """Return ``model`` after it has learnt from random play, or ``model`` itself when config.steps
-    is 0.
-
-    The result is cached by ``recipe`` and by the bytes of ``sources`` and of the model. examples:
-    makes as many examples as asked for.
-    """
+    """Return ``model`` after it has learnt from examples of ``play``, or ``model`` itself when
+    config.steps is 0. The result is cached by ``recipe`` and by the bytes of ``sources`` and of the
+    model. examples: makes as many examples as asked for. Raises MemoryError."""
     if config.steps == 0:
         return model
     digest = hashlib.sha256(msgspec.json.encode([*recipe, DTYPE], order="sorted"))
@@ -198,14 +161,14 @@ def from_play(
         f"warm start on {play}, {config.steps} steps of {config.rows} examples (cached afterwards)",
         flush=True,
     )
-    cooldown = int(COOLDOWN * config.steps)
     trained = Recipe(
-        steps=config.steps,
-        batch=config.rows,
-        lr=config.lr,
-        warmup=config.warmup,
-        cooldown=cooldown,
-        dtype=DTYPE,
-    )
-    _learn(model, examples(config.steps * config.rows), out, trained, threads)
+        steps=config.steps, batch=config.rows, lr=config.lr, warmup=config.warmup, dtype=DTYPE,
+        cooldown=int(cooldown * config.steps),
+    )  # fmt: skip
+    try:
+        in_subprocess(fine_tune, model, examples(config.steps * config.rows), out, trained, threads)
+    except Killed:
+        raise MemoryError(
+            "the warm start's process was killed, most likely for memory: free some, or set warm_start.rows lower"
+        ) from None
     return out

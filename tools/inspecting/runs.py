@@ -20,7 +20,8 @@ from coppice.common import shards
 from coppice.scheduler.ledger.journal import Journal
 from coppice.scheduler.ledger.records import Reader
 from coppice.scheduler.telemetry.nothing_learnt import COMPARED, EQUAL
-from coppice.tools.launching import changes, environment, status
+from coppice.tools.launching import changes, status
+from coppice.tools.launching.record import ENVIRONMENT
 
 SHARE = "share/"
 """The prefix of metrics made here: share/staleness_1 is the share of the tokens that were sampled
@@ -77,7 +78,7 @@ def read(folder: Path, name: str | None = None) -> Run:
     summary = _object(folder / "summary.json", ended, missing)
     config = _object(folder / "config.json", "its settings are unknown", missing)
     before = "it was launched before the machine and the packages were recorded"
-    machine = _object(folder / environment.NAME, before, missing)
+    machine = _object(folder / ENVIRONMENT, before, missing)
     missing += _changed(folder, config)
     for home in shards.homes(folder)[1:]:
         ended = "another of its schedulers has not ended in order"

@@ -21,8 +21,8 @@ from coppice.scheduler.telemetry import health
 from coppice.tools.evaluating.examination import table
 from coppice.tools.inspecting import frames
 from coppice.tools.launching import status
+from coppice.tools.launching.screen import COLUMNS
 from coppice.tools.launching.status import Status, ago, span
-from coppice.tools.launching.table import COLUMNS
 
 CURVES = "reward outcome process valid judged engine learner cache tok/s stale".split()
 """The columns of the terminal's table that are drawn, if the run has them. engine, learner: busy

@@ -79,10 +79,8 @@ async def _first_calls(config: Config) -> None:
                     await environment.open(environment.initial(task), REHEARSAL)
                 return
             except TimeoutError:
-                print(
-                    f"the agent has not asked within {PATIENCE_S:g} s in a trial; the run goes on",
-                    flush=True,
-                )
+                slow = f"the agent has not asked within {PATIENCE_S:g} s in a trial"
+                print(f"{slow}; the run goes on", flush=True)
                 return
             except Fault as fault:
                 faults.append(fault)
@@ -107,10 +105,8 @@ async def _episode(config: Config, reply: str) -> bool:
         while True:
             calls += 1
             offered = f"   tools: {', '.join(state.offered)}" if state.offered else ""
-            print(
-                f"call {calls}: {messages[-1]['role']}: {messages[-1].get('content')}{offered}\n  reply: {reply}",
-                flush=True,
-            )
+            asked = f"{messages[-1]['role']}: {messages[-1].get('content')}{offered}"
+            print(f"call {calls}: {asked}\n  reply: {reply}", flush=True)
             step = await environment.step(state, environment.read(state, reply), tools)
             if step.done:
                 break

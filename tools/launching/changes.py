@@ -16,7 +16,7 @@ import msgspec
 
 from coppice.common.atomic import as_json, write_whole
 from coppice.tools.launching.config import ConfigError
-from coppice.tools.launching.disk import resume_command
+from coppice.tools.launching.record import resume_command
 from coppice.tools.launching.settings import Config
 from coppice.tools.launching.status import gather
 
@@ -27,39 +27,27 @@ FIXED = {
     "its trees grew from that": ("data.*", "retriever.encoder"),
     "its weights began with that": ("model.name", "warm_start.*"),
     "its checkpoints hold that": (
-        "learner.train_vision",
-        *(f"learner.{part}" for part in ("lora.*", "critic", "critic.lora*", "prm", "prm.lora*")),
+        "learner.train_vision", "learner.lora.*", "learner.critic", "learner.critic.lora*",
+        "learner.prm", "learner.prm.lora*",
     ),
-    "its trees were sampled so": tuple(
-        f"scheduler.{key}" for key in ("temperature", "top_p", "top_k", "thinking")
+    "its trees were sampled so": (
+        "scheduler.temperature", "scheduler.top_p", "scheduler.top_k", "scheduler.thinking",
     ),
     "its trees have that shape": (
-        "scheduler.strategy",
-        "scheduler.strategy_options*",
-        "scheduler.budget",
+        "method", "scheduler.strategy", "scheduler.strategy_options*", "scheduler.budget",
     ),
     "its trees were scored so": (
-        "scheduler.judge",
-        "judges.use.*",
-        "judges.model",
-        "judges.model.name",
+        "scheduler.judge", "judges.use.*", "judges.model", "judges.model.name",
     ),
     "its trees have the score columns of that": (
-        "learner.scheme",
-        "learner.scheme_options*",
-        "learner.prm.outcome",
+        "learner.scheme", "learner.scheme_options*", "learner.prm.outcome",
     ),
-}
+}  # fmt: skip
 """Reason -> keys that a resume must not change, because old trees or checkpoints would be wrong;
 ``*`` stands for any text. Every other key may change: how many updates, the optimizer, limits and
 time-outs, where and how many processes run, logs and evaluation."""
-REACHED = tuple(
-    f"judges.use.*.{key}"
-    for key in (
-        "concurrency",
-        *(f"endpoint.{key}" for key in ("url", "api_key_env", "concurrency", "attempts", "*_s")),
-    )
-)
+_ENDPOINT = ("url", "api_key_env", "concurrency", "attempts", "*_s")
+REACHED = ("judges.use.*.concurrency", *(f"judges.use.*.endpoint.{key}" for key in _ENDPOINT))
 """Keys of a judge that may change all the same: how it is reached, not how it judges."""
 
 
@@ -79,10 +67,10 @@ class Change(msgspec.Struct, frozen=True):
         """Why a resume must not make this change, "" if it may."""
         if any(fnmatchcase(self.key, free) for free in REACHED):
             return ""
-        return next(
-            (why for why, keys in FIXED.items() if any(fnmatchcase(self.key, key) for key in keys)),
-            "",
-        )
+        for why, keys in FIXED.items():
+            if any(fnmatchcase(self.key, key) for key in keys):
+                return why
+        return ""
 
 
 def changes(run: Path, config: Config) -> list[Change]:

@@ -1,19 +1,52 @@
 """A process of a plan, on this machine or on a node of a cluster: its start, its log, its end and
 the cause of its end."""
 
+import contextlib
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
+
+import psutil
 
 from coppice.common.process import die_with
 from coppice.tools.bootstrap import SOURCE
 from coppice.tools.launching import watchdog
 from coppice.tools.launching.failures import Cause, Rate, cause_of
 from coppice.tools.launching.nodes import Away, Nodes
-from coppice.tools.launching.processes import Process
+from coppice.tools.launching.processes import Process, process_variables
 from coppice.tools.launching.watchdog import SCHEDULER
+
+SHARED_MEMORY = Path("/dev/shm")
+_SEGMENT = re.compile(
+    rf" ({SHARED_MEMORY}/(?:torch_\d+_|psm_|sem\.mp-|sglang_)[^/\s]+)$", re.MULTILINE
+)
+"""Names that these libraries choose. A user's own files there, such as a model's weights, are left
+alone."""
+
+
+def mapped_segments(pids: Iterable[int]) -> set[str]:
+    """Return the segments that processes and their descendants map."""
+    segments: set[str] = set()
+    for pid in pids:
+        with contextlib.suppress(psutil.Error, OSError):
+            process = psutil.Process(pid)
+            for member in (process, *process.children(recursive=True)):
+                with contextlib.suppress(OSError):
+                    segments |= set(_SEGMENT.findall(Path(f"/proc/{member.pid}/maps").read_text()))
+    return segments
+
+
+def sweep_segments(segments: set[str]) -> None:
+    """Remove those of ``segments`` that are still there although no process maps them."""
+    left = {segment for segment in segments if Path(segment).exists()}
+    for segment in left - mapped_segments(psutil.pids()) if left else ():
+        with contextlib.suppress(OSError):
+            Path(segment).unlink()
+
 
 GRACE_S = 30.0
 LEFT_S = 2 * GRACE_S
@@ -52,30 +85,18 @@ class Child:
             self.log.touch()
             self._log_start = self.log.stat().st_size
             return self.nodes.start(self.spec, self.run, self.log)
-        inherited = {
-            name: value for name, value in os.environ.items() if name not in self.spec.withheld
-        }
-        environment = inherited | self.spec.environment
-        threads = str(self.spec.threads)
-        environment |= {
-            "OMP_NUM_THREADS": threads,
-            "MKL_NUM_THREADS": threads,
-            "TOKENIZERS_PARALLELISM": "false",
-        }
+        inherited = {k: v for k, v in os.environ.items() if k not in self.spec.withheld}
+        environment = inherited | self.spec.environment | process_variables(self.spec.threads)
         paths = [path for path in (self.spec.environment.get("PYTHONPATH"), str(SOURCE)) if path]
         environment |= {"PYTHONPATH": os.pathsep.join(paths)}
-        environment |= {"PYTHONUNBUFFERED": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
         process_file = str(self.run / "processes" / f"{self.spec.file}.json")
         command = [self.spec.python or sys.executable, "-m", self.spec.module, process_file]
         with self.log.open("ab") as log:
             self._log_start = log.tell()
             show = subprocess.PIPE if self.spec.name.startswith(SCHEDULER) else log
+            alone = partial(_alone, os.getpid())
             return subprocess.Popen(
-                command,
-                stdout=show,
-                stderr=log,
-                env=environment,
-                preexec_fn=partial(_alone, os.getpid()),
+                command, stdout=show, stderr=log, env=environment, preexec_fn=alone
             )
 
     @property
@@ -85,11 +106,9 @@ class Child:
 
     def asked(self) -> tuple[str, str]:
         """Return what the process does, and its stacks (watchdog.asked), wherever it runs."""
-        return (
-            self.process.asked()
-            if isinstance(self.process, Away)
-            else watchdog.asked(self.here, self.log)
-        )
+        if isinstance(self.process, Away):
+            return self.process.asked()
+        return watchdog.asked(self.here, self.log)
 
     def dead(self, now: float) -> bool:
         """True if the process failed, or exited with status 0 more than ``LEFT_S`` seconds ago.

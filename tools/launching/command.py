@@ -20,23 +20,22 @@ from coppice.scheduler.telemetry import health, tracking
 from coppice.tools.defaults.settings import cache_folder
 from coppice.tools.launching import (
     agent_trial,
+    bundles,
     changes,
-    environment,
     jobs,
-    needs,
     processes,
+    record,
     rules,
     status,
 )
-from coppice.tools.launching.assets import Assets
 from coppice.tools.launching.config import DEFAULT_CONFIG, Config, ConfigError, convert, load
-from coppice.tools.launching.disk import existing, no_space
-from coppice.tools.launching.memory import estimate, memory_warning
+from coppice.tools.launching.memory import estimate, memory_warning, number_type
 from coppice.tools.launching.nodes import Nodes, reachable
-from coppice.tools.launching.number_types import number_type
-from coppice.tools.launching.prepare import prepare
+from coppice.tools.launching.prepare import lacking_files, lacking_machine, prepare
+from coppice.tools.launching.record import existing, no_space
 from coppice.tools.launching.resuming import supervise
 from coppice.tools.launching.screen import Screen
+from coppice.tools.launching.settings import Assets
 
 _EXAMPLES = """\
   tools/launch --actors 4 --learner 4           train the default task
@@ -58,44 +57,33 @@ def parser() -> argparse.ArgumentParser:
     )
     new = parser.add_argument_group("what to train")
     default = f"TOML file (default: configs/{DEFAULT_CONFIG.name})"
-    new.add_argument("--config", type=Path, metavar="FILE", help=default)
-    new.add_argument(
-        "--actors", type=int, help="actor processes (default: the config's actors.count)"
-    )
-    new.add_argument(
-        "--learner", type=int, help="learner ranks (default: the config's learner.count)"
-    )
-    change = "change a key, e.g. learner.lr=1e-6; null takes a key or section away"
-    new.add_argument("changes", nargs="*", metavar="KEY=VALUE", help=change)
-    new.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="the same; repeatable"
-    )
+    actors = "actor processes (default: the config's actors.count)"
+    ranks = "learner ranks (default: the config's learner.count)"
+    change = "change a key, e.g. method=grpo or learner.lr=1e-6; null takes a key or section away"
     cluster = "where to run: ray (the cluster of this machine), ray://HOST:PORT; slurm or kuberay prints a job that does"
-    new.add_argument("--cluster", metavar="WHERE", help=cluster)
     place = "where to put the run (default: runs/<name>-<time>)"
-    new.add_argument("--run-folder", type=Path, metavar="FOLDER", help=place)
-    new.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="print the resolved config and the process plan, start nothing",
-    )
+    dry = "print the resolved config and the process plan, start nothing"
     trial = "play one episode of [data] agent with REPLY in the place of the policy's replies, show it, start nothing"
+    new.add_argument("--config", type=Path, metavar="FILE", help=default)
+    new.add_argument("--actors", type=int, help=actors)
+    new.add_argument("--learner", type=int, help=ranks)
+    new.add_argument("changes", nargs="*", metavar="KEY=VALUE", help=change)
+    same = {"action": "append", "default": [], "metavar": "KEY=VALUE"}
+    new.add_argument("--set", **same, help="the same; repeatable")
+    new.add_argument("--cluster", metavar="WHERE", help=cluster)
+    new.add_argument("--run-folder", type=Path, metavar="FOLDER", help=place)
+    new.add_argument("--dry-run", action="store_true", help=dry)
     new.add_argument("--try-agent", nargs="?", const="A trial.", metavar="REPLY", help=trial)
     old = parser.add_argument_group("a run that is there")
+    explain = "explain a live, stopped or broken run on one page"
     old.add_argument("--resume", type=Path, metavar="RUN", help="go on with a stopped run")
-    old.add_argument(
-        "--status",
-        type=Path,
-        metavar="RUN",
-        help="explain a live, stopped or broken run on one page",
-    )
+    old.add_argument("--status", type=Path, metavar="RUN", help=explain)
     shown = parser.add_argument_group("what is shown")
     track = f"also send the records to {' or '.join(tracking.TRACKERS)} (scheduler.trackers); repeatable"
-    shown.add_argument("--track", action="append", metavar="NAME", help=track)
-    shown.add_argument(
-        "--quiet", action="store_true", help="print the run folder, faults and the end only"
-    )
+    quiet = "print the run folder, faults and the end only"
     records = "print each record as a line of JSON on stdout, all else on stderr; with --status: the page as JSON"
+    shown.add_argument("--track", action="append", metavar="NAME", help=track)
+    shown.add_argument("--quiet", action="store_true", help=quiet)
     shown.add_argument("--json", action="store_true", help=records)
     return parser
 
@@ -119,15 +107,11 @@ def arguments(options: list[str] | None = None) -> argparse.Namespace:
 
 def resolve(options: argparse.Namespace) -> tuple[Config, Path]:
     """Return the config and the run folder that the command line asks for. Raises ConfigError."""
+    where = None if options.cluster in jobs.WRITERS else options.cluster
+    given = {"actors.count": options.actors, "learner.count": options.learner, "cluster.on": where}
+    given |= {"scheduler.trackers": options.track}
     overrides = [*options.set, *options.changes]
-    if options.actors is not None:
-        overrides.append(f"actors.count={options.actors}")
-    if options.learner is not None:
-        overrides.append(f"learner.count={options.learner}")
-    if options.cluster is not None and options.cluster not in jobs.WRITERS:
-        overrides.append(f"cluster.on={options.cluster}")
-    if options.track:
-        overrides.append(f"scheduler.trackers={options.track}")
+    overrides += [f"{key}={value}" for key, value in given.items() if value is not None]
     if options.resume is None:
         config = load(options.config or DEFAULT_CONFIG, overrides)
         stamp = time.strftime("%Y%m%d-%H%M%S")
@@ -171,21 +155,17 @@ def main(command: list[str] | None = None) -> int:
             _check_place(run, options.resume is not None)
             tracking.check_installed(config.scheduler.trackers)
             if options.cluster in jobs.WRITERS:
-                print(
-                    jobs.WRITERS[options.cluster](
-                        config, command if command is not None else sys.argv[1:]
-                    ),
-                    end="",
-                )
+                given = sys.argv[1:] if command is None else command
+                print(jobs.WRITERS[options.cluster](config, given), end="")
                 return 0
-            for lacking in needs.lacking_files(config):
-                raise ConfigError(lacking)
+            for lack in lacking_files(config):
+                raise ConfigError(lack)
             if options.dry_run:
                 return dry_run(config, run)
             if options.try_agent is not None:
                 return 0 if agent_trial.show(config, options.try_agent) else 1
-            for lacking in needs.lacking_machine(config):
-                raise ConfigError(lacking)
+            for lack in lacking_machine(config):
+                raise ConfigError(lack)
             s = config.scheduler
             screen = Screen(
                 s.updates, options.quiet, _records() if options.json else None, schedulers=s.shards
@@ -282,7 +262,7 @@ def _launch(
         if not resumed:  # another launch may have begun and ended here during the set-up
             changes.check_free(run)
         changed = changes.record(run, config)
-        environment.write(run)
+        record.write_environment(run)
         (run / health.PAUSED).unlink(missing_ok=True)  # whoever launches wants the run to go on
         _announce(config, Path(assets.model), run, screen, changed)
         placed = reachable(config, nodes.address()) if nodes is not None else config
@@ -294,15 +274,11 @@ def _announce(
 ) -> None:
     """Show what a resume changes, the warnings about a config, its number type and the run folder.
     model: the policy's folder."""
-    for change in changed:
-        screen.say(f"changed: {change}", "detail")
-    lines = [f"warning: {doubt}" for doubt in rules.doubts(config)]
-    for line in [
-        *lines,
-        *filter(None, [memory_warning(config, model)]),
-        number_type(config, model),
-    ]:
-        screen.say(line, "fault" if line.startswith("warning: ") else "detail")
+    lines = [f"changed: {change}" for change in changed]
+    lines += [f"warning: {doubt}" for doubt in rules.doubts(config)]
+    for line in (*lines, memory_warning(config, model), number_type(config, model)):
+        if line:
+            screen.say(line, "fault" if line.startswith("warning: ") else "detail")
     if config.learner.outside:
         screen.say(processes.torchrun(config.learner, run), "summary")
     screen.say(f"run folder {run}", "summary")
@@ -316,20 +292,21 @@ def dry_run(config: Config, run: Path) -> int:
     from coppice.tools.defaults.models import check_name  # it imports transformers
 
     check_name(config.model.name)
-    print(msgspec.json.format(msgspec.json.encode(config), indent=1).decode())
+    encoded = msgspec.json.encode(config)
+    print(msgspec.json.format(encoded, indent=1).decode())
+    if config.method:
+        departures = ", ".join(bundles.departures(msgspec.json.decode(encoded)))
+        print(f"method {config.method}{f', with {departures}' if departures else ''}")
     model = cache_folder() / "models" / config.model.name
     model = model if model.is_dir() else Path(config.model.name)
     with tempfile.TemporaryDirectory() as scratch:
         plan = processes.make(config, Assets("MODEL", "TRAIN", "HELDOUT", "INDEX"), Path(scratch))
-    known = (
-        ""
-        if (model / "config.json").is_file()
-        else " (the model is not here yet: its weights are counted as 0)"
-    )
+    here = (model / "config.json").is_file()
+    known = "" if here else " (the model is not here yet: its weights are counted as 0)"
     screen = Screen(config.scheduler.updates)
     _announce(config, model, run, screen, changes.changes(run, config))
-    for lacking in needs.lacking_machine(config):
-        screen.say(f"warning: {lacking}")
+    for lack in lacking_machine(config):
+        screen.say(f"warning: {lack}")
     print("processes:")
     for p in plan:
         print(

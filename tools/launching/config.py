@@ -20,9 +20,9 @@ import msgspec
 from coppice.common.atomic import as_json
 from coppice.common.options import check_choice, option
 from coppice.tools.bootstrap import ROOT
-from coppice.tools.launching import engine_rules, rules
-from coppice.tools.launching.disk import shown
+from coppice.tools.launching import bundles, engine_rules, rules
 from coppice.tools.launching.method import option_table
+from coppice.tools.launching.record import shown
 from coppice.tools.launching.settings import Config, with_agent
 
 DEFAULT_CONFIG = ROOT / "configs" / "slate-tiny.toml"
@@ -53,9 +53,22 @@ class ConfigError(ValueError):
 
 
 def load(path: Path, overrides: list[str]) -> Config:
-    """The config of a TOML file, over the file that it ``extends``, with ``a.b=value`` overrides
-    (``a.b=null`` takes a key or section away). Raises ConfigError."""
-    return convert(_read(_found(path)), overrides)
+    """The config of a TOML file, over the file that it ``extends`` and the parts of its ``method``,
+    with ``a.b=value`` overrides (``a.b=null`` takes a key or section away). Raises ConfigError."""
+    method: dict[str, Any] = {}
+    for override in overrides:
+        if override.partition("=")[0].strip() == "method":
+            _set(method, override)
+    try:
+        tree = bundles.over(_read(_found(path)), method)
+        for override in overrides:
+            _set(tree, override)
+        tree = bundles.under(tree)
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(f"config: {error}") from None
+    return convert(tree, overrides)  # again, because a null takes a part of the method away, too
 
 
 def _found(path: Path) -> Path:
@@ -96,18 +109,7 @@ def _read(path: Path, *heirs: Path) -> dict[str, Any]:
         raise ConfigError(
             f"{named} has extends = {base!r}: expected the path of one TOML file, from {path.parent}"
         )
-    return _merged(_read(path.parent / base, *heirs, path), tree)
-
-
-def _merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """Apply changes to base: tables are merged key by key, every other value is replaced."""
-    merged = dict(base)
-    for key, value in changes.items():
-        old = base.get(key)
-        merged[key] = (
-            _merged(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
-        )
-    return merged
+    return bundles.over(_read(path.parent / base, *heirs, path), tree)
 
 
 def _shipped() -> str:
@@ -145,11 +147,8 @@ def _without_secrets(value: Any, text: str) -> str:
     """
     if isinstance(value, dict):
         for key, inner in typing.cast(dict[str, Any], value).items():
-            if (
-                isinstance(inner, str)
-                and len(inner) >= 8
-                and key in ("api_key", "key", "token", "password", "secret")
-            ):
+            secret = key in ("api_key", "key", "token", "password", "secret")
+            if secret and isinstance(inner, str) and len(inner) >= 8:
                 text = text.replace(inner, "(hidden)")
             text = _without_secrets(inner, text)
     return text

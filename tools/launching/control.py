@@ -6,12 +6,13 @@ when the order cannot be given, and OSError when the system refuses it.
 
 import os
 import signal
+from itertools import chain
 from pathlib import Path
 
 from coppice.scheduler.telemetry import health
 from coppice.tools.launching import record
 from coppice.tools.launching.children import LEFT_S
-from coppice.tools.launching.disk import resume_command, shown
+from coppice.tools.launching.record import resume_command, shown
 from coppice.tools.launching.supervisor import DRAIN
 from coppice.tools.launching.watchdog import SCHEDULER
 
@@ -33,24 +34,13 @@ def resume(run: Path) -> str:
 def draining(run: Path, name: str) -> str:
     """Say what it means to drain the worker ``name``."""
     _worker(run, name)
-    teams = [
-        [worker for worker in report.workers if worker.state == "here"]
-        for report in health.read_all(run)
-    ]
-    workers = next((team for team in teams if name in {worker.name for worker in team}), [])
-    others = {service for worker in workers if worker.name != name for service in worker.services}
-    alone = [
-        service
-        for worker in workers
-        if worker.name == name
-        for service in worker.services
-        if service not in others
-    ]
-    waits = (
-        f" No other worker offers {', '.join(alone)}: the run waits for it until then."
-        if alone
-        else ""
-    )
+    alone: list[str] = []
+    for report in health.read_all(run):
+        offers = {one.name: one.services for one in report.workers if one.state == "here"}
+        own = offers.pop(name, [])
+        alone += [service for service in own if service not in {*chain(*offers.values())}]
+    lacking = f" No other worker offers {', '.join(alone)}: the run waits for it until then."
+    waits = lacking if alone else ""
     return f"It finishes its calls and leaves; the launcher starts a fresh one about {LEFT_S:.0f} s later.{waits}"
 
 

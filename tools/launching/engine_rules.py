@@ -80,7 +80,6 @@ def with_adapters(config: Config) -> Config:
     if config.actors.engine != "sglang" or g.way == "url" or g.lora != "adapter" or not rank:
         return config
     arguments = {"enable_lora": True, "max_lora_rank": rank} | g.arguments
-    sglang = msgspec.structs.replace(g, arguments=arguments)
-    return msgspec.structs.replace(
-        config, actors=msgspec.structs.replace(config.actors, sglang=sglang)
-    )
+    replace = msgspec.structs.replace
+    sglang = replace(g, arguments=arguments)
+    return replace(config, actors=replace(config.actors, sglang=sglang))

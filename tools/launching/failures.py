@@ -64,16 +64,14 @@ def cause_of(status: int, log: str) -> Cause:
     if status < 0:
         known = -status in set(signal.Signals)
         name = f" ({signal.Signals(-status).name})" if known else ""
-        guess = (
-            ", most likely by the system for want of memory" if -status == signal.SIGKILL else ""
-        )
+        guess = ", most likely by the system for want of memory"
+        guess = guess if -status == signal.SIGKILL else ""
         return Cause(f"killed by signal {-status}{name}{guess}", True)
     if status == 0:
         return Cause("it left, though the run goes on: somebody asked it to (SIGTERM)", True)
     text = _last_error(log)
-    return Cause(
-        text or f"it ended with status {status} and wrote nothing", bool(_PEER_GONE.search(text))
-    )
+    nothing = f"it ended with status {status} and wrote nothing"
+    return Cause(text or nothing, bool(_PEER_GONE.search(text)))
 
 
 def _last_error(log: str) -> str:

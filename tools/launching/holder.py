@@ -122,13 +122,9 @@ class Holder:
             die_with(launcher)
 
         command = [delivery.python or sys.executable, *delivery.command, str(file)]
+        log = self._log
         self._process = subprocess.Popen(  # noqa: ASYNC220
-            command,
-            cwd=where,
-            env=environment,
-            stdout=self._log,
-            stderr=self._log,
-            preexec_fn=alone,
+            command, cwd=where, env=environment, stdout=log, stderr=log, preexec_fn=alone
         )
         return socket.gethostname(), self._process.pid
 

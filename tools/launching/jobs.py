@@ -40,54 +40,35 @@ def nodes(config: Config) -> int:
             raise ConfigError(
                 f"actors.sglang.gpus = {own}: expected at most cluster.gpus = {c.gpus}, those of one node"
             )
-        return (
-            max(1, math.ceil(w.count / c.gpus + a.count / (c.gpus // own)))
-            if own
-            else math.ceil(w.count / c.gpus)
-        )
-    return math.ceil(
-        (a.count * a.threads + w.count * w.threads + config.retriever.threads + 3) / c.cpus
-    )
+        of_actors = a.count / (c.gpus // own) if own else 0
+        return max(1, math.ceil(w.count / c.gpus + of_actors))
+    threads = a.count * a.threads + w.count * w.threads + config.retriever.threads + 3
+    return math.ceil(threads / c.cpus)
 
 
 def _command(given: list[str], run: str) -> tuple[str, str]:
     """Return the options of the first start and those of a later one. run: the run folder, unless
     the options name one."""
-    words = [
-        word
-        for place, word in enumerate(given)
-        if "--cluster" not in (word, given[place - 1] if place else "")
-    ]
+    pairs = zip(given, ["", *given], strict=False)  # each word and the one before it
+    words = [word for word, before in pairs if "--cluster" not in (word, before)]
     words = [word for word in words if not word.startswith("--cluster=")]
     named = [word for word in words if re.match(r"--(run-folder|resume)(=|$)", word)]
     if named:
         raise ConfigError(
             f"{named[0]} with --cluster slurm or kuberay: the job chooses its run folder, {run}: leave it out"
         )
-    return (
-        f"{shlex.join([*words, '--cluster', 'ray'])} --run-folder {run}".strip(),
-        f"--resume {run}",
-    )
+    first = shlex.join([*words, "--cluster", "ray"])
+    return f"{first} --run-folder {run}", f"--resume {run}"
 
 
 def slurm(config: Config, given: list[str]) -> str:
     """Return the script for sbatch. given: the options of coppice launch."""
     c, name = config.cluster, config.name
     first, later = _command(given, '"$run"')
-    options = [
-        f"--job-name={name}",
-        f"--nodes={nodes(config)}",
-        "--ntasks-per-node=1",
-        f"--cpus-per-task={c.cpus}",
-    ]
-    options += [f"--gpus-per-node={c.gpus}"] if c.gpus else []
-    options += [
-        f"--mem={c.memory_gib}G",
-        f"--output={name}-%j.log",
-        "--requeue",
-        f"--signal=B:TERM@{GRACE_S}",
-        *c.options,
-    ]
+    options = [f"--job-name={name}", f"--nodes={nodes(config)}", "--ntasks-per-node=1"]
+    options += [f"--cpus-per-task={c.cpus}", *([f"--gpus-per-node={c.gpus}"] if c.gpus else [])]
+    options += [f"--mem={c.memory_gib}G", f"--output={name}-%j.log", "--requeue"]
+    options += [f"--signal=B:TERM@{GRACE_S}", *c.options]
     head = "\n".join(f"#SBATCH {option}" for option in options)
     bin = "${COPPICE_VENV:-$PWD/.venv}/bin" if CHECKOUT else f"{sys.prefix}/bin"
     return f"""#!/bin/bash
@@ -120,13 +101,12 @@ def kuberay(config: Config, given: list[str]) -> str:
     start = f"cd {shlex.quote(c.folder)}; if [ -f {_SHARED}/{name}/config.json ]; then coppice launch {later}; else coppice launch {first}; fi"
     count, groups = nodes(config), []
     if count > 1:
-        shape = {
-            "groupName": "nodes",
-            "replicas": count - 1,
-            "minReplicas": count - 1,
-            "maxReplicas": count - 1,
-        }
-        groups = [shape | {"rayStartParams": {}, "template": _pod(config, "ray-worker")}]
+        shape = dict.fromkeys(("replicas", "minReplicas", "maxReplicas"), count - 1)
+        groups = [
+            {"groupName": "nodes"}
+            | shape
+            | {"rayStartParams": {}, "template": _pod(config, "ray-worker")}
+        ]
     cluster = {
         "headGroupSpec": {"rayStartParams": {}, "template": _pod(config, "ray-head")},
         "workerGroupSpecs": groups,
@@ -144,9 +124,9 @@ def _pod(config: Config, name: str) -> dict[str, Any]:
     """Return the template of a pod that fills one node. Its variables are the entries of the
     secret, and no file holds them."""
     c = config.cluster
-    limits = {"cpu": str(c.cpus), "memory": f"{c.memory_gib}Gi"} | (
-        {"nvidia.com/gpu": str(c.gpus)} if c.gpus else {}
-    )
+    limits = {"cpu": str(c.cpus), "memory": f"{c.memory_gib}Gi"}
+    if c.gpus:
+        limits["nvidia.com/gpu"] = str(c.gpus)
     variables = [
         {"name": "RAY_USAGE_STATS_ENABLED", "value": "0"},
         {"name": "COPPICE_CACHE", "value": f"{_SHARED}/cache"},

@@ -1,5 +1,7 @@
-"""The main memory that a run will need, estimated from its config and the policy's folder."""
+"""The number type in which a run computes, and the main memory that it will need, told from its
+config and the policy's folder."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +10,65 @@ import msgspec
 from coppice.common import hardware
 from coppice.learner.config import LearnerConfig
 from coppice.learner.update.plan import plan_of
-from coppice.tools.launching.number_types import model_shape, typed
 from coppice.tools.launching.settings import Config
+
+
+def typed(config: Config) -> Config:
+    """Return the config with model.dtype written to the rooms that name no number type, and to the
+    arguments of SGLang where actors start it."""
+    dtype, a, w = config.model.dtype, config.actors, config.learner
+    replace = msgspec.structs.replace
+    w = replace(w, dtype=dtype if w.dtype == "auto" else w.dtype)
+    if a.engine != "sglang":
+        a = replace(a, dtype=dtype if a.dtype == "auto" else a.dtype)
+    elif a.sglang.way != "url" and dtype != "auto":
+        a = replace(a, sglang=replace(a.sglang, arguments={"dtype": dtype} | a.sglang.arguments))
+    return replace(config, actors=a, learner=w)
+
+
+def number_type(config: Config, model: Path | None = None) -> str:
+    """Describe the number type in which the run computes, the reason for it, and the setting that
+    changes it. model: the policy's folder."""
+    config = typed(config)
+    learner, why = hardware.dtype_and_reason(config.learner.dtype)
+    actors, reason = _acting(config, model)
+    if not actors:
+        return f"number type of the learner: {learner} ({why}; model.dtype); that of the SGLang servers is their own and must be the same"
+    if actors != learner:
+        return (
+            f"warning: the learner computes in {learner} ({why}) and the actors in {actors} ({reason}): the log-probabilities of the same"
+            " tokens then differ by rounding, which the correction cannot tell from staleness; set model.dtype, and neither learner.dtype,"
+            " actors.dtype nor actors.sglang.arguments.dtype"
+        )
+    chosen = learner == "bfloat16" and config.learner.dtype == "auto"
+    change = "; --set model.dtype=float32 changes it" if chosen else ""
+    return f"number type {learner} ({why}{change})"
+
+
+def _acting(config: Config, model: Path | None) -> tuple[str, str]:
+    """Return the number type of the actors and the reason; "" if only a server that runs elsewhere,
+    or a model not yet here, could tell."""
+    a = config.actors
+    if a.engine != "sglang":
+        return hardware.dtype_and_reason(a.dtype)
+    argument = str(a.sglang.arguments.get("dtype", "auto"))
+    if argument != "auto":
+        argument = {"half": "float16", "float": "float32"}.get(argument, argument)
+        return argument, "actors.sglang.arguments.dtype"
+    stored = "" if model is None or a.sglang.way == "url" else model_shape(model).get("dtype", "")
+    if not stored:
+        return "", ""
+    chosen = "bfloat16" if stored == "bfloat16" else "float16"
+    return chosen, f"SGLang's choice for weights stored in {stored}"
+
+
+def model_shape(model: Path) -> dict[str, Any]:
+    """Return the settings of a model's folder, with the number type of its weights as "dtype"; {}
+    if it is not on this disk yet."""
+    settings = model / "config.json"
+    shape = msgspec.json.decode(settings.read_bytes()) if settings.is_file() else {}
+    return {"dtype": shape["torch_dtype"]} | shape if "torch_dtype" in shape else shape
+
 
 _PROCESS_GIB, _REST_GIB = 0.4, 0.6
 """GiB that a process with torch takes beside weights, caches and activations (libraries, buffers,
@@ -36,9 +95,8 @@ def memory_parts(
     model's config.json; weights: their number."""
     config = typed(config)
     a, w, served = config.actors, config.learner, config.judges.model
-    acting, learning = (
-        4 if hardware.compute_dtype(d) == "float32" else 2 for d in (a.dtype, w.dtype)
-    )
+    sizes = {"float32": 4}
+    acting, learning = (sizes.get(hardware.compute_dtype(d), 2) for d in (a.dtype, w.dtype))
     frozen, own = rank_gib(w, shape, weights, learning)
     parts = {"actor": (a.count, weights * acting / 2**30 + a.kv_cache_gib + _PROCESS_GIB)}
     parts["learner rank"] = w.here, own + _PROCESS_GIB
@@ -90,17 +148,11 @@ def memory_warning(config: Config, model: Path) -> str:
     if need <= free or hardware.visible_gpus() or config.cluster.on:
         return ""
     warning = f"warning: this plan needs about {need:.1f} GiB of memory and {free:.1f} are free, so that the system may kill it: "
-    sizes = [
-        (a, w)
-        for a in range(fewest, config.actors.count + 1)
-        for w in range(1, config.learner.count + 1)
-    ]
-    fitting = [size for size in sizes if needed(*size) <= free]
+    actors, ranks = range(fewest, config.actors.count + 1), range(1, config.learner.count + 1)
+    fitting = [size for size in itertools.product(actors, ranks) if needed(*size) <= free]
     if fitting:
-        actors, ranks = max(fitting, key=lambda size: (sum(size), size[0]))
-        return (
-            f"{warning}--actors {actors} --learner {ranks} fits ({needed(actors, ranks):.1f} GiB)"
-        )
+        a, w = max(fitting, key=lambda size: (sum(size), size[0]))
+        return f"{warning}--actors {a} --learner {w} fits ({needed(a, w):.1f} GiB)"
     return (
         f"{warning}even --actors {fewest} --learner 1 needs {needed(fewest, 1):.1f} GiB. Set a smaller actors.kv_cache_gib"
         f" (now {config.actors.kv_cache_gib}) or learner.micro_tokens (now {config.learner.micro_tokens}), or take a smaller model"

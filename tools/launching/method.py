@@ -1,8 +1,8 @@
-"""The one check of a method: compare what the scheme reads with what strategy, judge and
+"""The one check of a method's parts: what the scheme reads against what strategy, judge and
 environment declare that they give."""
 
 import difflib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from inspect import signature
 from typing import Any
 
@@ -20,6 +20,7 @@ from coppice.scheduler.config import UNJUDGED
 from coppice.scheduler.growth import strategies
 from coppice.scheduler.growth.rewards import COMPONENTS
 from coppice.scheduler.growth.strategies import Strategy
+from coppice.tools.launching.bundles import using
 from coppice.tools.launching.settings import Config
 
 Served = dict[str, Worker]
@@ -43,12 +44,8 @@ class Columns(msgspec.Struct, frozen=True):
     @property
     def all(self) -> set[str]:
         """The columns of all sources."""
-        return (
-            self.strategy
-            | self.judge
-            | self.environment
-            | ({"reward"} if not self.reward else set())
-        )
+        given = self.strategy | self.judge | self.environment
+        return given if self.reward else given | {"reward"}
 
 
 def option_table(section: str, key: str) -> str:
@@ -56,72 +53,50 @@ def option_table(section: str, key: str) -> str:
     built-in plug-in of this section; "" otherwise."""
     functions: dict[str, list[Callable[..., Any]]] = {}
     if section == "scheduler.":
-        functions["strategy_options"] = [
-            strategies.load(name).function for name in strategies.names()
-        ]
+        functions["strategy_options"] = [strategies.load(n).function for n in strategies.names()]
     if section == "learner.":
-        functions["scheme_options"] = [schemes.load(name, {}).function for name in schemes.names()]
+        functions["scheme_options"] = [schemes.load(n, {}).function for n in schemes.names()]
         functions["correction_options"] = list(corrections.CORRECTIONS.values())
-    return next(
-        (
-            table
-            for table, takers in functions.items()
-            if any(key in signature(taker).parameters for taker in takers)
-        ),
-        "",
-    )
+    for table, takers in functions.items():
+        if any(key in signature(taker).parameters for taker in takers):
+            return table
+    return ""
 
 
 def faults(config: Config, served: Served, environment: Environment) -> Iterator[str]:
-    """Yield a column that the scheme reads and nobody gives, and choices that do not fit, with
-    those that fit."""
+    """Yield why the parts of the method do not fit each other, the judges or the environment."""
     s, w = config.scheduler, config.learner
-    scheme, strategy = (
-        schemes.load(w.scheme, w.scheme_options),
-        strategies.load(s.strategy, s.strategy_options),
-    )
+    scheme = schemes.load(w.scheme, w.scheme_options)
+    strategy = strategies.load(s.strategy, s.strategy_options)
     judge = served.get(f"judge.{s.judge}")
-    yield from _judge(s.judge, judge, environment)
-    yield from _groups(scheme, strategy)
+    fitting = sorted(
+        {*using("learner", "scheme", w.scheme), *using("scheduler", "strategy", s.strategy)}
+    )
+    remedy = (
+        f": expected parts that fit, such as those of method = {' or '.join(map(repr, fitting))}"
+        if fitting
+        else ""
+    )
+    if (
+        isinstance(judge, Judge)
+        and judge.environments
+        and environment.name not in judge.environments
+    ):
+        yield f"scheduler.judge = {s.judge!r} judges {' and '.join(judge.environments)} alone: data.environment is {environment.name!r}"
+    if fault := mismatch(scheme.needs, strategy.gives):
+        fault = fault.format(f"scheduler.strategy = {s.strategy!r}")
+        yield f"learner.scheme = {w.scheme!r} {fault}{remedy}"
     if twice := sorted(_shared(scheme, strategy) & set(s.strategy_options)):
         yield (
             f"scheduler.strategy_options {twice}: scheduler.strategy = {s.strategy!r} selects by the advantage on which learner.scheme ="
             f" {w.scheme!r} trains: set them in learner.scheme_options alone"
         )
     yield from _strategy(config, strategy, environment)
-    yield from _columns(
-        config, scheme, strategy, columns_of(config, strategy.gives, served, environment)
-    )
+    columns = columns_of(config, strategy.gives, served, environment)
+    if fault := _columns(config, scheme, strategy, columns):
+        yield f"{fault}{remedy}"
     yield from _models(config, scheme)
     yield from _rewards(config, scheme, strategy)
-
-
-def strategy_options(config: Config) -> dict[str, Any]:
-    """Return the strategy's options, with those that it shares with the scheme by whose advantage
-    it selects."""
-    s, w = config.scheduler, config.learner
-    shared = _shared(
-        schemes.load(w.scheme, w.scheme_options), strategies.load(s.strategy, s.strategy_options)
-    )
-    return s.strategy_options | {
-        name: value for name, value in w.scheme_options.items() if name in shared
-    }
-
-
-def _shared(scheme: Scheme, strategy: Strategy) -> set[str]:
-    """Return the options that are one setting of scheme and strategy."""
-    if strategy.gives.selects_as != scheme.name:
-        return set()
-    return {*signature(strategy.function).parameters} & {*signature(scheme.function).parameters}
-
-
-def _judge(name: str, judge: Worker | None, environment: Environment) -> Iterator[str]:
-    if (
-        isinstance(judge, Judge)
-        and judge.environments
-        and environment.name not in judge.environments
-    ):
-        yield f"scheduler.judge = {name!r} judges {' and '.join(judge.environments)} alone: data.environment is {environment.name!r}"
 
 
 def mismatch(needs: SchemeNeeds, gives: StrategyGives) -> str:
@@ -135,49 +110,37 @@ def mismatch(needs: SchemeNeeds, gives: StrategyGives) -> str:
     return ""
 
 
-def _groups(scheme: Scheme, strategy: Strategy) -> Iterator[str]:
-    fault = mismatch(scheme.needs, strategy.gives).format(f"scheduler.strategy = {strategy.name!r}")
-    if not fault:
-        return
-    known = [strategies.load(name) for name in strategies.names()]
-    fitting = [one.name for one in known if not mismatch(scheme.needs, one.gives)]
-    elsewhere = {column for one in known for column in one.gives.purpose - strategy.gives.purpose}
-    others = {name: schemes.load(name, {}).needs for name in schemes.names()}
-    others = [
-        name
-        for name, needs in others.items()
-        if not mismatch(needs, strategy.gives) and not needs.columns & elsewhere
-    ]
-    options = f" (now {strategy.options})" if strategy.options else ""
-    yield (
-        f"learner.scheme = {scheme.name!r} {fault}: expected scheduler.strategy of {fitting}, with options that fit{options}, or"
-        f" learner.scheme of {others}"
-    )
+def strategy_options(config: Config) -> dict[str, Any]:
+    """Return the strategy's options, with those that it shares with the scheme by whose advantage
+    it selects."""
+    s, w = config.scheduler, config.learner
+    scheme = schemes.load(w.scheme, w.scheme_options)
+    shared = _shared(scheme, strategies.load(s.strategy, s.strategy_options))
+    return s.strategy_options | {k: v for k, v in w.scheme_options.items() if k in shared}
+
+
+def _shared(scheme: Scheme, strategy: Strategy) -> set[str]:
+    if strategy.gives.selects_as != scheme.name:
+        return set()
+    return {*signature(strategy.function).parameters} & {*signature(scheme.function).parameters}
 
 
 def _strategy(config: Config, strategy: Strategy, environment: Environment) -> Iterator[str]:
-    s, gives = config.scheduler, strategy.gives
+    """What the strategy needs of engine, judge and environment."""
+    s, gives, named = config.scheduler, strategy.gives, f"scheduler.strategy = {strategy.name!r}"
     if gives.group == "step" and gives.size > config.actors.max_batch:
-        yield (
-            f"scheduler.strategy = {s.strategy!r} samples groups of {gives.size}, which cannot decode together in actors.max_batch ="
-            f" {config.actors.max_batch}"
-        )
+        yield f"{named} samples groups of {gives.size}, which cannot decode together in actors.max_batch = {config.actors.max_batch}"
     if gives.needs_top and config.actors.engine == "sglang":
         yield (
-            f"scheduler.strategy = {s.strategy!r} needs the most probable tokens, which actors.engine = 'sglang' does not report: expected"
-            " actors.engine = 'local', or scheduler.strategy_options.top = 0 with a strategy that has this option"
+            f"{named} needs the most probable tokens, which actors.engine = 'sglang' does not report: expected actors.engine = 'local',"
+            " or scheduler.strategy_options.top = 0 with a strategy that has this option"
         )
     if gives.needs_judge and s.judge == UNJUDGED:
-        yield f"scheduler.judge = {UNJUDGED!r} leaves scheduler.strategy = {s.strategy!r} without scores: name a judge"
+        yield f"scheduler.judge = {UNJUDGED!r} leaves {named} without scores: name a judge"
     if gives.needs_outcome_judge and not environment.outcome_judge:
-        fitting = [
-            name
-            for name in strategies.names()
-            if not strategies.load(name).gives.needs_outcome_judge
-        ]
         yield (
-            f"scheduler.strategy = {s.strategy!r} needs an environment whose outcomes a judge gives, such as search_qa:"
-            f" data.environment is {environment.name!r}; expected scheduler.strategy of {fitting}"
+            f"{named} needs an environment whose outcomes a judge gives, such as search_qa: data.environment is {environment.name!r};"
+            " expected another strategy, such as 'chain'"
         )
     idle = sorted(gives.reward_options & set(s.strategy_options))
     if idle and (s.judge == UNJUDGED or environment.rewarded_by_judge):
@@ -188,19 +151,15 @@ def columns_of(
     config: Config, gives: StrategyGives, served: Served, environment: Environment
 ) -> Columns:
     """The score columns of a run with this config and these plug-ins."""
-    s = config.scheduler
-    judge, outcome = (
-        served.get(f"judge.{s.judge}"),
-        served.get(f"judge.{environment.outcome_judge}"),
-    )
+    s, outside = config.scheduler, config.judges.outside
+    judge = served.get(f"judge.{s.judge}")
+    outcome = served.get(f"judge.{environment.outcome_judge}")
     judged = {*judge.columns} if isinstance(judge, Judge) and gives.judged else set[str]()
     ended = set[str]()
     if gives.outcome:
-        ended = {
-            "outcome",
-            *environment.measured,
-            *(["step_reward"] if environment.gives_step_rewards else []),
-        }
+        ended = {"outcome", *environment.measured}
+        if environment.gives_step_rewards:
+            ended.add("step_reward")
         if isinstance(outcome, Judge):
             ended |= {*outcome.columns, *(() if environment.fresh else _EXTENT)}
     reward = ""
@@ -208,52 +167,35 @@ def columns_of(
         reward = "scheduler.judge is 'none'"
     elif not gives.rewarded:
         reward = f"scheduler.strategy = {s.strategy!r} makes none"
-    elif environment.rewarded_by_judge:
-        reward = (
-            "" if "reward" in judged else f"judge {s.judge!r} must give it for {environment.name!r}"
-        )
-    elif not judged >= COMPONENTS:
+    elif environment.rewarded_by_judge and "reward" not in judged:
+        reward = f"judge {s.judge!r} must give it for {environment.name!r}"
+    elif not environment.rewarded_by_judge and not judged >= COMPONENTS:
         reward = f"it is made of {sorted(COMPONENTS)}, of which judge {s.judge!r} lacks {sorted(COMPONENTS - judged)}"
-    outside = s.judge in config.judges.outside or environment.outcome_judge in config.judges.outside
-    return Columns(
-        {"valid", "truncated", *gives.columns, *gives.purpose}, judged, ended, reward, outside
-    )
+    own = {"valid", "truncated", *gives.columns, *gives.purpose}
+    unknown = s.judge in outside or environment.outcome_judge in outside
+    return Columns(own, judged, ended, reward, unknown)
 
 
-def _columns(config: Config, scheme: Scheme, strategy: Strategy, columns: Columns) -> Iterator[str]:
-    s, reads, gives = config.scheduler, scheme.needs.columns, strategy.gives
-    if gives.purpose and not reads & gives.purpose:
-        yield (
+def _columns(config: Config, scheme: Scheme, strategy: Strategy, columns: Columns) -> str:
+    """Why what the scheme reads and what is there for it do not agree, or ""."""
+    s, reads, purpose = config.scheduler, scheme.needs.columns, strategy.gives.purpose
+    if purpose and not reads & purpose:
+        return (
             f"scheduler.strategy = {s.strategy!r} has no effect with learner.scheme = {scheme.name!r}, which reads none of"
-            f" {sorted(gives.purpose)}: expected learner.scheme of {_reading(gives.purpose)}, or another strategy"
+            f" {sorted(purpose)}"
         )
     missing = sorted(reads - columns.all)
     if columns.unknown or not missing:
-        return
-    column = missing[0]
-    near = difflib.get_close_matches(column, columns.all)
-    why = (
-        f" ({columns.reward})"
-        if column == "reward"
-        else f"; did you mean {' or '.join(map(repr, near))}?"
-        if near
-        else ""
-    )
-    fitting = [
-        name
-        for name in strategies.names()
-        if column in {*(g := strategies.load(name).gives).columns, *g.purpose}
-    ]
-    offers = f"; scheduler.strategy of {fitting} gives it" if fitting else ""
-    yield (
-        f"learner.scheme = {scheme.name!r} reads column {column!r}, which nobody gives{why}{offers}. scheduler.strategy = {s.strategy!r}"
+        return ""
+    near = " or ".join(map(repr, difflib.get_close_matches(missing[0], columns.all)))
+    why = f"; did you mean {near}?" if near else ""
+    if missing[0] == "reward":
+        why = f" ({columns.reward})"
+    return (
+        f"learner.scheme = {scheme.name!r} reads column {missing[0]!r}, which nobody gives{why}. scheduler.strategy = {s.strategy!r}"
         f" gives {sorted(columns.strategy)}, scheduler.judge = {s.judge!r} gives {sorted(columns.judge)}, data.environment ="
         f" {config.data.environment!r} gives {sorted(columns.environment)}"
     )
-
-
-def _reading(columns: Iterable[str]) -> list[str]:
-    return [name for name in schemes.names() if schemes.load(name, {}).needs.columns & set(columns)]
 
 
 def _models(config: Config, scheme: Scheme) -> Iterator[str]:
@@ -266,7 +208,7 @@ def _models(config: Config, scheme: Scheme) -> Iterator[str]:
         yield f"learner.scheme = {w.scheme!r} trains its reward model with learner.prm.loss = {needs.prm_loss!r}: set it"
     if "kl" in needs.models and w.kl_coef:
         yield (
-            f"learner.scheme = {w.scheme!r} {_shown(w.scheme_options)} has the KL in its reward, and learner.kl_coef = {w.kl_coef} would"
+            f"learner.scheme = {w.scheme!r} with options {scheme.options} has the KL in its reward, and learner.kl_coef = {w.kl_coef} would"
             " count it again in the loss: set one of them to 0"
         )
 
@@ -274,15 +216,10 @@ def _models(config: Config, scheme: Scheme) -> Iterator[str]:
 def _rewards(config: Config, scheme: Scheme, strategy: Strategy) -> Iterator[str]:
     """Settings of the reward need a scheme that says which column it is, and dynamic sampling a
     scheme that compares within a group."""
-    s, w, needs = config.scheduler, config.learner, scheme.needs
-    keys = {
-        key: getattr(w, key)
-        for key in ("reward_scale", "reward_clip", "soft_overlong", "kl_reward_coef")
-    }
+    s, w, needs, default = config.scheduler, config.learner, scheme.needs, LearnerConfig()
+    keys = ("reward_scale", "reward_clip", "soft_overlong", "kl_reward_coef")
     changed = [
-        f"learner.{key} = {value}"
-        for key, value in keys.items()
-        if value != getattr(LearnerConfig(), key)
+        f"learner.{k} = {getattr(w, k)}" for k in keys if getattr(w, k) != getattr(default, k)
     ]
     if s.dynamic_sampling_budget:
         changed.append(f"scheduler.dynamic_sampling_budget = {s.dynamic_sampling_budget}")
@@ -302,7 +239,3 @@ def _rewards(config: Config, scheme: Scheme, strategy: Strategy) -> Iterator[str
             " columns would break its equations: remove it (learner.advantage_scale and advantage_clip change the advantages, and learner.kl_coef is"
             " a KL in the loss); a scheme of your own whose reward is one column declares SchemeNeeds.reward (docs/extend.md)"
         )
-
-
-def _shown(options: dict[str, Any]) -> str:
-    return f"with options {options}" if options else "with its default options"

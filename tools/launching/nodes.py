@@ -22,7 +22,7 @@ from coppice.tools.bootstrap import SOURCE
 from coppice.tools.launching.config import ConfigError
 from coppice.tools.launching.failures import Cause
 from coppice.tools.launching.holder import Delivery, Holder, Report
-from coppice.tools.launching.processes import Process
+from coppice.tools.launching.processes import Process, process_variables
 from coppice.tools.launching.settings import Config
 
 ROLE_OF = {
@@ -59,13 +59,8 @@ class Away:
     ):
         self.pid, self.host, self.returncode = 0, "", None
         self.verdict: Cause | None = None
-        self._holder, self._pending, self._log, self._needs, self._say = (
-            holder,
-            started,
-            log,
-            needs,
-            say,
-        )
+        self._holder, self._pending, self._log = holder, started, log
+        self._needs, self._say = needs, say
         self._offset, self._patient = 0, time.monotonic() + PATIENCE_S
 
     def poll(self) -> int | None:
@@ -126,9 +121,8 @@ class Away:
             self.verdict = Cause(str(error.cause), False)
             self._over(LOST)
         except ray.exceptions.RayError as error:
-            self.verdict = Cause(
-                f"its node {self.host} is lost ({type(error).__name__})".replace("  ", " "), True
-            )
+            lost = f"its node {self.host} is lost ({type(error).__name__})".replace("  ", " ")
+            self.verdict = Cause(lost, True)
             self._over(LOST)
         else:
             self._take(answer)
@@ -179,9 +173,8 @@ class Nodes:
 
     def takes(self, spec: Process) -> bool:
         """Return whether the process runs on the cluster, and not with the launcher."""
-        return spec.module in ROLE_OF and not (
-            spec.module == "coppice.judges.serve" and self.config.judges.model
-        )
+        here = spec.module == "coppice.judges.serve" and self.config.judges.model
+        return spec.module in ROLE_OF and not here
 
     def start(self, spec: Process, run: Path, log: Path) -> Away:
         """Ask for a process. It starts when a node has room for it."""
@@ -220,19 +213,15 @@ class Nodes:
         from ray.util.placement_group import placement_group, remove_placement_group
 
         if self.config.learner.publish_url:
-            return {
-                "scheduling_strategy": strategies.NodeAffinitySchedulingStrategy(
-                    self.here, soft=False
-                )
-            }
+            here = strategies.NodeAffinitySchedulingStrategy(self.here, soft=False)
+            return {"scheduling_strategy": here}
         rank = int(spec.environment.get("RANK", "0"))
         if rank == 0:
             if self._ranks is not None:
                 remove_placement_group(self._ranks)
             bundle = {"CPU": options["num_cpus"], "GPU": options["num_gpus"]}
-            bundles = [
-                {k: v for k, v in bundle.items() if v} for _ in range(self.config.learner.count)
-            ]
+            bundle = {name: number for name, number in bundle.items() if number}
+            bundles = [bundle] * self.config.learner.count
             self._ranks = placement_group(bundles, strategy="PACK")
         strategy = strategies.PlacementGroupSchedulingStrategy(
             self._ranks, placement_group_bundle_index=rank
@@ -243,21 +232,12 @@ class Nodes:
         role, home = ROLE_OF[spec.module], shards.folder(run, spec.shard or 0)
         file, keys = run / "processes" / f"{spec.file}.json", home / "keys"
         names = ("server_public", f"peers/{role}.json")
-        threads = str(spec.threads)
-        passed = PASSED + (
-            STORAGE if self.config.learner.publish_url and role in ("actor", "learner") else ()
-        )
-        environment = {
-            k: v for k, v in os.environ.items() if k.startswith(passed) or k in spec.needed
-        }
+        stores = self.config.learner.publish_url and role in ("actor", "learner")
+        passed = PASSED + (STORAGE if stores else ())
+        own = {k: v for k, v in os.environ.items() if k.startswith(passed) or k in spec.needed}
         # Ray sets that one
-        environment |= {k: v for k, v in spec.environment.items() if k != "CUDA_VISIBLE_DEVICES"}
-        environment |= {
-            "OMP_NUM_THREADS": threads,
-            "MKL_NUM_THREADS": threads,
-            "TOKENIZERS_PARALLELISM": "false",
-        }
-        environment |= {"PYTHONUNBUFFERED": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+        theirs = {k: v for k, v in spec.environment.items() if k != "CUDA_VISIBLE_DEVICES"}
+        environment = own | theirs | process_variables(spec.threads)
         return Delivery(
             ["-m", spec.module], str(home), str(file), file.read_bytes(), (home / "endpoint").read_text(),
             {name: (keys / name).read_text() for name in names}, environment, spec.python,
@@ -284,6 +264,5 @@ def reachable(config: Config, address: str) -> Config:
     s = config.scheduler
     if s.bind != type(s)().bind:
         return config
-    return msgspec.structs.replace(
-        config, scheduler=msgspec.structs.replace(s, bind=f"tcp://{address}:0")
-    )
+    s = msgspec.structs.replace(s, bind=f"tcp://{address}:0")
+    return msgspec.structs.replace(config, scheduler=s)

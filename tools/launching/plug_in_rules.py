@@ -47,12 +47,10 @@ def _judge_model(judges: JudgesConfig) -> Iterator[str]:
 def _with_url(spec: str, options: dict[str, Any], judges: JudgesConfig) -> dict[str, Any]:
     """The options as the judge will get them, but for the port, which is chosen when the run
     starts."""
+    if judges.model is None:
+        return options
     try:
-        return (
-            options
-            if judges.model is None
-            else with_served_model(options, "http://127.0.0.1/v1", judges.model)
-        )
+        return with_served_model(options, "http://127.0.0.1/v1", judges.model)
     except ValueError as error:
         raise ValueError(f"judges.use.{spec}.{error}") from None
 
@@ -91,21 +89,16 @@ def _asked(
         asked[f"judge.{judge}"] = (
             f"data.environment = {config.data.environment!r} has its outcomes of judge {judge!r}"
         )
-    asked |= {
-        f"player.{name}": f"the environment's opponents name {name!r}"
-        for name in opponents
-        if name != "random"
-    }
-    speakers = {*environment.speakers, *examined.speakers} - {POLICY}
-    asked |= {f"speaker.{name}": f"the environment speaks with {name!r}" for name in speakers}
+    for name in opponents.keys() - {"random"}:
+        asked[f"player.{name}"] = f"the environment's opponents name {name!r}"
+    for name in {*environment.speakers, *examined.speakers} - {POLICY}:
+        asked[f"speaker.{name}"] = f"the environment speaks with {name!r}"
     for service, setting in asked.items():
         kind, _, name = service.partition(".")
         if service in served or name in outside:
             continue
-        own, unserved = (
-            KINDS[kind],
-            {"judge": UNJUDGED, "player": "random", "speaker": POLICY}[kind],
-        )
+        own = KINDS[kind]
+        unserved = {"judge": UNJUDGED, "player": "random", "speaker": POLICY}[kind]
         if name not in own:
             names = {service.partition(".")[2] for service in served if service.startswith(kind)}
             bring = f"; for one that coppice serve brings, add --set 'judges.outside=[\"{name}\"]'"

@@ -1,10 +1,17 @@
-"""The set-up of a run in a process of its own, so that the launcher, which waits for it, never
-holds torch in memory."""
+"""What a config needs of this machine, and the set-up of a run in a process of its own, so that the
+launcher never holds torch in memory."""
 
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from coppice.actors.environments import hub
+from coppice.actors.environments.task_files import EXPECTED, listed
+from coppice.common import hardware
 from coppice.common.process import Killed, in_subprocess
 from coppice.tools.launching import agent_trial
-from coppice.tools.launching.assets import Assets
-from coppice.tools.launching.config import Config
+from coppice.tools.launching.settings import Assets, Config
 
 
 def prepare(config: Config) -> Assets:
@@ -23,3 +30,42 @@ def _prepare(config: Config) -> Assets:
     from coppice.tools.launching import set_up  # it imports torch
 
     return set_up.prepare(config)
+
+
+_HAS_SGLANG = "import importlib.util, sys; sys.exit(importlib.util.find_spec('sglang') is None)"
+
+
+def lacking_files(config: Config) -> Iterator[str]:
+    """Yield the files that the config names and that are not here. Nothing is asked of the hub."""
+    data = config.data
+    for key, setting in (
+        {} if config.cluster.on else {"train": data.train, "heldout": data.heldout}.items()
+    ):
+        for source in listed(setting):
+            if source != "default" and not Path(source).exists() and hub.named(source) is None:
+                yield f"data.{key} = {source!r} does not exist: give {EXPECTED}"
+    if not config.cluster.on and data.corpus != "default" and not Path(data.corpus).exists():
+        yield f"data.corpus = {data.corpus!r} does not exist: give a JSONL file of {{id, contents}}"
+
+
+def lacking_machine(config: Config) -> Iterator[str]:
+    """Yield what the config's engine needs and this machine lacks."""
+    g = config.actors.sglang
+    if config.cluster.on or config.actors.engine != "sglang" or g.way == "url":
+        return
+    if g.arguments.get("device") != "cpu" and not hardware.visible_gpus():
+        yield (
+            "actors.engine = 'sglang' needs a GPU, and nvidia-smi and CUDA_VISIBLE_DEVICES show none here: start on a machine with"
+            " a GPU, or take a config for a CPU (configs/slate-cpu.toml)"
+        )
+    python = g.python or sys.executable
+    try:
+        has = subprocess.run([python, "-c", _HAS_SGLANG], capture_output=True).returncode == 0
+    except OSError as error:
+        yield f"actors.sglang.python = {g.python!r} cannot be started: {error.strerror}"
+        return
+    if not has:
+        yield (
+            f"actors.engine = 'sglang', and {python} has no SGLang: install the extra `sglang` (start again with COPPICE_EXTRA=sglang), or"
+            " let actors.sglang.python name an interpreter that has it"
+        )

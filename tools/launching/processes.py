@@ -19,11 +19,11 @@ from coppice.learner import schemes
 from coppice.learner.config import LearnerConfig, LearnerProcess
 from coppice.scheduler.config import EvaluationConfig, SchedulerConfig, SchedulerProcess
 from coppice.scheduler.telemetry.tracking import KEYS
-from coppice.tools.launching.assets import Assets
 from coppice.tools.launching.config import Config
 from coppice.tools.launching.judge_model import JudgeModelProcess
+from coppice.tools.launching.memory import typed
 from coppice.tools.launching.method import strategy_options
-from coppice.tools.launching.number_types import typed
+from coppice.tools.launching.settings import Assets
 
 
 class Process(msgspec.Struct, frozen=True):
@@ -51,9 +51,8 @@ def make(config: Config, assets: Assets, run: Path) -> list[Process]:
     files, folder = _files(config, assets, str(run)), run / "processes"
     folder.mkdir(parents=True, exist_ok=True)
     for name, body in files.items():
-        (folder / f"{name}.json").write_bytes(
-            msgspec.json.format(msgspec.json.encode(body), indent=1)
-        )
+        text = msgspec.json.format(msgspec.json.encode(body), indent=1)
+        (folder / f"{name}.json").write_bytes(text)
     needed = {file: key_variables(msgspec.to_builtins(body)) for file, body in files.items()}
     needed["scheduler"] |= KEYS  # the first one starts the trackers
     everybody = frozenset().union(*needed.values())
@@ -63,30 +62,26 @@ def make(config: Config, assets: Assets, run: Path) -> list[Process]:
 
 def _files(config: Config, assets: Assets, run: str) -> dict[str, Any]:
     """Return the contents of the process files by name."""
-    s = msgspec.structs.replace(config.scheduler, strategy_options=strategy_options(config))
+    replace, w = msgspec.structs.replace, config.learner
+    s = replace(config.scheduler, strategy_options=strategy_options(config))
     # A schedule without an end of its own ends with the run.
-    w = msgspec.structs.replace(
-        config.learner, decay_updates=config.learner.decay_updates or s.updates
-    )
+    w = replace(w, decay_updates=w.decay_updates or s.updates)
     needs = schemes.load(w.scheme, w.scheme_options).needs
     # A plug-in announces its own name, so only built-in services are waited for.
     services = [service for service in map(built_in_service, config.judges.use) if service]
     services += ["retrieve"] if assets.retriever else []
     judges = {k: v for k, v in config.judges.use.items() if k not in PLAYERS}
-    served = config.judges.model and JudgeModelProcess(
-        "judge-model", run, assets.judge_model, free_port(), config.judges.model
-    )
-    if served:
+    files: dict[str, Any] = {}
+    if config.judges.model is not None:
+        served = files["judge-model"] = JudgeModelProcess(
+            "judge-model", run, assets.judge_model, free_port(), config.judges.model
+        )
         judges = {k: with_served_model(v, served.url, served.model) for k, v in judges.items()}
-    files: dict[str, Any] = {
-        "learner": LearnerProcess(
-            "learner", run, config.seed, assets.model, s.questions_per_update, s.temperature, w, s.shards,
-            s.max_staleness,
-        ),
-    }  # fmt: skip
+    files["learner"] = LearnerProcess(
+        "learner", run, config.seed, assets.model, s.questions_per_update, s.temperature, w,
+        s.shards, s.max_staleness,
+    )  # fmt: skip
     players = {k: v for k, v in config.judges.use.items() if k in PLAYERS}
-    if served:
-        files["judge-model"] = served
     stored = f"{w.publish_url}/{Path(run).name}" if w.publish_url else ""
     for number in range(s.shards):
         name, home = partial(shards.called, number=number), str(shards.folder(Path(run), number))
@@ -111,15 +106,9 @@ def _files(config: Config, assets: Assets, run: str) -> dict[str, Any]:
             files[name("retriever")] = RetrieverProcess(name("retriever"), home, retriever)
     for i in range(config.actors.count):
         home = str(shards.folder(Path(run), i % s.shards))
+        seed = config.seed * 1000 + i
         files[f"actor-{i}"] = ActorProcess(
-            f"actor-{i}",
-            home,
-            config.seed * 1000 + i,
-            assets.model,
-            config.actors,
-            i,
-            config.deterministic,
-            stored,
+            f"actor-{i}", home, seed, assets.model, config.actors, i, config.deterministic, stored
         )
     return files
 
@@ -127,25 +116,18 @@ def _files(config: Config, assets: Assets, run: str) -> dict[str, Any]:
 def reads_evidence(config: Config) -> bool:
     """Return whether the run's judge scores queries by the tasks' supporting passages."""
     name = SlateRules.name
-    return (
-        config.scheduler.judge == name
-        and SlateRules(**config.judges.use.get(name, {})).query == "evidence"
-    )
+    options = config.judges.use.get(name, {})
+    return config.scheduler.judge == name and SlateRules(**options).query == "evidence"
 
 
 def _share(s: SchedulerConfig, number: int) -> SchedulerConfig:
     """Return the settings of one shard: its equal part of every update. The first shard alone
     evaluates and tracks."""
-    parts = {
-        key: getattr(s, key) // s.shards
-        for key in ("questions_per_update", "dynamic_sampling_budget")
-    }
-    alone = (
-        {"evaluation": EvaluationConfig(questions=0), "trackers": [], "prometheus": ""}
-        if number
-        else {}
-    )
-    return msgspec.structs.replace(s, **parts, **alone)
+    shared = ("questions_per_update", "dynamic_sampling_budget")
+    parts: dict[str, Any] = {key: getattr(s, key) // s.shards for key in shared}
+    if number:
+        parts |= {"evaluation": EvaluationConfig(questions=0), "trackers": [], "prometheus": ""}
+    return msgspec.structs.replace(s, **parts)
 
 
 def _plan(config: Config, files: dict[str, Any], run: Path) -> list[Process]:
@@ -157,31 +139,16 @@ def _plan(config: Config, files: dict[str, Any], run: Path) -> list[Process]:
     ]
     plan += [_of_shard("judges", "coppice.judges.serve", n, 1, rest) for n in numbers]
     if served := files.get("judge-model"):
-        threads = served.model.threads
+        name, threads = "judge-model", served.model.threads
         plan.append(
-            Process(
-                "judge-model",
-                "coppice.tools.launching.judge_model",
-                "judge-model",
-                threads,
-                False,
-                rest,
-            )
+            Process(name, "coppice.tools.launching.judge_model", name, threads, False, rest)
         )
     if "players" in files:
         plan += [_of_shard("players", "coppice.judges.serve", n, 1, {}) for n in numbers]
     if "retriever" in files:
-        plan += [
-            _of_shard(
-                "retriever", "coppice.judges.retriever.worker", n, config.retriever.threads, {}
-            )
-            for n in numbers
-        ]
-    actors = [_actor(config, place) for place in range(config.actors.count)]
-    plan += [
-        msgspec.structs.replace(actor, shard=place % len(numbers))
-        for place, actor in enumerate(actors)
-    ]
+        module, threads = "coppice.judges.retriever.worker", config.retriever.threads
+        plan += [_of_shard("retriever", module, n, threads, {}) for n in numbers]
+    plan += [_actor(config, place) for place in range(config.actors.count)]
     if config.learner.outside:
         return plan
     return plan + _ranks(config.learner, {} if config.cluster.on else _meeting(run, config.learner))
@@ -200,19 +167,25 @@ def _of_shard(
     return Process(name, module, name, threads, vital, environment, shard=number)
 
 
+def process_variables(threads: int) -> dict[str, str]:
+    """Return the variables of every process. threads: its compute threads."""
+    return {
+        "OMP_NUM_THREADS": str(threads),
+        "MKL_NUM_THREADS": str(threads),
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONUNBUFFERED": "1",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    }
+
+
 def key_variables(settings: Any) -> frozenset[str]:
     """Return the environment variables that a process's settings name as holders of an API key
     (``api_key_env``), at any depth."""
+    own, inner = frozenset[str](), settings if isinstance(settings, list | tuple) else ()
     if isinstance(settings, dict):
-        own = frozenset(
-            {settings["api_key_env"]} if isinstance(settings.get("api_key_env"), str) else ()
-        ) - {""}
-        return own.union(*map(key_variables, settings.values()))
-    return (
-        frozenset().union(*map(key_variables, settings))
-        if isinstance(settings, list | tuple)
-        else frozenset()
-    )
+        name, inner = settings.get("api_key_env"), settings.values()
+        own = frozenset({name} if name and isinstance(name, str) else ())
+    return own.union(*map(key_variables, inner))
 
 
 _ALLOCATOR = {
@@ -246,48 +219,31 @@ def _meeting(run: Path, learner: LearnerConfig) -> dict[str, str]:
 def _ranks(learner: LearnerConfig, meeting: dict[str, str]) -> list[Process]:
     """Plan the learner's ranks. A single rank meets nobody. meeting: where they meet; on a cluster,
     rank 0's node says so, and each has its own GPU."""
-    count, several = str(learner.count), learner.count > 1
-    shared = (
-        meeting | {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count if meeting else "1"}
-        if several
-        else {}
-    )
-    places = [
-        {"RANK": str(rank), "LOCAL_RANK": str(rank) if meeting else "0"} if several else {}
-        for rank in range(learner.count)
-    ]
-    return [
-        Process(
-            f"learner-{rank}",
-            "coppice.learner.main",
-            "learner",
-            learner.threads,
-            True,
-            _ALLOCATOR | shared | place,
-        )
-        for rank, place in enumerate(places)
-    ]
+    ranks: list[Process] = []
+    for rank in range(learner.count):
+        environment = dict(_ALLOCATOR)
+        if learner.count > 1:
+            environment |= meeting | {"WORLD_SIZE": str(learner.count), "RANK": str(rank)}
+            environment["LOCAL_WORLD_SIZE"] = str(learner.count) if meeting else "1"
+            environment["LOCAL_RANK"] = str(rank) if meeting else "0"
+        name, threads = f"learner-{rank}", learner.threads
+        ranks.append(Process(name, "coppice.learner.main", "learner", threads, True, environment))
+    return ranks
 
 
 def _actor(config: Config, place: int) -> Process:
     """Plan one actor. With SGLang inside, it runs where sglang is installed; with
     actors.sglang.gpus it sees only its own GPUs."""
-    a, name = config.actors, f"actor-{place}"
+    a, name, shard = config.actors, f"actor-{place}", place % config.scheduler.shards
+    actor = Process(name, "coppice.actors.worker", name, a.threads, False, shard=shard)
     if a.engine != "sglang":
-        return Process(name, "coppice.actors.worker", name, a.threads, False)
+        return actor
     inside = a.sglang.way == "inside"
     shown = gpus_of(place, a.sglang.gpus, config.learner.here, hardware.visible_gpus())
     environment = dict(a.sglang.environment) if inside else {}
     environment |= {"CUDA_VISIBLE_DEVICES": ",".join(shown)} if shown else {}
-    return Process(
-        name,
-        "coppice.actors.worker",
-        name,
-        a.threads,
-        False,
-        environment,
-        a.sglang.python if inside else "",
-    )
+    python = a.sglang.python if inside else ""
+    return msgspec.structs.replace(actor, environment=environment, python=python)
 
 
 def _rest(config: Config) -> dict[str, str]:

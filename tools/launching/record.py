@@ -1,12 +1,17 @@
-"""What the launcher knows of a run, in ``RUN/launcher.json``: its processes, its restarts, what
-failed and how it ended.
+"""What the launcher writes into a run folder of itself and its machine, and how it names a run.
 
-The launcher writes the file anew whenever something changes, and ``coppice launch --status`` reads
-it.
+``RUN/launcher.json`` has the processes, restarts and failures of a launch and how it ended. The
+launcher writes it anew whenever something changes, and ``coppice launch --status`` reads it.
+``RUN/environment.json`` has machine, Python, packages and commit of the newest launch.
 """
 
 import contextlib
+import importlib.metadata
 import os
+import platform
+import shlex
+import shutil
+import subprocess
 import time
 from pathlib import Path
 from typing import Literal
@@ -15,6 +20,44 @@ import msgspec
 import psutil
 
 from coppice.common.atomic import write_whole
+from coppice.common.hardware import PROCESSOR, visible_gpus
+from coppice.tools.bootstrap import ROOT
+
+_FULL_BYTES = 2**24
+"""Bytes of free space below which the disk counts as full: the weights of one version, or minutes
+of logs, do not fit into less."""
+
+
+def existing(path: Path) -> Path:
+    """Return ``path`` if it exists, or its nearest parent that exists (which may be a file where a
+    folder is needed)."""
+    return next(place for place in (path, *path.absolute().parents) if place.exists())
+
+
+def no_space(run: Path) -> str:
+    """Return the message for a full disk of the run, with the remedy."""
+    again = resume_command(run) if (run / "config.json").is_file() else "start again"
+    return f"{shown(run)}'s disk has {_free_bytes(run) / 1e6:.1f} MB free: the processes cannot write; free some, then {again}"
+
+
+def full(run: Path) -> bool:
+    """True if the disk of a run has hardly any free space."""
+    return _free_bytes(run) < _FULL_BYTES
+
+
+def _free_bytes(run: Path) -> int:
+    return shutil.disk_usage(existing(run)).free
+
+
+def shown(path: Path) -> Path:
+    """Return ``path`` relative to the current folder where possible."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
+def resume_command(run: Path) -> str:
+    """Return the command that goes on with a run, as a shell takes it."""
+    return f"coppice launch --resume {shlex.quote(str(shown(run)))}"
+
 
 NAME = "launcher.json"
 KEPT = 50
@@ -88,10 +131,8 @@ class Recorder:
 
     def failed(self, process: str, cause: str, log: Path, then: str) -> None:
         """A process died."""
-        self.record.failures = [
-            *self.record.failures,
-            Failure(time.time(), process, cause, str(log), then),
-        ][-KEPT:]
+        failure = Failure(time.time(), process, cause, str(log), then)
+        self.record.failures = [*self.record.failures, failure][-KEPT:]
         self.write()
 
     def stopping(self) -> None:
@@ -116,3 +157,60 @@ def read(run: Path) -> Record | None:
         return msgspec.json.decode((run / NAME).read_bytes(), type=Record)
     except (OSError, msgspec.DecodeError):
         return None
+
+
+ENVIRONMENT = "environment.json"
+
+
+class Environment(msgspec.Struct, frozen=True):
+    """What computes a run. cores: those that this process may use. commit: of a git checkout, with
+    "-dirty" if files were changed, or "". gpus: "name, driver version" each. packages: version by
+    name."""
+
+    commit: str
+    python: str
+    system: str
+    processor: str
+    cores: int
+    memory_bytes: int
+    gpus: list[str]
+    packages: dict[str, str]
+
+
+def write_environment(run: Path) -> None:
+    """Write the record of this machine into the run folder. Raises OSError."""
+    write_whole(run / ENVIRONMENT, environment())
+
+
+def environment() -> Environment:
+    """Return the environment of this process."""
+    lines = PROCESSOR.read_text().splitlines() if PROCESSOR.exists() else []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    smi = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    affinity = getattr(os, "sched_getaffinity", None)
+    packages = {d.name: d.version for d in importlib.metadata.distributions() if d.name}
+    describe = [
+        "git",
+        "-C",
+        str(ROOT),
+        *"describe --always --dirty --abbrev=40 --exclude=*".split(),
+    ]
+    return Environment(
+        commit=_said(describe) if (ROOT / ".git").exists() else "",
+        python=platform.python_version(),
+        system=platform.platform(),
+        processor=models[0] if models else platform.processor() or platform.machine(),
+        cores=len(affinity(0)) if affinity else os.cpu_count() or 1,
+        memory_bytes=psutil.virtual_memory().total,
+        gpus=_said(smi).splitlines() if visible_gpus() else [],
+        packages=dict(sorted(packages.items())),
+    )
+
+
+def _said(command: list[str]) -> str:
+    """Return what a command prints, or "" if it is not there, fails or hangs."""
+    quiet = {"stderr": subprocess.DEVNULL, "text": True, "timeout": 20}
+    try:
+        return subprocess.check_output(command, **quiet).strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""

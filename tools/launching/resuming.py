@@ -7,15 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from coppice.scheduler.telemetry import health
-from coppice.tools.launching import disk
-from coppice.tools.launching.disk import resume_command, shown
+from coppice.tools.launching import record
 from coppice.tools.launching.failures import Resumes, remedy
 from coppice.tools.launching.nodes import Nodes
 from coppice.tools.launching.processes import Process
-from coppice.tools.launching.record import Recorder
+from coppice.tools.launching.record import Recorder, resume_command, shown
 from coppice.tools.launching.screen import Screen
-from coppice.tools.launching.signals import Signals
-from coppice.tools.launching.supervisor import INTERRUPTED, Supervisor
+from coppice.tools.launching.supervisor import INTERRUPTED, Signals, Supervisor
 
 
 def supervise(
@@ -34,12 +32,12 @@ def supervise(
             return 0
         if isinstance(ended, int):
             break
-        cause, full = ended.cause(), disk.full(run)
+        cause, full = ended.cause(), record.full(run)
         pause = None
         if (ended.spec.vital or ended.spec.name in supervisor.schedulers) and not full:
             pause = resumes.pause(time.monotonic(), cause, _checkpoint(run), _done(run))
         if pause is None:
-            advice = disk.no_space(run) if full or cause.full_disk else remedy(cause, again)
+            advice = record.no_space(run) if full or cause.full_disk else remedy(cause, again)
             recorder.failed(ended.spec.name, cause.text, ended.log, "the run ended")
             recorder.end("failed", advice)
             screen.say(

@@ -24,12 +24,8 @@ def check(config: Config) -> None:
 def _faults(config: Config) -> Iterator[str]:
     """Yield what is wrong, in order. The rules of each subject yield theirs; what a plug-in refuses
     itself is raised."""
-    s, a, d, encoder = (
-        config.scheduler,
-        config.actors,
-        config.scheduler.dispatch,
-        config.retriever.encoder,
-    )
+    s, a, encoder = config.scheduler, config.actors, config.retriever.encoder
+    d = s.dispatch
     if d.dead_after_s <= d.heartbeat_s:
         yield (
             f"scheduler.dispatch.dead_after_s = {d.dead_after_s}: expected more than scheduler.dispatch.heartbeat_s ="

@@ -22,6 +22,8 @@ _CONTEXT = 4096
 _CACHE_GIB = 2.0
 """Larger than an actor's cache: running samples and the prefixes that clients share must fit
 together, or prefixes are computed again."""
+NUMBERS = ("threads", "max_context", "max_batch", "kv_cache_gib")
+"""Options that are settings of the engine."""
 _PATIENCE_S = 2.0
 """Seconds that open requests have to end when the server stops."""
 
@@ -44,13 +46,8 @@ async def _serve(options: argparse.Namespace, folder: Path, api_key: str) -> Non
     from coppice.actors.engines.local import LocalEngine
     from coppice.actors.serving.server import Server, runner
 
-    config = ActorsConfig(
-        threads=options.threads,
-        max_context=options.max_context,
-        max_batch=options.max_batch,
-        kv_cache_gib=options.kv_cache_gib,
-    )
-    engine = LocalEngine(str(folder), config)
+    limits = {name: getattr(options, name) for name in NUMBERS}
+    engine = LocalEngine(str(folder), ActorsConfig(**limits))
     await engine.start()
     server = Server(engine, folder, name=options.name, api_key=api_key)
     served = runner(server)
@@ -82,15 +79,14 @@ def main(arguments: list[str] | None = None) -> int:
     except (ValueError, OSError, MemoryError) as error:
         command.exit(1, f"coppice serve --model: {error}\n")
     except InfrastructureFault as fault:
-        command.exit(
-            1, f"coppice serve --model: {fault}; its traceback is above. Start the server again\n"
-        )
+        told = f"{fault}; its traceback is above. Start the server again"
+        command.exit(1, f"coppice serve --model: {told}\n")
     return 0
 
 
 def check(options: argparse.Namespace) -> None:
     """Check the numbers of the command line. Raises ValueError for a number out of range."""
-    for name in ("threads", "max_context", "max_batch", "kv_cache_gib"):
+    for name in NUMBERS:
         if not 0 < getattr(options, name) < math.inf:
             raise ValueError(
                 f"--{name.replace('_', '-')} {getattr(options, name)}: expected a number above 0"
@@ -139,23 +135,15 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("model", nargs="?", default=DEFAULT, metavar="MODEL", help=known)
     host = "address to listen at; others than this machine's own need --api-key-env (default: %(default)s)"
     parser.add_argument("--host", default="127.0.0.1", help=host)
-    parser.add_argument(
-        "--port", type=int, default=30000, help="0 takes a free one (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--name", default="", help="what clients call the model (default: the folder's name)"
-    )
-    parser.add_argument(
-        "--api-key-env",
-        default="",
-        metavar="NAME",
-        help="variable that holds the key clients must send",
-    )
+    port = "0 takes a free one (default: %(default)s)"
+    parser.add_argument("--port", type=int, default=30000, help=port)
+    name = "what clients call the model (default: the folder's name)"
+    parser.add_argument("--name", default="", help=name)
+    key = "variable that holds the key clients must send"
+    parser.add_argument("--api-key-env", default="", metavar="NAME", help=key)
     context = "tokens of a prompt and its answer together, at most (default: %(default)s)"
-    cores = len(os.sched_getaffinity(0))
-    parser.add_argument(
-        "--threads", type=int, default=cores, help="compute threads (default: all cores)"
-    )
+    cores, threads = len(os.sched_getaffinity(0)), "compute threads (default: all cores)"
+    parser.add_argument("--threads", type=int, default=cores, help=threads)
     parser.add_argument("--max-context", type=int, default=_CONTEXT, help=context)
     batch = "samples that decode together (default: %(default)s)"
     parser.add_argument("--max-batch", type=int, default=_DEFAULTS.max_batch, help=batch)

@@ -21,8 +21,8 @@ from coppice.tools.defaults.tiny_agent import NAME as TINY_AGENT
 from coppice.tools.defaults.tiny_agent import Calls
 from coppice.tools.defaults.tiny_search import NAME as TINY_SEARCH
 from coppice.tools.defaults.warm_start import ensure_warm_start
-from coppice.tools.launching.assets import Assets
 from coppice.tools.launching.config import Config
+from coppice.tools.launching.settings import Assets
 
 
 def prepare(config: Config) -> Assets:
@@ -50,9 +50,8 @@ def _prepare(config: Config, model: Path, cache: Path) -> Assets:
     if isinstance(environment, SearchQA | Agent):
         return _for_questions(config, environment, model, cache)
     if isinstance(environment, Game):
-        model = ensure_legal_play(
-            model, environment, config.data.options, config.warm_start, cache, config.threads
-        )
+        options, warm = config.data.options, config.warm_start
+        model = ensure_legal_play(model, environment, options, warm, cache, config.threads)
         return Assets(str(model), "", "", "")
     if config.warm_start.steps:
         raise ValueError(
@@ -64,50 +63,39 @@ def _prepare(config: Config, model: Path, cache: Path) -> Assets:
 def _for_questions(
     config: Config, environment: SearchQA | Agent, model: Path, cache: Path
 ) -> Assets:
-    data = config.data
-    read = (
-        *listed(data.train),
-        *listed(data.heldout),
-        *([data.corpus] if environment.searches else []),
+    data, warm, threads, encoder = (
+        config.data,
+        config.warm_start,
+        config.threads,
+        config.retriever.encoder,
     )
+    read = [*listed(data.train), *listed(data.heldout)]
+    read += [data.corpus] if environment.searches else []
     facts = ensure_facts(cache) if "default" in read else None
     train, heldout = _files(data.train, facts, "train"), _files(data.heldout, facts, "heldout")
     retriever = config.retriever.backend if environment.searches else ""
     if environment.searches and not retriever:
-        corpus = (
-            facts / "corpus.jsonl"
-            if facts is not None and config.data.corpus == "default"
-            else Path(config.data.corpus)
-        )
+        corpus = Path(data.corpus)
+        if facts is not None and data.corpus == "default":
+            corpus = facts / "corpus.jsonl"
         if not corpus.is_file():
             raise FileNotFoundError(
                 f"data.corpus {str(corpus)!r} does not exist: expected a JSONL file of {{id, contents}}"
             )
-        retriever = str(ensure_index(corpus, config.retriever.encoder, cache, config.threads))
+        retriever = str(ensure_index(corpus, encoder, cache, threads))
     notation = Tags(environment) if isinstance(environment, SearchQA) else Calls()
     if config.model.name == (TINY_SEARCH if isinstance(environment, SearchQA) else TINY_AGENT):
         corpus = ensure_facts(cache) / "corpus.jsonl"
-        model = ensure_search_play(
-            model, corpus, notation, config.warm_start, cache, config.threads
-        )
-    elif config.warm_start.steps and not isinstance(environment, SearchQA):
+        model = ensure_search_play(model, corpus, notation, warm, cache, threads)
+    elif warm.steps and not isinstance(environment, SearchQA):
         raise ValueError(
-            f"warm_start.steps = {config.warm_start.steps}: agents have a warm start for model.name = {TINY_AGENT!r} alone; set it to 0"
+            f"warm_start.steps = {warm.steps}: agents have a warm start for model.name = {TINY_AGENT!r} alone; set it to 0"
             " (coppice sft trains a model on conversations)"
         )
-    elif config.warm_start.steps and facts is not None:
+    elif warm.steps and facts is not None:
         assert isinstance(environment, SearchQA)
         index = Path(retriever)
-        model = ensure_warm_start(
-            model,
-            facts,
-            index,
-            config.retriever.encoder,
-            environment,
-            config.warm_start,
-            cache,
-            config.threads,
-        )
+        model = ensure_warm_start(model, facts, index, encoder, environment, warm, cache, threads)
     return Assets(str(model), train, heldout, retriever)
 
 

@@ -14,69 +14,74 @@ from coppice.tools.defaults.settings import WarmStart
 
 
 class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Section [model]. name: "smollm2-135m", a Hugging Face folder or a hub id. dtype: the number
-    type of actors and learner; actors.dtype and learner.dtype override it. "auto" is bfloat16 if
-    the machine is faster in it, otherwise float32."""
+    """Section [model]: the policy."""
 
     name: str = "smollm2-135m"
+    """The built-in "smollm2-135m", a model that Coppice makes ("tiny-search"), a Hugging Face folder or a hub id."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Number type of actors and learner, which their own dtype overrides; "auto" is bfloat16 if the
+    machine is faster in it, otherwise float32."""
 
 
 class DataConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Section [data]. "default" means the built-in corpus and its questions; other values are paths
-    (JSONL, Parquet) or hub datasets.
-
-    train, heldout: one source or a list of sources (actors/environments/task_files.py).
-    environment: a name from actors/environments/registry.py, or module:Class. options: arguments of
-    the environment's constructor. An environment that makes its own tasks (a game) reads no files.
-    agent: "module:function" or a command line, which is trained in the place of an environment
-    (docs/agents.md); options are then those of the environment "agent".
-    """
+    """Section [data]: the tasks. "default" means the built-in corpus and its questions; other values
+    are paths (JSONL, Parquet) or hub datasets."""
 
     train: str | list[str] = "default"
+    """One source of training tasks or a list of them (docs/data.md)."""
     heldout: str | list[str] = "default"
+    """One source of held-out tasks or a list of them."""
     corpus: str = "default"
+    """The passages that searches find: JSONL of {id, contents}."""
     environment: str = "search_qa"
+    """A name of actors/environments/registry.py, or module:Class. A game reads no files."""
     agent: str = ""
+    """What to train: "module:function" or a command line, not an environment (docs/agents.md)."""
     options: dict[str, Any] = {}
+    """Arguments of the environment's constructor; with an agent, those of environment "agent"."""
 
 
 class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Section [cluster]: where the processes run (docs/cluster.md).
-
-    on: "" for this machine, "ray" for the Ray cluster of which this machine is a node,
-    "ray://HOST:PORT" for one elsewhere. The other keys are for the job that ``--cluster slurm`` or
-    ``--cluster kuberay`` writes. cpus, gpus, memory_gib: of one node. options: further options of
-    sbatch, such as "--partition=h100". image: the container image, with this project in ``folder``.
-    volume: the claim of the volume that all pods share. secret: the Kubernetes secret whose entries
-    become variables (API keys).
-    """
+    """Section [cluster]: where the processes run (docs/cluster.md). All keys but ``on`` are for the
+    job that ``--cluster slurm`` or ``--cluster kuberay`` writes."""
 
     on: str = ""
+    """Empty for this machine, "ray" for the Ray cluster of which it is a node, or "ray://HOST:PORT"."""
     cpus: Count = 16
+    """Processors of one node."""
     gpus: Natural = 8
+    """GPUs of one node."""
     memory_gib: Count = 128
+    """Memory of one node, in GiB."""
     options: list[str] = []
+    """Further options of sbatch, such as "--partition=h100"."""
     image: str = ""
+    """The container image, with this project in ``folder``."""
     folder: str = "/coppice"
+    """Where the image has this project."""
     volume: str = ""
+    """The claim of the volume that all pods share."""
     secret: str = ""
+    """The Kubernetes secret whose entries become variables (API keys)."""
 
 
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A whole experiment. runs: the folder that holds the run folders. threads: compute threads of
-    the set-up (index, warm start).
-
-    deterministic: the same config on the same machine gives the same weights, bit for bit, also
-    after any crash (docs/reliability.md). It needs scheduler.max_staleness = 0 and the embedded
-    engine, which then serves one request at a time and reuses no prefix.
-    """
+    """A whole experiment."""
 
     name: str
+    """Names the run folder, and the run in trackers and reports."""
+    method: str = ""
+    """The word of a method, whose parts lie under this config (docs/methods-table.md); "": none."""
     seed: Natural = 0
+    """Draws the tasks, samples and weights of the run."""
     deterministic: bool = False
+    """The same config on the same machine gives the same weights, bit for bit, also after any crash
+    (docs/reliability.md). It needs scheduler.max_staleness = 0 and the embedded engine, which then
+    serves one request at a time and reuses no prefix."""
     runs: str = "runs"
+    """The folder that holds the run folders."""
     threads: Count = 2
+    """Compute threads of the set-up (index, warm start)."""
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     warm_start: WarmStart = WarmStart()
@@ -88,17 +93,27 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cluster: ClusterConfig = ClusterConfig()
 
 
+class Assets(msgspec.Struct, frozen=True):
+    """What a run needs before its processes start, with resolved paths. train and heldout are "" when
+    the environment makes its own tasks. retriever is an index folder, a URL, or "" for none.
+    judge_model is the folder of [judges.model], or "" for none."""
+
+    model: str
+    train: str | list[str]
+    heldout: str | list[str]
+    retriever: str
+    judge_model: str = ""
+
+
 def with_agent(config: Config) -> Config:
     """The config with ``data.agent`` as what it stands for: the environment "agent" and its option
     ``run``. Raises ValueError."""
-    data = config.data
+    data, replace = config.data, msgspec.structs.replace
     if not data.agent:
         return config
     if data.environment not in (DataConfig().environment, "agent") or "run" in data.options:
         raise ValueError(
             f"data.agent = {data.agent!r} takes the place of data.environment and data.options.run: leave those out"
         )
-    data = msgspec.structs.replace(
-        data, environment="agent", agent="", options={**data.options, "run": data.agent}
-    )
-    return msgspec.structs.replace(config, data=data)
+    options = {**data.options, "run": data.agent}
+    return replace(config, data=replace(data, environment="agent", agent="", options=options))

@@ -24,8 +24,7 @@ from coppice.scheduler.ledger.journal import Journal
 from coppice.scheduler.telemetry import health
 from coppice.scheduler.telemetry.health import Health
 from coppice.tools.launching import record
-from coppice.tools.launching.disk import shown
-from coppice.tools.launching.record import Failure, Record
+from coppice.tools.launching.record import Failure, Record, shown
 from coppice.tools.launching.settings import Config
 
 WIDTH = 80
@@ -75,17 +74,12 @@ def show(run: Path, as_json: bool) -> int:
     """Print the page, or the status as JSON. Return the exit status: 2 if ``run`` is not the folder
     of a run."""
     if not (run / "config.json").exists():
-        reason = (
-            "no config.json is there"
-            if run.is_dir()
-            else "it is not a folder"
-            if run.exists()
-            else "nothing is there"
+        reason = "it is not a folder" if run.exists() else "nothing is there"
+        reason = "no config.json is there" if run.is_dir() else reason
+        fault = (
+            f"coppice launch --status {run}: {reason}; expected the folder of a run, runs/NAME-TIME"
         )
-        print(
-            f"coppice launch --status {run}: {reason}; expected the folder of a run, runs/NAME-TIME",
-            file=sys.stderr,
-        )
+        print(fault, file=sys.stderr)
         return 2
     status = gather(run.resolve(), time.monotonic())
     print(msgspec.json.encode(status).decode() if as_json else "\n".join(page(status)))
@@ -95,9 +89,8 @@ def show(run: Path, as_json: bool) -> int:
 def gather(run: Path, now: float) -> Status:
     """Read the status of a run, or of a journal file alone. now: monotonic seconds."""
     if run.is_file():
-        status = Status(
-            str(shown(run)), "a journal", "without the folder of its run; nothing else is known"
-        )
+        said = "without the folder of its run; nothing else is known"
+        status = Status(str(shown(run)), "a journal", said)
         _read_journal(run, status)
         return status
     launched, reports = record.read(run), health.read_all(run)
@@ -106,17 +99,13 @@ def gather(run: Path, now: float) -> Status:
     status = Status(str(shown(run)), state, said)
     for name, read in ((record.NAME, launched), (health.NAME, report)):
         if read is None:
-            missing = (
-                "cannot be read"
-                if (run / name).exists()
-                else "is not there: this run was not begun by this version"
-            )
-            status.damaged.append(f"{name} {missing}")
+            absent = "is not there: this run was not begun by this version"
+            damage = "cannot be read" if (run / name).exists() else absent
+            status.damaged.append(f"{name} {damage}")
     _read_config(run, status)
     for home in shards.homes(run):
-        _read_journal(
-            home / "journal.sqlite", status, "" if home == run else f"shards/{home.name}/"
-        )
+        where = "" if home == run else f"shards/{home.name}/"
+        _read_journal(home / "journal.sqlite", status, where)
     status.paused = _paused((run / health.PAUSED).exists(), report if state == "running" else None)
     if launched is not None:
         status.processes = _processes(run, launched, reports if state == "running" else [], now)
@@ -124,9 +113,8 @@ def gather(run: Path, now: float) -> Status:
     if report is not None:
         status.version, status.phase = report.version if report.began else None, report.phase
         status.fault = ago(time.time() - report.fault[0], report.fault[1]) if report.fault else ""
-        newest = health.joined(
-            [one for one in reports if one.pid in {p.pid for p in status.processes}]
-        )
+        alive = {process.pid for process in status.processes}
+        newest = health.joined([one for one in reports if one.pid in alive])
         if state == "running" and newest is not None:
             status.idle_s, status.waits = now - newest.progress_at, newest.waits()
     status.do = _advice(status, launched)
@@ -141,15 +129,11 @@ def _state(run: Path, launched: Record | None) -> tuple[str, str]:
     if launched.alive:
         resumes = f", resumed {launched.resumes} times" if launched.resumes else ""
         stopping = "; it is stopping" if launched.stopping else ""
-        return (
-            "running",
-            f"launcher {launched.pid}, since {span(time.time() - launched.born)}{resumes}{stopping}",
-        )
+        since = f"since {span(time.time() - launched.born)}"
+        return "running", f"launcher {launched.pid}, {since}{resumes}{stopping}"
     if launched.state == "running":
-        return (
-            "killed",
-            f"its launcher {launched.pid} is gone without a word (killed, or the machine went down)",
-        )
+        gone = "is gone without a word (killed, or the machine went down)"
+        return "killed", f"its launcher {launched.pid} {gone}"
     return launched.state, "its launcher has ended in order"
 
 
@@ -170,11 +154,7 @@ def _paused(asked: bool, report: Health | None) -> str:
     if report is None:
         return "paused when it ended; a new launch lifts the pause" if asked else ""
     if asked != report.paused:
-        return (
-            "pausing at the scheduler's next heartbeat"
-            if asked
-            else "resuming at the scheduler's next heartbeat"
-        )
+        return f"{'pausing' if asked else 'resuming'} at the scheduler's next heartbeat"
     return f"paused: no new tree begins, {report.growing} still grow" if asked else ""
 
 
@@ -193,13 +173,9 @@ def _read_journal(path: Path, status: Status, where: str = "") -> None:
             journal.close()
         if name:
             heldout = msgspec.convert(result, HeldOut)
-            measures = {
-                key: heldout.measures[key]
-                for key in sorted(heldout.measures)
-                if key.startswith((heldout.headline, "valid"))
-            }
-            shown_ = ", ".join(f"{key} {measure}" for key, measure in measures.items())
-            status.heldout = f"{name} (version {version}): {shown_}"
+            keys = [k for k in heldout.measures if k.startswith((heldout.headline, "valid"))]
+            measures = ", ".join(f"{key} {heldout.measures[key]}" for key in sorted(keys))
+            status.heldout = f"{name} (version {version}): {measures}"
     except (sqlite3.Error, msgspec.MsgspecError, ValueError) as error:
         status.damaged.append(
             f"{where}journal.sqlite cannot be read ({error}): restore it from a copy, or start anew"
@@ -209,15 +185,11 @@ def _read_journal(path: Path, status: Status, where: str = "") -> None:
 def _processes(
     run: Path, launched: Record, reports: list[Health], now: float
 ) -> list[ProcessStatus]:
-    whole = health.joined(reports)
-    heard = (
-        {worker.pid: now - worker.heard for worker in whole.workers} if whole is not None else {}
-    )
+    whole, members = health.joined(reports), launched.members.items()
+    workers = whole.workers if whole is not None else []
+    heard = {worker.pid: now - worker.heard for worker in workers}
     heard |= {report.pid: now - report.at for report in reports}
-    return [
-        _process(run, name, member, heard.get(member.pid))
-        for name, member in launched.members.items()
-    ]
+    return [_process(run, name, member, heard.get(member.pid)) for name, member in members]
 
 
 def living(run: Path, member: record.Member) -> psutil.Process:
@@ -230,39 +202,29 @@ def living(run: Path, member: record.Member) -> psutil.Process:
 
 
 def _process(run: Path, name: str, member: record.Member, heard: float | None) -> ProcessStatus:
+    mib = None
     if member.host or not member.pid:  # the launcher alone knows of its end
         state = f"on {member.host}" if member.host else "no room yet"
-        return ProcessStatus(
-            name, member.pid, state, member.restarts, time.time() - member.began, None, heard
-        )
-    try:
-        process = living(run, member)
-        state = process.status()
-        mib = process.memory_info().rss / 2**20
-    except psutil.Error:
-        return ProcessStatus(name, member.pid, "ended", member.restarts)
-    return ProcessStatus(
-        name, member.pid, state, member.restarts, time.time() - member.began, mib, heard
-    )
+    else:
+        try:
+            process = living(run, member)
+            state = process.status()
+            mib = process.memory_info().rss / 2**20
+        except psutil.Error:
+            return ProcessStatus(name, member.pid, "ended", member.restarts)
+    age = time.time() - member.began
+    return ProcessStatus(name, member.pid, state, member.restarts, age, mib, heard)
 
 
 def _advice(status: Status, launched: Record | None) -> str:
     """One line that says what to do, with the exact command."""
     run = shlex.quote(str(status.run))
     again = f"coppice launch --resume {run}"
-    config = next(
-        (
-            text
-            for text in status.damaged
-            if text.startswith("config") or "journal.sqlite cannot" in text
-        ),
-        "",
-    )
+    lost = [t for t in status.damaged if t.startswith("config") or "journal.sqlite cannot" in t]
     if status.state == "running" and launched is not None:
+        stopped = psutil.STATUS_STOPPED
         hanging = [
-            p.name
-            for p in status.processes
-            if p.state == psutil.STATUS_STOPPED or (p.heard_s or 0) > QUIET_S
+            p.name for p in status.processes if p.state == stopped or (p.heard_s or 0) > QUIET_S
         ]
         if hanging or (status.idle_s or 0) > QUIET_S:
             what = f"{', '.join(hanging)} hangs" if hanging else "nothing moves"
@@ -270,33 +232,25 @@ def _advice(status: Status, launched: Record | None) -> str:
         if status.paused.startswith("paus"):
             return f"nothing; to go on: coppice watch {run} and the key r, or remove {run}/{health.PAUSED}"
         return f"nothing, the run goes on. Look at a tree: coppice trees {run}"
-    if config:
-        return f"mend what is damaged ({config}); then {again}"
+    if lost:
+        return f"mend what is damaged ({lost[0]}); then {again}"
     if status.state == "finished":
         return f"look at the results: coppice report {run}"
-    return (
-        launched.remedy
-        if status.state == "failed" and launched is not None and launched.remedy
-        else again
-    )
+    remedy = launched.remedy if launched is not None and status.state == "failed" else ""
+    return remedy or again
 
 
 def page(status: Status) -> list[str]:
     """The page, in lines of at most 80 columns, except where a path or a word is longer."""
     lines = head(status)
     if status.processes:
-        lines += [
-            "what runs",
-            f"  {'process':<14}{'pid':>8}  {'state':<12}{'age':>10}{'restarts':>9}{'memory':>10}{'heard':>10}",
-        ]
+        heads = ("process", "pid", "state", "age", "restarts", "memory", "heard")
+        lines += ["what runs", _ROW.format(*heads)]
         lines += [_row(process) for process in status.processes]
     if status.state == "running":
         lines += ["what waits for what"]
-        lines += [
-            line
-            for text in status.waits or ["nothing: no call is open"]
-            for line in told(text, indent="  ")
-        ]
+        for text in status.waits or ["nothing: no call is open"]:
+            lines += told(text, indent="  ")
     lines += ["what failed last"]
     if status.failure is not None:
         f = status.failure
@@ -317,16 +271,12 @@ def head(status: Status, width: int = WIDTH) -> list[str]:
     idle = f"; last progress {span(status.idle_s)} ago" if status.idle_s is not None else ""
     if status.phase:  # a scheduler learns the version from the learner, when that has joined
         phase = f" ({status.phase})" if status.state != "finished" else ""
-        update = (
-            f"update {status.version}{of}{phase}" if status.version is not None else status.phase
-        )
-        lines += told(f"{update}{idle}", width)
+        reached = f"update {status.version}{of}{phase}"
+        lines += told(f"{status.phase if status.version is None else reached}{idle}", width)
     lines += told(status.paused, width)
     if status.trees:
-        lines += told(
-            f"tasks: {', '.join(f'{count} {name}' for name, count in sorted(status.trees.items()))}",
-            width,
-        )
+        counts = ", ".join(f"{count} {name}" for name, count in sorted(status.trees.items()))
+        lines += told(f"tasks: {counts}", width)
     return lines + told(f"held out last: {status.heldout or 'not yet'}", width)
 
 
@@ -337,38 +287,30 @@ def cells(process: ProcessStatus) -> tuple[str, ...]:
     return process.name, str(process.pid), process.state, age, restarts, memory, heard
 
 
+_ROW = "  {:<14.13}{:>8}  {:<12}{:>10}{:>9}{:>10}{:>10}"
+
+
 def _row(process: ProcessStatus) -> str:
-    name, pid, state, age, restarts, memory, heard = cells(process)
-    heard = f"{heard} ago" if process.heard_s is not None else heard
-    return f"  {name[:13]:<14}{pid:>8}  {state:<12}{age:>10}{restarts:>9}{memory:>10}{heard:>10}"
+    *others, heard = cells(process)
+    return _ROW.format(*others, f"{heard} ago" if process.heard_s is not None else heard)
 
 
 def told(text: str, width: int = WIDTH, indent: str = "") -> list[str]:
     """Fold a text to ``width`` columns; no word is broken."""
     more = f"{indent}  "
-    return textwrap.wrap(
-        text,
-        width,
-        initial_indent=indent,
-        subsequent_indent=more,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+    wrapper = textwrap.TextWrapper(width, initial_indent=indent, subsequent_indent=more)
+    wrapper.break_long_words = wrapper.break_on_hyphens = False
+    return wrapper.wrap(text)
 
 
 def span(seconds: float | None) -> str:
     """A duration in at most seven characters, "-" if it is unknown."""
     if seconds is None:
         return "-"
-    if seconds < 100:
-        return f"{seconds:.0f} s"
-    return (
-        f"{seconds / 60:.0f} min"
-        if seconds < 6000
-        else f"{seconds / 3600:.0f} h"
-        if seconds < 1e6
-        else f"{seconds / 86400:.0f} d"
-    )
+    for limit, divisor, unit in ((100, 1, "s"), (6000, 60, "min"), (1e6, 3600, "h")):
+        if seconds < limit:
+            return f"{seconds / divisor:.0f} {unit}"
+    return f"{seconds / 86400:.0f} d"
 
 
 def ago(seconds: float, what: str) -> str:

@@ -19,16 +19,31 @@ from pathlib import Path
 
 from coppice.common import shards
 from coppice.scheduler.telemetry import health
-from coppice.tools.launching import leftovers, watchdog
-from coppice.tools.launching.children import GRACE_S, Child
-from coppice.tools.launching.disk import shown
+from coppice.tools.launching import watchdog
+from coppice.tools.launching.children import GRACE_S, Child, mapped_segments, sweep_segments
 from coppice.tools.launching.failures import Cause
 from coppice.tools.launching.nodes import Away, Nodes
 from coppice.tools.launching.processes import Process, forget_meeting
-from coppice.tools.launching.record import Recorder
+from coppice.tools.launching.record import Recorder, shown
 from coppice.tools.launching.screen import Screen
-from coppice.tools.launching.signals import Signals
 from coppice.tools.launching.watchdog import SCHEDULER, Watchdog
+
+
+class Signals:
+    """What the user's signals ask for. interrupted: to stop in order (Ctrl-C, SIGTERM, a closed
+    terminal). stacks: to write the stacks of all processes to their logs (Ctrl-\\)."""
+
+    def __init__(self) -> None:
+        self.interrupted, self.stacks = threading.Event(), threading.Event()
+
+    def listen(self) -> None:
+        """Take the signals of this process. SIGHUP stays ignored where it is, as ``nohup`` wants
+        it."""
+        ends = dict.fromkeys((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), self.interrupted)
+        for number, event in {**ends, signal.SIGQUIT: self.stacks}.items():
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, lambda *_, event=event: event.set())
+
 
 SETTLE_S = 3.0
 """Seconds to wait after a rank's death for the ranks that it takes along, so that the first rank's
@@ -64,14 +79,8 @@ class Supervisor:
         screen: Screen,
         nodes: Nodes | None = None,
     ):
-        self.run, self.plan, self.signals, self.recorder, self.screen = (
-            run,
-            plan,
-            signals,
-            recorder,
-            screen,
-        )
-        self.nodes = nodes
+        self.run, self.plan, self.signals = run, plan, signals
+        self.recorder, self.screen, self.nodes = recorder, screen, nodes
         self.children: dict[str, Child] = {}
         self.schedulers = [spec.name for spec in plan if spec.name.startswith(SCHEDULER)]
         self.homes = [shards.folder(run, number) for number in range(len(self.schedulers))]
@@ -94,21 +103,17 @@ class Supervisor:
         shutil.rmtree(self.run / DRAIN, ignore_errors=True)
         scheduler = self._hire(self.plan[0])
         children = [scheduler, *map(self._hire, self.plan[1 : len(self.schedulers)])]
-        while (
-            not all(endpoint.exists() for endpoint in endpoints)
-            and not self.signals.interrupted.is_set()
-        ):
-            if dead := next(
-                (child for child in children if child.process.poll() is not None), None
-            ):
-                return dead if dead.process.poll() not in (0, INTERRUPTED) else None
+        interrupted = self.signals.interrupted
+        while not all(endpoint.exists() for endpoint in endpoints) and not interrupted.is_set():
+            if ended := [child for child in children if child.process.poll() is not None]:
+                return ended[0] if ended[0].process.poll() not in (0, INTERRUPTED) else None
             self._look(time.monotonic())
             time.sleep(0.05)
         # On a cluster the ranks come first: they must be near each other, and the others would take
         # their room.
         rest = self.plan[len(self.schedulers) :]
         for spec in sorted(rest, key=lambda spec: not spec.vital) if self.nodes else rest:
-            if scheduler.process.poll() is None and not self.signals.interrupted.is_set():
+            if scheduler.process.poll() is None and not interrupted.is_set():
                 self._hire(spec)
         return None
 
@@ -124,10 +129,9 @@ class Supervisor:
         if name in self.schedulers and child.process.stdout is not None:
             copy = (self.run / "logs" / "scheduler.out").open("ab", buffering=0)
             source = child.process.stdout, copy, self.schedulers.index(name)
-            self._relays.append(
-                threading.Thread(target=self.screen.relay, args=source, daemon=True)
-            )
-            self._relays[-1].start()
+            relay = threading.Thread(target=self.screen.relay, args=source, daemon=True)
+            self._relays.append(relay)
+            relay.start()
 
     def watch(self) -> Child | int:
         """Run until the end, then stop every process. Return the exit status, or the process whose
@@ -203,11 +207,8 @@ class Supervisor:
         self.recorder.failed(child.spec.name, cause.text, child.log, then)
 
     def _ranks(self) -> list[Child]:
-        return [
-            child
-            for child in self.children.values()
-            if child.spec.vital and child.spec.name != SCHEDULER
-        ]
+        vital = [child for child in self.children.values() if child.spec.vital]
+        return [child for child in vital if child.spec.name != SCHEDULER]
 
     def _served(self, child: Child) -> bool:
         """Whether a worker, or one of a scheduler's workers, answered calls since its last start,
@@ -230,11 +231,8 @@ class Supervisor:
         dead_at = time.monotonic()
         while time.monotonic() < dead_at + FRESH_S and not self.signals.interrupted.wait(0.1):
             pids = [self.children[name].process.pid for name in self.schedulers]
-            reports = [
-                report
-                for home in self.homes
-                if (report := health.read(home)) and report.at > dead_at
-            ]
+            found = [health.read(home) for home in self.homes]
+            reports = [report for report in found if report and report.at > dead_at]
             if [report.pid for report in reports] == pids:
                 return not any(report.began for report in reports)
         return False
@@ -252,12 +250,10 @@ class Supervisor:
         for order in (self.run / DRAIN).glob("*"):
             order.unlink()
             self._signal([order.name], signal.SIGTERM)
-        alive = {
-            name: child for name, child in self.children.items() if child.process.poll() is None
-        }
+        alive = {n: child for n, child in self.children.items() if child.process.poll() is None}
         if now >= self._note_at:
             self._note_at = now + NOTE_S
-            self._segments |= leftovers.mapped(child.here for child in alive.values() if child.here)
+            self._segments |= mapped_segments(child.here for child in alive.values() if child.here)
         pids = {name: child.here for name, child in alive.items() if child.here}
         away = {
             (p.host, p.pid): name
@@ -280,9 +276,8 @@ class Supervisor:
         for name, child in self.children.items():
             if child.process.poll() is None:
                 doing, stacks = child.asked()
-                self.screen.say(
-                    f"{name}: {f'its stacks are in {shown(child.log)}' if stacks else doing}"
-                )
+                said = f"its stacks are in {shown(child.log)}" if stacks else doing
+                self.screen.say(f"{name}: {said}")
 
     def _first(self, child: Child) -> Child:
         """Return the rank whose death took ``child`` along, or ``child`` itself."""
@@ -294,7 +289,7 @@ class Supervisor:
     def stop(self) -> None:
         """End every process: workers drain on SIGTERM, and processes that stay are killed. Nothing
         of them stays in shared memory."""
-        self._segments |= leftovers.mapped(
+        self._segments |= mapped_segments(
             child.here for child in self.children.values() if child.here
         )
         first = [*self.schedulers, "learner-0"]
@@ -306,7 +301,7 @@ class Supervisor:
         self._wait(rest, 10.0)
         self._signal(rest, signal.SIGKILL)
         self._wait(rest, 5.0)
-        leftovers.sweep(self._segments)
+        sweep_segments(self._segments)
 
     def _signal(self, names: list[str], number: signal.Signals) -> None:
         """Send a signal to those that live. A stopped process (SIGSTOP) is continued, or it could
@@ -317,9 +312,7 @@ class Supervisor:
                 process.send_signal(signal.SIGCONT)
 
     def _wait(self, names: list[str], seconds: float) -> None:
-        end, awaited = (
-            time.monotonic() + seconds,
-            [self.children[name].process for name in names if name in self.children],
-        )
+        end = time.monotonic() + seconds
+        awaited = [self.children[name].process for name in names if name in self.children]
         while time.monotonic() < end and any(process.poll() is None for process in awaited):
             time.sleep(0.05)

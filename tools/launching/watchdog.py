@@ -95,9 +95,8 @@ class Watchdog:
         self._stopped = {pid: self._stopped.get(pid, now) for pid in stopped}
         for pid, since in self._stopped.items():
             if now - since > limit:
-                return Finding(
-                    stopped[pid], f"has been stopped for {now - since:.0f} s", self._calls(pid)
-                )
+                why = f"has been stopped for {now - since:.0f} s"
+                return Finding(stopped[pid], why, self._calls(pid))
         return None
 
     def _silent(
@@ -129,11 +128,9 @@ class Watchdog:
         waits = "; ".join(report.waits()) or "no call is open"
         why = f"holds up the run: no node, group or update for {idle:.0f} s ({report.phase}). What waits: {waits}"
         stuck = next((worker for worker in report.workers if worker.name == report.stuck), None)
-        culprit = (
-            names.get((stuck.host, stuck.pid), self.scheduler)
-            if stuck is not None
-            else self.scheduler
-        )
+        culprit = self.scheduler
+        if stuck is not None:
+            culprit = names.get((stuck.host, stuck.pid), culprit)
         if (
             self._replaced != report.progress_at
             and culprit != self.scheduler

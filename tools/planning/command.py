@@ -43,45 +43,20 @@ def parser() -> argparse.ArgumentParser:
     default = (
         f"TOML file, as for coppice launch (default: that of --run, else {DEFAULT_CONFIG.name})"
     )
+    texts = "take texts, and without --gpus speeds, from this run that ended"
+    measured = "compare what is predicted of this run with what it measured"
+    change = "change a key, as for coppice launch; repeatable"
+    kind = f"their kind: {', '.join(GPUS)} (default: h100)"
+    assumption = f"{names} (docs/plan.md); repeatable"
+    shape = "folder of a config.json, if the model is not here"
     add("--config", type=Path, metavar="FILE", help=default)
-    add(
-        "--set",
-        action="append",
-        metavar="KEY=VALUE",
-        help="change a key, as for coppice launch; repeatable",
-    )
-    add(
-        "--run",
-        type=Path,
-        metavar="RUN",
-        help="take texts, and without --gpus speeds, from this run that ended",
-    )
-    add(
-        "--against",
-        type=Path,
-        metavar="RUN",
-        help="compare what is predicted of this run with what it measured",
-    )
+    add("--set", action="append", metavar="KEY=VALUE", help=change)
+    add("--run", type=Path, metavar="RUN", help=texts)
+    add("--against", type=Path, metavar="RUN", help=measured)
     add("--gpus", type=int, help="GPUs for actors and learner together")
-    add(
-        "--gpu",
-        default="h100",
-        metavar="NAME",
-        help=f"their kind: {', '.join(GPUS)} (default: h100)",
-    )
-    add(
-        "--assume",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help=f"{names} (docs/plan.md); repeatable",
-    )
-    add(
-        "--shape",
-        type=Path,
-        metavar="FOLDER",
-        help="folder of a config.json, if the model is not here",
-    )
+    add("--gpu", default="h100", metavar="NAME", help=kind)
+    add("--assume", action="append", default=[], metavar="KEY=VALUE", help=assumption)
+    add("--shape", type=Path, metavar="FOLDER", help=shape)
     add("--json", action="store_true", help="print the plan as JSON")
     return parser
 
@@ -97,11 +72,9 @@ def main(arguments: list[str] | None = None) -> int:
     except runs.UNREADABLE as error:
         print(f"coppice plan: {error}", file=sys.stderr)
         return 2
-    print(
-        msgspec.json.format(msgspec.json.encode(told)).decode()
-        if options.json
-        else "\n".join(lines)
-    )
+    if options.json:
+        lines = [msgspec.json.format(msgspec.json.encode(told)).decode()]
+    print("\n".join(lines))
     return 0
 
 
@@ -111,14 +84,13 @@ def check(options: argparse.Namespace, given: set[str]) -> None:
     check_choice(f"--gpu {options.gpu!r}", options.gpu, GPUS)
     if options.against and (options.gpus or options.set or options.config or given):
         raise ValueError("--gpus, --set, --config and --assume have no effect with --against, which takes that run's: remove them")  # fmt: skip
-    idle = [
-        (name, "with --run, whose texts are known")
-        for name in sorted(given & LENGTHS)
-        if options.run
-    ]
-    idle += [(name, "without --gpus") for name in sorted(given - LENGTHS) if options.gpus is None]
-    if idle:
-        raise ValueError(f"--assume {idle[0][0]} has no effect {idle[0][1]}: remove it")
+    for name in sorted(given):
+        if name in LENGTHS and options.run:
+            raise ValueError(
+                f"--assume {name} has no effect with --run, whose texts are known: remove it"
+            )
+        if name not in LENGTHS and options.gpus is None:
+            raise ValueError(f"--assume {name} has no effect without --gpus: remove it")
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -142,21 +114,18 @@ class Plan(msgspec.Struct, frozen=True):
 def plan(options: argparse.Namespace, given: dict[str, Any]) -> Plan:
     """Return the plan of a config. given: what --assume sets."""
     changes, on_gpus, memory = options.set or [], options.gpus is not None, {}
-    own = options.run and not options.config
-    config = (
-        prediction.config_of(options.run, changes)
-        if own
-        else load(options.config or DEFAULT_CONFIG, changes)
-    )
+    if options.run and not options.config:
+        config = prediction.config_of(options.run, changes)
+    else:
+        config = load(options.config or DEFAULT_CONFIG, changes)
     model, learner = prediction.model_of(config, options.shape), config.learner
     assumed = msgspec.convert((GPUS[options.gpu] if on_gpus else {}) | given, Assumed)
     if options.run:
         source, texts = prediction.recorded(options.run, config), f"texts of {options.run}"
     else:
         source, lengths = prediction.made_up(config, assumed)
-        texts = ", ".join(
-            f"{k} {v:g}{'' if k in given else ' (assumed)'}" for k, v in lengths.items()
-        )
+        marks = {name: "" if name in given else " (assumed)" for name in lengths}
+        texts = ", ".join(f"{name} {value:g}{marks[name]}" for name, value in lengths.items())
     if not on_gpus:
         memory = memory_parts(config, msgspec.structs.asdict(model), model.weights)
         assumed = prediction.reached(options.run) if options.run else assumed
@@ -171,27 +140,21 @@ def against(options: argparse.Namespace) -> dict[str, tuple[float, float]]:
     """Return what is predicted of a run and what it measured, by quantity, with texts and speeds of
     ``--run``, or of itself."""
     config, texts = prediction.config_of(options.against), options.run or options.against
-    model, work = (
-        prediction.model_of(config, options.shape),
-        work_of(config, prediction.recorded(texts, config)),
-    )
+    model = prediction.model_of(config, options.shape)
+    work = work_of(config, prediction.recorded(texts, config))
     (own,) = prediction.splits(config, model, work, prediction.reached(texts), None)
     predicted = msgspec.structs.asdict(work) | msgspec.structs.asdict(own.speed)
-    return {
-        name: (predicted[name], value)
-        for name, value in prediction.measured(options.against).items()
-    }
+    measured = prediction.measured(options.against)
+    return {name: (predicted[name], value) for name, value in measured.items()}
 
 
 def compared(rows: dict[str, tuple[float, float]]) -> list[str]:
     """Return what the terminal shows of a comparison."""
     lines = ["per update", f"{'':<12}{'predicted':>14}{'measured':>14}{'error':>9}"]
-    errors = {
-        name: f"{guess / true - 1:+.0%}" if true else "-" for name, (guess, true) in rows.items()
-    }
-    return lines + [
-        f"{n:<12}{number(p):>14}{number(m):>14}{errors[n]:>9}" for n, (p, m) in rows.items()
-    ]
+    for name, (guess, true) in rows.items():
+        error = f"{guess / true - 1:+.0%}" if true else "-"
+        lines.append(f"{name:<12}{number(guess):>14}{number(true):>14}{error:>9}")
+    return lines
 
 
 def page(told: Plan) -> list[str]:
@@ -212,15 +175,10 @@ def page(told: Plan) -> list[str]:
         ("FLOPs of the learner", told.apart, told.shared),
     ]
     lines = [part for line in about for part in textwrap.wrap(line, 80, subsequent_indent="    ")]
-    lines += [
-        "",
-        *textwrap.wrap(f"an update: {sums}", 80),
-        f"  {'':<34}{'unshared':>12}{'shared':>12}{'saved':>8}",
-    ]
-    lines += [
-        f"  {name:<34}{number(a):>12}{number(b):>12}{1 - b / max(1, a):>8.0%}"
-        for name, a, b in rows
-    ]
+    lines += ["", *textwrap.wrap(f"an update: {sums}", 80)]
+    lines += [f"  {'':<34}{'unshared':>12}{'shared':>12}{'saved':>8}"]
+    for name, a, b in rows:
+        lines += [f"  {name:<34}{number(a):>12}{number(b):>12}{1 - b / max(1, a):>8.0%}"]
     return [*lines, "", *memory(told), "", *times(told)]
 
 
@@ -231,9 +189,8 @@ def memory(told: Plan) -> list[str]:
         actor = f"  an actor's GPU {best.actor_gib:8.1f}, with room for {number(best.cache)} tokens of cache"
         return ["memory, GiB", actor, f"  a rank's GPU   {best.rank_gib:8.1f}"]
     total = sum(count * each for count, each in told.memory.values())
-    lines = [
-        f"  {count:>3} {name:<20}{each:>8.2f} each" for name, (count, each) in told.memory.items()
-    ]
+    kinds = told.memory.items()
+    lines = [f"  {count:>3} {name:<20}{each:>8.2f} each" for name, (count, each) in kinds]
     return ["main memory, GiB", *lines, f"  {'all':<24}{total:>8.2f}"]
 
 
@@ -241,18 +198,15 @@ def times(told: Plan) -> list[str]:
     """Return the splits, the fastest first, and what the best one costs."""
     if not told.splits:
         return ["no times: give --gpus, or --run with a run of this machine"]
-    which = (
-        "the fastest split first (*: the config's own)"
-        if told.gpu
-        else "at the speed of the run's processes"
+    fastest, reached = (
+        "the fastest split first (*: the config's own)",
+        "at the speed of the run's processes",
     )
-    lines = [f"seconds of an update, {which}"]
+    lines = [f"seconds of an update, {fastest if told.gpu else reached}"]
     lines += [" actors ranks  generate    learn  latency   period  waits for   stale    hours"]
     for one in told.splits:
-        s, own = (
-            one.speed,
-            (one.engines, one.ranks) == (told.config.actors.count, told.config.learner.count),
-        )
+        s, c = one.speed, told.config
+        own = (one.engines, one.ranks) == (c.actors.count, c.learner.count)
         values = "".join(f"{number(value):>9}" for value in (s.learn, s.latency, s.period))
         line = f"{one.actors:>7}{one.ranks:>6}{number(s.generate):>10}{values}  {s.bound:<10}{s.staleness:>7.1f}"
         lines += [f"{line}{number(one.hours):>9}{' *' if own and told.gpu else ''}"]
@@ -267,13 +221,11 @@ def times(told: Plan) -> list[str]:
         ]
     cost = f"cost {number(best.cost)}" if best.cost else "no price was given"
     lines += [f"best: --set actors.count={best.engines} --set learner.count={best.ranks}"]
-    lines += [
-        f"  {number(best.hours)} hours without evaluations, {number(best.gpu_hours)} GPU hours, {cost}"
-    ]
-    return [*lines, *beside(told, best), "", UNPROVEN]
+    spent = f"{number(best.hours)} hours without evaluations, {number(best.gpu_hours)} GPU hours"
+    return [*lines, f"  {spent}, {cost}", *others(told, best), "", UNPROVEN]
 
 
-def beside(told: Plan, best: Split) -> list[str]:
+def others(told: Plan, best: Split) -> list[str]:
     """Return how many schedulers and judges the best split keeps busy, by Little's law
     (docs/performance.md, "How many of what")."""
     assumed, period, shards = told.assumed, best.speed.period, told.config.scheduler.shards

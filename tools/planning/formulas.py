@@ -44,9 +44,7 @@ class Dense(msgspec.Struct):
                     f"model {name} has {key} = {text[key]!r}: expected a dense model, without experts"
                 )
         try:
-            return msgspec.convert(
-                {key: value for key, value in text.items() if value is not None}, cls
-            )
+            return msgspec.convert({k: v for k, v in text.items() if v is not None}, cls)
         except msgspec.ValidationError as error:
             raise ValueError(f"config.json of {name}: {error}; expected a dense model of the Llama or Qwen family") from None  # fmt: skip
 
@@ -54,12 +52,8 @@ class Dense(msgspec.Struct):
     def per_token(self) -> int:
         """The weights that one token passes in all layers: queries and output, keys and values, and
         the three of the MLP."""
-        attention = (
-            2
-            * self.hidden_size
-            * self.head_dim
-            * (self.num_attention_heads + self.num_key_value_heads)
-        )
+        heads = self.num_attention_heads + self.num_key_value_heads
+        attention = 2 * self.hidden_size * self.head_dim * heads
         return self.num_hidden_layers * (attention + 3 * self.hidden_size * self.intermediate_size)
 
     @property
@@ -154,11 +148,8 @@ def learner_flops(w: LearnerConfig, model: Dense, work: Work, shared: bool = Tru
     """
     tokens, pairs, targets = work.path, work.path_pairs, work.path_targets
     if shared:
-        tokens, pairs, targets = (
-            work.forwarded,
-            work.pairs * work.forwarded / max(1, work.packed),
-            work.targets,
-        )
+        tokens, targets = work.forwarded, work.targets
+        pairs = work.pairs * work.forwarded / max(1, work.packed)
     attention, again, total = 2 * model.multiplications(0, pairs, 0), w.gradient_checkpointing, 0.0
     for part in plan_of(w).models.values():
         weights = 2 * model.multiplications(tokens, 0, targets if part.vocabulary else 0)
@@ -216,10 +207,8 @@ def speed(
 
     def decoding(batch: float) -> float:
         read = work.sampled / batch * model.weights * size + work.context * model.cached(size)
-        return max(
-            read / (reach.bandwidth * reach.decode_share),
-            decode / (reach.flops * reach.prefill_share),
-        )
+        seconds = read / (reach.bandwidth * reach.decode_share)
+        return max(seconds, decode / (reach.flops * reach.prefill_share))
 
     batch, small = (max(1.0, min(most, many * alone) / actors) for many in (stale + 1, 1))
     generate = (decoding(batch) + prefilling) / actors

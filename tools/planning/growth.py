@@ -11,7 +11,6 @@ import itertools
 import random
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -20,15 +19,14 @@ import numpy as np
 from coppice.actors.environments import registry
 from coppice.actors.environments.base import SPLIT, Action, Environment, Task, Tools, Transition
 from coppice.common import loop
-from coppice.learner import schemes
 from coppice.learner.forest import trees
+from coppice.learner.update.plan import plan_of
 from coppice.scheduler.dispatch.residency import Prefixes
 from coppice.scheduler.growth import strategies
 from coppice.scheduler.growth.context import Context
 from coppice.scheduler.growth.rewards import COMPONENTS
 from coppice.scheduler.growth.services import Shop
 from coppice.scheduler.growth.tree import Tree
-from coppice.scheduler.ledger.journal import Journal
 from coppice.tools.launching.settings import Config
 from coppice.tools.planning.samples import Sampled, Source, seeded
 from coppice.wire.messages import (
@@ -85,16 +83,16 @@ class Work(msgspec.Struct, frozen=True):
     targets: float = 0
 
 
-class Forgetting(Journal):
-    """A journal that writes nothing."""
+class Unwritten:
+    """Stands for the journal: nothing is kept, and no text has pictures."""
 
-    def __init__(self, path: Path = Path(":memory:")):
-        super().__init__(path)
+    def save_nodes(self, tree: Tree) -> None:
+        """See ``Journal``."""
+        tree.changed.clear()
 
-    def _write(self, *statements: Any) -> None: ...
-
-    def _rows(self, query: str, values: Any = ()) -> Any:
-        raise AssertionError(f"{query} was read")
+    def pictures(self, tokens: np.ndarray) -> dict[int, bytes]:
+        """See ``Journal``."""
+        return {}
 
 
 class Numbers:
@@ -108,7 +106,7 @@ class Numbers:
         return self
 
     def get_vocab_size(self) -> int:
-        """Return the number of ids that a text has by itself."""
+        """Return ``VOCABULARY``."""
         return VOCABULARY
 
     def encode(self, text: str, pictures: Sequence[tuple[int, bytes]] = ()) -> np.ndarray:
@@ -141,23 +139,18 @@ class World(Environment):
     def __init__(self, config: Config, source: Source):
         self.source, self.text, self.actors = source, Numbers(), config.actors.count
         real = registry.load(config.data.environment, config.data.options)
-        for name in (
-            "fresh",
-            "outcome_judge",
-            "rewarded_by_judge",
-            "measured",
-            "gives_step_rewards",
-        ):
-            setattr(self, name, getattr(real, name))
+        self.fresh, self.outcome_judge, self.measured = (
+            real.fresh,
+            real.outcome_judge,
+            real.measured,
+        )
+        self.rewarded_by_judge = real.rewarded_by_judge
+        self.gives_step_rewards = real.gives_step_rewards
         opening = -(-len(real.forced_prefix) // CHARACTERS)
         self.forced_prefix = " ".join(["0"] * opening)
-        self.strategy = strategies.load(
-            config.scheduler.strategy, config.scheduler.strategy_options
-        )
-        needs, own = (
-            schemes.load(config.learner.scheme, config.learner.scheme_options).needs,
-            self.strategy.gives,
-        )
+        s = config.scheduler
+        self.strategy = strategies.load(s.strategy, s.strategy_options)
+        needs, own = plan_of(config.learner).scheme.needs, self.strategy.gives
         self.columns = (needs.columns | COMPONENTS | {"reward"}) - own.columns - own.purpose
         # this engine keeps what follows the end of a prompt
         self.end = [-1] if config.actors.engine == "local" else []
@@ -188,9 +181,8 @@ class World(Environment):
         offered = self.offered[state.prefix + self.text.encode(text).tobytes()]
         action = offered.pop(0) if len(offered) > 1 else offered[0]
         self.taken.append(action)
-        kind = (
-            "invalid" if not action.valid else "answer" if self._over(action, state) else "search"
-        )
+        valid = "answer" if self._over(action, state) else "search"
+        kind = valid if action.valid else "invalid"
         return Action(kind, text, move=(len(self.taken) - 1,))
 
     async def step(self, state: Place, action: Action, tools: Tools) -> Transition:
@@ -200,9 +192,8 @@ class World(Environment):
         if self._over(taken, state):
             drawn = float(seeded(state.prefix, len(action.text)).random() < 0.5)
             outcome = None if self.outcome_judge else taken.scores.get("outcome", drawn)
-            return Transition(
-                state, "", True, outcome, dict.fromkeys(self.measured, 0.0), reward=reward
-            )
+            measures = dict.fromkeys(self.measured, 0.0)
+            return Transition(state, "", True, outcome, measures, reward=reward)
         assert taken.then is not None, "something follows an action that does not end"
         if self.fresh:
             return Transition(self._place(taken.then, state.turn + 1), "", False, reward=reward)
@@ -232,37 +223,27 @@ class World(Environment):
     def _scored(self, turn: JudgedTurn, columns: frozenset[str]) -> dict[str, float]:
         """Return the scores that the run's judges gave to an action; a column that it lacks is
         drawn."""
-        known, rng = (
-            self.taken[turn.move[0]].scores if turn.move else {},
-            seeded(turn.response.encode()),
-        )
+        known = self.taken[turn.move[0]].scores if turn.move else {}
+        rng = seeded(turn.response.encode())
         return {name: known.get(name, float(rng.random() < 0.5)) for name in sorted(columns)}
 
     def _generate(self, request: GenerateRequest, tree: int) -> GenerateResult:
         prefix, n = request.tokens.astype(np.int32), request.n
-        kept = next(
-            k for k in range(len(prefix)) if prefix[: len(prefix) - k].tobytes() in self.turns
-        )
-        base = prefix[: len(prefix) - kept].tobytes()
-        cache, whole = (
-            self.caches[tree % len(self.caches)],
-            np.append(prefix, self.end).astype(np.int32),
-        )
+        length = next(k for k in range(len(prefix), 0, -1) if prefix[:k].tobytes() in self.turns)
+        base, kept = prefix[:length].tobytes(), len(prefix) - length
+        cache = self.caches[tree % len(self.caches)]
+        whole = np.append(prefix, self.end).astype(np.int32)
         cached = cache.match(whole.tobytes())
         cached -= cached in (len(prefix), len(whole))  # the last token is read again, or is the end
         cache.insert(whole.tobytes())
         samples = [self._sample(base, kept, request) for _ in range(n)]
         for sample in samples:
             cache.insert(np.concatenate([prefix, sample.tokens[:-1]]).tobytes())
-        lengths, own, turn = (
-            [len(sample.tokens) for sample in samples],
-            self.longest[tree],
-            self.turns[base],
-        )
+        lengths = [len(sample.tokens) for sample in samples]
+        own, turn = self.longest[tree], self.turns[base]
         own[turn] = max(own[turn], *lengths)
-        self.counts.update(
-            calls=1, sampled=sum(lengths), prompt=n * len(prefix), prefilled=len(prefix) - cached
-        )
+        self.counts.update(calls=1, sampled=sum(lengths), prompt=n * len(prefix))
+        self.counts["prefilled"] += len(prefix) - cached
         self.counts["context"] += sum(m * len(prefix) + m * (m + 1) // 2 for m in lengths)
         return GenerateResult(samples, len(prefix), cached)
 
@@ -302,13 +283,11 @@ async def _grown(config: Config, world: World, size: int, updates: int) -> Work:
     parts = max(1, round(config.learner.minibatches * size / config.scheduler.questions_per_update))
     for update in range(updates):
         world.begin()
-        planted = [
-            Tree(number, str(number)) for number in range(update * size, (update + 1) * size)
-        ]
+        numbers = range(update * size, (update + 1) * size)
+        planted = [Tree(number, str(number)) for number in numbers]
         paths = await _grow(config, world, planted)
-        known = (
-            packed(paths, config.learner.micro_tokens, config.learner.count, parts) | world.counts
-        )
+        known = packed(paths, config.learner.micro_tokens, config.learner.count, parts)
+        known |= world.counts
         known["nodes"] = sum(len(tree.nodes) for tree in planted)
         known["longest"] = sum(sum(turns.values()) for turns in world.longest.values()) / size
         known["steps"] = sum(map(len, world.longest.values())) / size
@@ -325,15 +304,15 @@ async def _grow(config: Config, world: World, planted: Sequence[Tree]) -> list[l
     def emit(tree: Tree, turns: list[Turn]) -> None:
         tree.groups.append(next(groups))
         for turn in turns:
-            tokens = tree.prefix(tree.nodes[turn.node]).astype(np.int64)
-            paths[tree.id].append(
-                trees.Path(tokens, len(tokens) - len(tree.nodes[turn.node].tokens))
-            )
+            node = tree.nodes[turn.node]
+            tokens = tree.prefix(node).astype(np.int64)
+            paths[tree.id].append(trees.Path(tokens, len(tokens) - len(node.tokens)))
 
-    services: Any = world
+    services: Any = world  # of which a context uses no more than stands here
+    journal: Any = Unwritten()
     text: Any = world.text
     most, longest = max(1, config.actors.max_batch // 4), config.actors.max_context
-    shop = Shop(services, Forgetting(), text, world, s, Counter(), emit, most, longest=longest)
+    shop = Shop(services, journal, text, world, s, Counter(), emit, most, longest=longest)
 
     async def grow(tree: Tree) -> None:
         context = Context(shop, Task(tree.task, seed=tree.id), tree, random.Random(tree.id))
@@ -341,7 +320,6 @@ async def _grow(config: Config, world: World, planted: Sequence[Tree]) -> list[l
         await world.strategy(tree, context)
 
     await asyncio.gather(*map(grow, planted))
-    shop.journal.close()
     return list(paths.values())
 
 
@@ -349,17 +327,14 @@ def packed(questions: Sequence[Sequence[trees.Path]], micro_tokens: int, ranks: 
     """Return what the learner forwards for the turns of some questions, by the names of ``Work``.
     The minibatches share the questions."""
     paths = [path for own in questions for path in own]
-    ends = np.cumsum([len(own) for own in questions])
-    bounds = [
-        0,
-        *(int(part[-1]) for part in np.array_split(ends, min(minibatches, len(questions)))),
-    ]
+    lengths = np.array([len(path.tokens) for path in paths])
+    parts = np.array_split(
+        np.cumsum([len(own) for own in questions]), min(minibatches, len(questions))
+    )
+    bounds = [0, *(int(part[-1]) for part in parts)]
     trie = trees.Trie(paths)
     cuts = [trie.cuts(range(a, b)) for a, b in itertools.pairwise(bounds) if b > a]
-    forest, lengths = (
-        trie.forest(range(len(paths)), True),
-        np.array([len(path.tokens) for path in paths]),
-    )
+    forest = trie.forest(range(len(paths)), True)
     return {
         "turns": len(paths),
         "path": forest.path_tokens,

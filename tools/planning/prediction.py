@@ -13,8 +13,7 @@ from coppice.tools.defaults.models import OURS, ensure_model
 from coppice.tools.defaults.settings import cache_folder
 from coppice.tools.inspecting import runs
 from coppice.tools.launching.config import Config, ConfigError, convert
-from coppice.tools.launching.memory import rank_gib
-from coppice.tools.launching.number_types import model_shape, typed
+from coppice.tools.launching.memory import model_shape, rank_gib, typed
 from coppice.tools.planning import formulas
 from coppice.tools.planning.formulas import Assumed, Dense, Speed
 from coppice.tools.planning.growth import Work, work_of
@@ -57,13 +56,9 @@ def model_of(config: Config, given: Path | None = None) -> Dense:
     folder = given or (ensure_model(name, cache_folder()) if name in OURS else Path(name))
     if shape := model_shape(folder):
         return Dense.of(shape, str(folder))
-    known = [
-        shape
-        for start, shape in formulas.SHAPES.items()
-        if name.rpartition("/")[2].startswith(start)
-    ]
-    if known and not given:
-        return known[0]
+    for start, known in formulas.SHAPES.items():
+        if not given and name.rpartition("/")[2].startswith(start):
+            return known
     raise ValueError(
         f"{given or f'model.name = {name!r}'}: no config.json there, so the model's sizes are unknown: expected --shape FOLDER, with the model's"
         f" config.json in it, or a model that is here or known ({', '.join(formulas.SHAPES)})"
@@ -108,8 +103,8 @@ def measured(run: Path) -> dict[str, float]:
         for r in alone
         if r.get("cache/hit_rate")
     ]
-    # before, no heartbeat had come
-    told = next((place for place, tokens in enumerate(prefilled) if tokens), 0)
+    while prefilled and not prefilled[0]:  # no heartbeat had come yet
+        prefilled.pop(0)
     period = read.summary["seconds"]["phases"]["updates"] / len(read.records)
 
     def mean(name: str) -> float:
@@ -117,7 +112,7 @@ def measured(run: Path) -> dict[str, float]:
 
     return {
         "sampled": read.summary["counts"]["generated_tokens"] / len(read.records),
-        "prefilled": _mean(prefilled[told:]),
+        "prefilled": _mean(prefilled),
         "turns": mean("learner/turns"),
         "path": mean("learner/path_tokens"),
         # it is of a step
@@ -142,23 +137,16 @@ def reached(run: Path) -> Assumed:
     """
     config, told = config_of(run), measured(run)
     model, work = model_of(config), work_of(config, recorded(run, config))
-    learner = (
-        formulas.learner_flops(config.learner, model, work) / config.learner.count / told["learn"]
-    )
+    flops = formulas.learner_flops(config.learner, model, work)
+    learner = flops / config.learner.count / told["learn"]
     busy = told["generate"] or told["period"]  # in a short run no heartbeat may have told it
     actor = sum(formulas.actor_flops(model, work)) / config.actors.count / busy
     free = (config.scheduler.max_staleness + 1) * told["period"] - told["learn"] - told["generate"]
-    wait = (
-        free / max(1, work.steps)
-        if told["period"] > 1.05 * max(told["learn"], told["generate"])
-        else 0.0
-    )
+    waited = told["period"] > 1.05 * max(told["learn"], told["generate"])
+    wait = max(0.0, free / max(1, work.steps)) if waited else 0.0
+    read = actor / learner
     return Assumed(
-        flops=learner,
-        learner_share=1.0,
-        prefill_share=actor / learner,
-        decode_share=1.0,
-        wait=max(0.0, wait),
+        flops=learner, learner_share=1.0, prefill_share=read, decode_share=1.0, wait=wait
     )
 
 
@@ -174,35 +162,21 @@ def split(
     share = float(a.sglang.arguments.get("mem_fraction_static", ENGINE_SHARE))
     room = share * reach.memory * each if gpus else held + a.kv_cache_gib
     cache = (room - held) * 2**30 / model.cached(size)
-    most = engines * min(
-        a.max_batch, max(1.0, cache / max(1.0, work.context / max(1, work.sampled)))
-    )
+    context = max(1.0, work.context / max(1, work.sampled))
+    most = engines * min(a.max_batch, max(1.0, cache / context))
     timed = formulas.speed(learner, model, work, reach, s.max_staleness, actors, most, size)
     hours = timed.period * s.updates / 3600
     if not gpus:
         return Split(actors, ranks, engines, timed, hours, cache)
-    rank, lacks = (
-        sum(rank_gib(learner, msgspec.structs.asdict(model), model.weights, size)) + CUDA_GIB,
-        "",
-    )
+    shape, lacks = msgspec.structs.asdict(model), ""
+    rank = sum(rank_gib(learner, shape, model.weights, size)) + CUDA_GIB
     if cache < a.max_context:
         lacks = f"an engine has {max(0.0, cache):.0f} tokens of cache, less than actors.max_context = {a.max_context}"
     elif rank > reach.memory:
         lacks = f"a rank needs {rank:.0f} GiB of {reach.memory:g}"
     spent = hours * (actors + ranks)
-    return Split(
-        actors,
-        ranks,
-        engines,
-        timed,
-        hours,
-        cache,
-        room / each,
-        rank,
-        lacks,
-        spent,
-        spent * reach.price,
-    )
+    gpu = room / each, rank, lacks, spent, spent * reach.price
+    return Split(actors, ranks, engines, timed, hours, cache, *gpu)
 
 
 def splits(
@@ -216,21 +190,15 @@ def splits(
     if not pairs:
         needed = f"{each} of an engine (actors.sglang.gpus) and 1 of the learner"
         raise ValueError(f"--gpus {gpus}: expected at least {each + 1}, {needed}")
-    every = [
-        split(config, model, work, reach, actors, ranks, gpus is not None)
-        for actors, ranks in pairs
-    ]
+    on_gpus = gpus is not None
+    every = [split(config, model, work, reach, *pair, on_gpus) for pair in pairs]
     return sorted(every, key=lambda one: (bool(one.lacks), one.speed.period))
 
 
 def made_up(config: Config, assumed: Assumed) -> tuple[MadeUp, dict[str, float]]:
     """Return texts of the assumed lengths, and these lengths. Raises ValueError."""
     s, options, a = config.scheduler, config.data.options, assumed
-    seen = (
-        options["max_observation_characters"] // 4
-        if "max_observation_characters" in options
-        else 100
-    )
+    seen = options.get("max_observation_characters", 400) // 4
     environment = registry.load(config.data.environment, options)
     lengths: dict[str, int] = {
         "instruction": min(a.instruction, a.prompt - 1),

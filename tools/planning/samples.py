@@ -83,12 +83,8 @@ class MadeUp:
         budget: int,
         fresh: bool,
     ):
-        self.instruction, self.whole, self.length, self.observation = (
-            instruction,
-            prompt,
-            action,
-            observation,
-        )
+        self.instruction, self.whole = instruction, prompt
+        self.length, self.observation = action, observation
         self.fresh, most = fresh, max(budget, math.ceil(turns))
         self.horizon, self.trees, self.on = float(most), math.inf, going_on(turns, most)
 
@@ -155,40 +151,27 @@ class Recorded:
     def _read(self, tree: Tree) -> None:
         """Note every action of a tree below what the policy had read before it."""
         fresh = self.environment.fresh
-        shown = {
-            (n.trajectory, n.step): n
-            for n in tree.nodes.values()
-            if n.kind == "prompt" and n.parent >= 0
-        }
+        prompts = [n for n in tree.nodes.values() if n.kind == "prompt" and n.parent >= 0]
+        shown = {(n.trajectory, n.step): n for n in prompts}
         self.prompts.append(tree.prefix(shown.get((0, 0), tree.nodes[0])))
         actions = [node for node in tree.nodes.values() if node.kind == "action"]
-        last = {
-            own[-1].id
-            for number in {node.trajectory for node in actions}
-            if (own := tree.actions(number))
-        }
+        ended = [tree.actions(number) for number in {node.trajectory for node in actions}]
+        last = {own[-1].id for own in ended if own}
         for node in actions:
             place = tree.parent(node)
             if place is None or node.forced or not len(node.tokens):
                 continue
-            below = next(
-                (child for child in tree.children(node) if child.kind == "observation"), None
-            )
             if fresh:
                 below = shown.get((node.trajectory, node.step))
-            then = None if below is None else tree.prefix(below) if fresh else below.tokens
+                then = None if below is None else tree.prefix(below)
+            else:
+                observed = [n for n in tree.children(node) if n.kind == "observation"]
+                then = observed[0].tokens if observed else None
             ends = node.id in last if node.chosen else self._answers(tree, node)
             scores = {name: node.scores[name] for name in node.scores.keys() - OURS}
-            self.known[tree.prefix(place).tobytes()].append(
-                Sampled(
-                    node.tokens,
-                    node.step - 1,
-                    bool(node.scores.get("valid", 1.0)),
-                    ends,
-                    then,
-                    scores,
-                )
-            )
+            valid = bool(node.scores.get("valid", 1.0))
+            sampled = Sampled(node.tokens, node.step - 1, valid, ends, then, scores)
+            self.known[tree.prefix(place).tobytes()].append(sampled)
 
     def _answers(self, tree: Tree, node: Node) -> bool:
         """Return whether a candidate that was not continued would have ended its episode, as far as
@@ -205,15 +188,11 @@ class Recorded:
         another one of its turn."""
         for turn in sorted(self.places, reverse=True):
             every = [action for actions in self.places[turn] for action in actions]
-            after = [action.then for action in every if action.then is not None] or [
-                np.zeros(0, np.int32)
-            ]
+            after = [action.then for action in every if action.then is not None]
+            after = after or [np.zeros(0, np.int32)]
             for actions in self.places[turn]:
-                alike = {
-                    action.tokens.tobytes(): action.then
-                    for action in actions
-                    if action.then is not None
-                }
+                followed = [action for action in actions if action.then is not None]
+                alike = {action.tokens.tobytes(): action.then for action in followed}
                 for action in actions:
                     if action.then is None:
                         key = action.tokens.tobytes()

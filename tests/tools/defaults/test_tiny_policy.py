@@ -10,8 +10,6 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from coppice.actors.config import ActorsConfig
-from coppice.actors.engines.local import LocalEngine
 from coppice.actors.environments import registry
 from coppice.actors.environments.base import SPLIT
 from coppice.actors.environments.game import Game
@@ -21,7 +19,6 @@ from coppice.tools.defaults.legal_play import FIRST_SEED, ensure_legal_play, leg
 from coppice.tools.defaults.models import ensure_model
 from coppice.tools.defaults.settings import WarmStart
 from coppice.tools.defaults.warm_start import from_play
-from coppice.wire.messages import GenerateRequest, Sampling
 
 GAMES: dict[str, dict[str, Any]] = {
     "tictactoe": {"prompt": "tictactoe_compact"},
@@ -55,11 +52,6 @@ def test_printable_text_survives_encoding_and_decoding(text: str) -> None:
     assert CORE.token_to_id("<unk>") not in ids
 
 
-def test_the_alphabet_is_printable_ascii_and_newline() -> None:
-    assert set(tiny_policy.CHARACTERS) == {"\n", *map(chr, range(32, 127))}
-    assert len(tiny_policy.tokenizer()) == 4 + 96 + 2
-
-
 def test_an_action_tag_is_one_token_that_decoding_keeps(policy: Path) -> None:
     text = Text(str(policy))
     ids = text.encode("<action>1 2</action>")
@@ -75,20 +67,6 @@ def test_the_tiny_policy_is_made_by_name_once_and_the_same_each_time(tmp_path: P
     assert (folder / "model.safetensors").stat().st_mtime_ns == written
     again = ensure_model("tiny-board", tmp_path / "b")
     assert (again / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
-
-
-async def test_the_local_engine_loads_it_and_generates(policy: Path) -> None:
-    engine = LocalEngine(
-        str(policy), ActorsConfig(max_batch=4, max_context=64, kv_cache_gib=0.01, dtype="float32")
-    )
-    await engine.start()
-    try:
-        request = GenerateRequest(Text(str(policy)).encode("X..\n"), 3, Sampling(max_tokens=5))
-        samples = (await engine.generate(request)).samples
-    finally:
-        await engine.close()
-    assert len(samples) == 3
-    assert all(1 <= len(sample.tokens) <= 5 for sample in samples)
 
 
 @pytest.mark.parametrize("name", sorted(GAMES))

@@ -15,7 +15,6 @@ from coppice.actors.environments.search_qa import SearchQA
 from coppice.learner.fine_tune import Example
 from coppice.scheduler.growth.text import Text
 from coppice.tools.defaults import search_play, tiny_search
-from coppice.tools.defaults.models import ensure_model
 from coppice.tools.defaults.search_play import ensure_search_play
 from coppice.tools.defaults.settings import WarmStart
 
@@ -157,9 +156,3 @@ def test_the_warm_start_is_cached_by_what_it_depends_on(
     assert start() == made
     assert (made / "model.safetensors").stat().st_mtime_ns == written
     assert start(rows=5) != made
-
-
-def test_the_model_is_had_by_its_name(tmp_path: Path) -> None:
-    folder = ensure_model(tiny_search.NAME, tmp_path)
-    assert (folder / "config.json").is_file()
-    assert ensure_model(tiny_search.NAME, tmp_path) == folder

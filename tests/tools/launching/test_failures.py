@@ -31,14 +31,8 @@ HANDLED = (
 @pytest.mark.parametrize(
     ("log", "text"),
     [
-        (
-            RAISED + "learner.selfcheck.PackingError: off by 0.6 (allowed 0.2)\n",
-            "PackingError: off by 0.6 (allowed 0.2)",
-        ),
-        (
-            RAISED + "RuntimeError: Error(s) in loading:\n\tsize mismatch\n",
-            "RuntimeError: Error(s) in loading: size mismatch",
-        ),
+        (RAISED + "learner.selfcheck.PackingError: off by 0.6\n", "PackingError: off by 0.6"),
+        (RAISED + "RuntimeError: in loading:\n\tsize\n", "RuntimeError: in loading: size"),
         (RAISED + "KeyError: 'a.b'\n\n", "KeyError: 'a.b'"),
         (
             RAISED + "AssertionError\n[W1122] process group has not been destroyed\n",
@@ -130,20 +124,15 @@ def test_kills_are_resumed_a_few_times_without_progress_however_rare_and_for_a_w
     None
 ):
     resumes = Resumes("")
-    assert [resumes.pause(5000.0 * i, KILL, "") is None for i in range(RESTARTS + 1)] == [
-        False
-    ] * RESTARTS + [True]
+    ends = [resumes.pause(5000.0 * i, KILL, "") is None for i in range(RESTARTS + 1)]
+    assert ends == [False] * RESTARTS + [True]
     resumes = Resumes("")
     assert all(resumes.pause(3600.0 * i, KILL, f"v{i + 1:06d}") == 1.0 for i in range(7 * 24))
 
 
 def test_a_full_disk_is_not_resumed_though_there_was_progress() -> None:
-    assert (
-        Resumes("").pause(
-            0.0, Cause("OSError: [Errno 28] No space left on device", False), "v000001"
-        )
-        is None
-    )
+    full = Cause("OSError: [Errno 28] No space left on device", False)
+    assert Resumes("").pause(0.0, full, "v000001") is None
 
 
 def test_trees_in_the_journal_are_progress_after_a_kill_and_not_after_an_error() -> None:

@@ -15,10 +15,10 @@ from coppice.judges.config import SERVED, JudgeModelConfig, with_served_model
 from coppice.judges.serve import JudgeProcess
 from coppice.tools.defaults.tiny_board import NAME as TINY
 from coppice.tools.launching import processes
-from coppice.tools.launching.assets import Assets
 from coppice.tools.launching.config import DEFAULT_CONFIG, ConfigError, load
 from coppice.tools.launching.judge_model import HOST, JudgeModelProcess
 from coppice.tools.launching.prepare import prepare
+from coppice.tools.launching.settings import Assets
 from coppice.wire.messages import JudgedTurn, JudgeRequest, JudgeResult
 from tests.services import bench
 
@@ -34,14 +34,10 @@ MODEL = [
 
 def made(run: Path, overrides: list[str], judge_model: str = "JUDGE") -> dict[str, Any]:
     """Process files by name, of the processes in the plan."""
-    planned = processes.make(
-        load(DEFAULT_CONFIG, overrides), Assets("MODEL", "T", "H", "I", judge_model), run
-    )
-    files = {
-        process.file: (run / "processes" / f"{process.file}.json").read_bytes()
-        for process in planned
-    }
-    return {name: msgspec.json.decode(content) for name, content in files.items()}
+    config, assets = load(DEFAULT_CONFIG, overrides), Assets("MODEL", "T", "H", "I", judge_model)
+    files = [process.file for process in processes.make(config, assets, run)]
+    read = {name: (run / "processes" / f"{name}.json").read_bytes() for name in files}
+    return {name: msgspec.json.decode(content) for name, content in read.items()}
 
 
 def test_a_judge_that_asks_for_the_served_model_gets_its_address_and_what_it_can_do(
@@ -152,8 +148,8 @@ async def test_a_judge_started_before_its_model_waits_for_it_and_every_turn_has_
             result: JudgeResult = await b.dispatcher.call(
                 "judge.pprm", JudgeRequest(turns), deadline=100
             )
-    assert [judgement.explanation.split(": ")[0] for judgement in result.judgements] == [
-        "Analysis"
-    ] * 4
-    assert [judgement.invalid for judgement in result.judgements] == [[]] * 4
-    assert all(0.0 <= judgement.scores["process"] <= 1.0 for judgement in result.judgements)
+    assert len(result.judgements) == 4
+    for judgement in result.judgements:
+        assert judgement.explanation.startswith("Analysis: ")
+        assert judgement.invalid == []
+        assert 0.0 <= judgement.scores["process"] <= 1.0

@@ -1,4 +1,4 @@
-"""tools/launching/leftovers.py: shared memory of processes that were killed."""
+"""tools/launching/children.py: shared memory of processes that were killed."""
 
 import subprocess
 import sys
@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from coppice.tools.launching.leftovers import FOLDER, mapped, sweep
+from coppice.tools.launching.children import SHARED_MEMORY, mapped_segments, sweep_segments
 
-pytestmark = pytest.mark.skipif(not FOLDER.is_dir(), reason="this system has no /dev/shm")
+pytestmark = pytest.mark.skipif(not SHARED_MEMORY.is_dir(), reason="this system has no /dev/shm")
 TAKES = """
 import os, sys, time
 from multiprocessing import resource_tracker, shared_memory
@@ -26,16 +26,16 @@ def test_what_a_killed_process_left_is_removed_once_nobody_maps_it_and_a_users_f
 ) -> None:
     process = subprocess.Popen([sys.executable, "-c", TAKES], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
-    path = FOLDER / process.stdout.readline().strip()
-    segments = mapped([process.pid])
+    path = SHARED_MEMORY / process.stdout.readline().strip()
+    segments = mapped_segments([process.pid])
     assert str(path) in segments
     process.kill()
     process.communicate()
     mine = shared_memory.SharedMemory(path.name)
-    sweep(segments)
+    sweep_segments(segments)
     assert path.exists()
     mine.close()
-    sweep(segments)
+    sweep_segments(segments)
     assert not path.exists()
     own = tmp_path / "weights"
     own.write_bytes(b"1")

@@ -9,7 +9,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from coppice.tools.defaults.models import ensure_model
-from coppice.tools.launching import needs
+from coppice.tools.launching import prepare
 from coppice.tools.launching.command import main
 
 SGLANG = ["actors.engine=sglang", "actors.kv_cache_gib=null", "actors.dtype=null"]
@@ -99,7 +99,7 @@ def test_weights_that_are_cut_short_are_named_with_the_remedy(
 def test_a_config_for_a_gpu_is_refused_without_one(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("coppice.tools.launching.needs.hardware.visible_gpus", lambda: [])
+    monkeypatch.setattr("coppice.tools.launching.prepare.hardware.visible_gpus", lambda: [])
     said = line(capsys, overrides=SGLANG)
     assert (
         "coppice launch: actors.engine = 'sglang' needs a GPU, and nvidia-smi and CUDA_VISIBLE_DEVICES show none"
@@ -120,7 +120,7 @@ def test_a_launch_without_sglang_is_refused_before_any_process_starts(
     python: str, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # also where SGLang is
-    monkeypatch.setattr("coppice.tools.launching.needs._HAS_SGLANG", "import sys; sys.exit(1)")
+    monkeypatch.setattr("coppice.tools.launching.prepare._HAS_SGLANG", "import sys; sys.exit(1)")
     cpu = 'actors.sglang.arguments={device = "cpu"}'
     assert said in line(capsys, overrides=[*SGLANG, cpu, f"actors.sglang.python={python}"])
 
@@ -134,4 +134,4 @@ def test_an_interpreter_with_sglang_is_enough(
     config = SimpleNamespace(
         cluster=SimpleNamespace(on=""), actors=SimpleNamespace(engine="sglang", sglang=sglang)
     )
-    assert list(needs.lacking_machine(config)) == []  # pyright: ignore[reportArgumentType]
+    assert list(prepare.lacking_machine(config)) == []  # pyright: ignore[reportArgumentType]

@@ -8,9 +8,9 @@ import pytest
 
 from coppice.common import hardware
 from coppice.tools.launching import processes
-from coppice.tools.launching.assets import Assets
 from coppice.tools.launching.config import load, saved
-from coppice.tools.launching.number_types import number_type, typed
+from coppice.tools.launching.memory import number_type, typed
+from coppice.tools.launching.settings import Assets
 
 DEFAULT = Path(__file__).parents[3] / "configs" / "slate-cpu.toml"
 

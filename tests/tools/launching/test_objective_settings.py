@@ -13,13 +13,14 @@ from coppice.learner.config import LearnerProcess
 from coppice.scheduler.config import SchedulerProcess
 from coppice.scheduler.growth.strategies import slate
 from coppice.tools.launching import processes, rules
-from coppice.tools.launching.assets import Assets
 from coppice.tools.launching.config import ConfigError, load
+from coppice.tools.launching.settings import Assets
 
 SLATE = Path(__file__).parents[3] / "configs" / "slate-cpu.toml"
 PPR, SUDOKU = SLATE.with_name("ppr-cpu.toml"), SLATE.with_name("vpr-sudoku-cpu.toml")
 FULL = ["scheduler.strategy=full"]
 GAE = [*FULL, "learner.scheme=gae"]
+OPTIONS = "learner.scheme_options"
 
 
 @pytest.mark.parametrize(
@@ -53,35 +54,13 @@ def test_a_setting_without_effect_or_counted_twice_is_refused(
     "settings",
     [
         ["learner.target_kl=0.1", "learner.epochs=2"],
-        [
-            "learner.kl_coef=0",
-            "learner.kl_reward_coef=0.1",
-            "learner.adaptive_kl={target=0.1, horizon=1000}",
-        ],
+        ["learner.kl_coef=0", "learner.kl_reward_coef=0.1", "learner.adaptive_kl={target=0.1}"],
         ["learner.soft_overlong={max_tokens=30, cache_tokens=30}", "learner.overlong_filter=true"],
-        [
-            *GAE,
-            "learner.kl_coef=0",
-            "learner.adaptive_kl.target=0.1",
-            "learner.scheme_options.kl_coef=0.1",
-        ],
-        [
-            *GAE,
-            "learner.scheme_options={targets='vtrace', rho_max=2.0}",
-            "learner.critic.policy_frozen_updates=3",
-        ],
-        [
-            *FULL,
-            "learner.scheme=grpo",
-            "scheduler.dynamic_sampling_budget=4",
-            "learner.reward_clip=1.0",
-        ],
-        [
-            *FULL,
-            "learner.scheme=oprl",
-            "learner.scheme_options.variant=step",
-            "learner.reward_scale=0.5",
-        ],
+        [*GAE, "learner.kl_coef=0", "learner.adaptive_kl.target=0.1", f"{OPTIONS}.kl_coef=0.1"],
+        [*GAE, f"{OPTIONS}={{targets='vtrace', rho_max=2.0}}"],
+        [*GAE, "learner.critic.policy_frozen_updates=3"],
+        ["method=grpo", "scheduler.dynamic_sampling_budget=4", "learner.reward_clip=1.0"],
+        ["method=oprl", f"{OPTIONS}.variant=step", "learner.reward_scale=0.5"],
     ],
 )
 def test_settings_that_fit_are_accepted(settings: list[str]) -> None:
@@ -94,12 +73,8 @@ def test_settings_that_fit_are_accepted(settings: list[str]) -> None:
 )
 @pytest.mark.parametrize(
     "method",
-    [
-        [PPR],
-        [SUDOKU, "learner.scheme=mc_pr", "scheduler.strategy=mc_value"],
-        [SUDOKU, "learner.scheme=vineppo", "scheduler.strategy=mc_value"],
-    ],
-    ids=["ppr", "mc_pr", "vineppo"],
+    [[PPR], [SUDOKU, "method=mc-pr"], [SUDOKU, "method=vineppo"]],
+    ids=["ppr", "mc-pr", "vineppo"],
 )
 def test_a_change_of_one_column_is_refused_where_the_scheme_makes_rewards_of_two(
     method: list[Any], changes: str
@@ -112,18 +87,16 @@ def test_a_kl_in_the_reward_of_ppr_or_mc_pr_is_refused_with_the_remedy() -> None
     with pytest.raises(ConfigError, match=r"learner\.scheme_options\.kl_coef instead"):
         load(PPR, ["learner.kl_reward_coef=0.1"])
     with pytest.raises(ConfigError, match=r"learner\.kl_coef is a KL in the loss"):
-        load(
-            SUDOKU,
-            ["learner.scheme=mc_pr", "scheduler.strategy=mc_value", "learner.kl_reward_coef=0.1"],
-        )
+        load(SUDOKU, ["method=mc-pr", "learner.kl_reward_coef=0.1"])
 
 
 def test_k1_in_the_loss_is_a_doubt() -> None:
-    assert not rules.doubts(load(SLATE, ["learner.kl_coef=0.1", "learner.kl_estimator=k2"]))
-    assert (
-        "0 in expectation"
-        in rules.doubts(load(SLATE, ["learner.kl_coef=0.1", "learner.kl_estimator=k1"]))[-1]
-    )
+    def doubts(estimator: str) -> list[str]:
+        changes = ["learner.kl_coef=0.1", f"learner.kl_estimator={estimator}"]
+        return rules.doubts(load(SLATE, changes))
+
+    assert not doubts("k2")
+    assert "0 in expectation" in doubts("k1")[-1]
 
 
 def test_the_schedule_ends_with_the_run_and_the_scheduler_knows_the_reward(tmp_path: Path) -> None:
@@ -147,17 +120,12 @@ def test_slate_selects_with_the_options_on_which_its_scheme_trains(tmp_path: Pat
         read = (tmp_path / "processes" / "scheduler.json").read_bytes()
         return msgspec.json.decode(read, type=SchedulerProcess).scheduler.strategy_options
 
-    grown, trained = (
-        signature(slate.grow).parameters,
-        signature(schemes.load("slate", {}).function).parameters,
-    )
-    assert [grown[name].default for name in ("ddof", "eps")] == [
-        trained[name].default for name in ("ddof", "eps")
-    ]
-    assert selects("learner.scheme_options={ddof=0, eps=0.5}") == selects() | {
-        "ddof": 0,
-        "eps": 0.5,
-    }
+    grown = signature(slate.grow).parameters
+    trained = signature(schemes.load("slate", {}).function).parameters
+    for name in ("ddof", "eps"):
+        assert grown[name].default == trained[name].default
+    changed = selects() | {"ddof": 0, "eps": 0.5}
+    assert selects("learner.scheme_options={ddof=0, eps=0.5}") == changed
     # an advantage of its own
     assert selects("learner.scheme=vpr_v2", "learner.scheme_options={ddof=1}") == selects()
     with pytest.raises(

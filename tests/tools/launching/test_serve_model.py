@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from coppice.tools.launching.serve_model import is_loopback, main, parser
+from coppice.tools.launching.serve_model import is_loopback, main
 
 pytestmark = pytest.mark.slow
 
@@ -88,12 +88,3 @@ def test_an_address_that_is_taken_is_one_clear_line(llama: Path) -> None:
 def test_only_addresses_of_this_machine_need_no_key() -> None:
     assert all(map(is_loopback, ("127.0.0.1", "127.3.2.1", "::1", "localhost")))
     assert not any(map(is_loopback, ("0.0.0.0", "::", "10.0.0.1", "localhost.example.org", "")))
-
-
-def test_the_docs_name_every_option_and_no_other() -> None:
-    text = (Path(__file__).parents[3] / "docs" / "serve-model.md").read_text()
-    options = {word for action in parser()._actions for word in action.option_strings} - {
-        "-h",
-        "--help",
-    }
-    assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", text)) == options

@@ -12,9 +12,9 @@ from coppice.judges.serve import JudgeProcess
 from coppice.learner.config import LearnerProcess
 from coppice.scheduler.config import SchedulerProcess
 from coppice.tools.launching import processes
-from coppice.tools.launching.assets import Assets
 from coppice.tools.launching.command import main
 from coppice.tools.launching.config import DEFAULT_CONFIG, ConfigError, load, saved
+from coppice.tools.launching.settings import Assets
 
 TWO = [
     "scheduler.shards=2",

@@ -28,25 +28,11 @@ def report(
 ) -> None:
     """Write the scheduler's report of the moment ``at``, with changes to what it knows of the
     judges."""
-    fields = {
-        "pid": PIDS["judges"],
-        "host": "here",
-        "heard": at,
-        "state": "here",
-        "unanswered": 0,
-        "calls": ["judge.x: ok"],
-    }
-    worker = WorkerHealth(
-        name="judges",
-        services=["judge.x"],
-        in_flight=0,
-        capacity=4,
-        answered=9,
-        **(fields | judges),
+    whole = WorkerHealth(
+        "judges", PIDS["judges"], "here", ["judge.x"], at, "here", 0, 4, 9, 0, ["judge.x: ok"]
     )
-    learner = msgspec.structs.replace(
-        worker, name="learner", pid=PIDS["learner-0"], heard=at, unanswered=0, state="here"
-    )
+    worker = msgspec.structs.replace(whole, **judges)
+    learner = msgspec.structs.replace(whole, name="learner", pid=PIDS["learner-0"])
     health = Health(
         PIDS[SCHEDULER], "here", at, 0.0, phase, 1, 9, True, 2, 5, 1, progress_at, stuck,
         {"judge.x": Queue(3, 1, 1, at - 7, "tree 4", ["judges"])}, [worker, learner], LIMIT, STALL,
@@ -83,9 +69,8 @@ def test_a_worker_of_this_launch_that_does_not_answer_is_stuck(
 ) -> None:
     report(tmp_path, 5000.0, 5000.0, **judges)
     finding = dog.look(PIDS, 5000.0)
-    assert (finding and (finding.process, finding.why, finding.calls)) == (
-        why and ("judges", why, ["judge.x: ok"])
-    )
+    told = finding and (finding.process, finding.why, finding.calls)
+    assert told == (why and ("judges", why, ["judge.x: ok"]))
 
 
 def test_a_scheduler_whose_report_grows_old_is_stuck_unless_the_machine_was_held_up(
@@ -174,9 +159,8 @@ def test_the_stacks_of_an_endless_loop_and_of_a_deadlock_are_read_from_the_log(
     log, script = tmp_path / "log", tmp_path / "judge.py"
     script.write_text(HANGS)
     with log.open("wb") as file:
-        process = subprocess.Popen(
-            [sys.executable, str(script)], stdout=subprocess.PIPE, stderr=file
-        )
+        command = [sys.executable, str(script)]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=file)
     assert process.stdout is not None
     try:
         assert process.stdout.readline() == b"ready\n"
@@ -188,9 +172,7 @@ def test_the_stacks_of_an_endless_loop_and_of_a_deadlock_are_read_from_the_log(
         assert other == f"{tmp_path.name}/judge.py:11 never_unlocked"
         finding = watchdog.Finding("judges", "has been silent for 9 s", ["judge.x: ok after 1.0 s"])
         text = watchdog.diagnosis(finding, doing, text)
-        assert text.startswith(
-            "has been silent for 9 s; it computes (state R); its threads are in "
-        )
+        assert text.startswith("has been silent for 9 s; it computes (state R); its threads are")
         assert text.endswith("(stacks in its log); its last calls: judge.x: ok after 1.0 s")
     finally:
         process.kill()
@@ -202,9 +184,8 @@ def test_a_process_that_has_not_begun_is_not_killed_by_the_question_for_its_stac
 ) -> None:
     (tmp_path / "log").touch()
     lives = "print(flush=True); input(); print('alive')"
-    process = subprocess.Popen(
-        [sys.executable, "-c", lives], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    )
+    command = [sys.executable, "-c", lives]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stdout is not None
     try:
         process.stdout.readline()
