@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 import weakref
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -385,7 +385,7 @@ class Probed(scheduling.Run):
             "write_max": max(self.writes, default=0.0),
             "overtaken": self.overtaken,
             "workers": len(self.dispatcher.workers()),
-            "open": self.dispatcher.waiting(),
+            "open": Counter(call.service for call in self.dispatcher.open_calls()),
             "calls": {service: len(times) for service, times in self.calls.items()},
             "rates": [_share(self.rates, 0.1), _share(self.rates, 0.5), _share(self.rates, 0.9)],
         }

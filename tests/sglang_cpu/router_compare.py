@@ -35,17 +35,17 @@ from coppice.actors.environments.base import Task
 from coppice.actors.worker import service
 from coppice.common.process import free_port
 from coppice.research.benches.any_text import AnyText, Shape
+from coppice.scheduler.concurrency import gather
 from coppice.scheduler.config import SchedulerConfig
 from coppice.scheduler.dispatch.dispatcher import Dispatcher
 from coppice.scheduler.dispatch.placement import Place
 from coppice.scheduler.growth.context import Context
-from coppice.scheduler.growth.services import Shop
+from coppice.scheduler.growth.services import Runtime
 from coppice.scheduler.growth.strategies import slate
 from coppice.scheduler.growth.text import Text
 from coppice.scheduler.growth.tree import Tree
 from coppice.scheduler.ledger.journal import Journal
 from coppice.scheduler.telemetry.fleet import Fleet
-from coppice.scheduler.telemetry.together import together
 from coppice.tools.defaults.tiny_board import make_tiny_policy
 from coppice.wire.messages import (
     GenerateRequest,
@@ -233,7 +233,7 @@ def decoded(url: str) -> float:
 class Arrival(Fleet):
     """Serves calls in order of arrival on the least loaded actor, without knowledge of prefixes."""
 
-    def call(self, tree: int, request: GenerateRequest, beside: bool = False) -> Place:
+    def call(self, tree: int, request: GenerateRequest, background: bool = False) -> Place:
         """See ``Fleet.call``."""
         return Place()
 
@@ -261,7 +261,7 @@ async def grown(
     environment = AnyText(Shape(STEPS, HEAD, QUESTION - 1, OBSERVATION), LETTERS)
     settings = SchedulerConfig(budget=STEPS, judge=JUDGE, max_action_tokens=ACTION)
     journal = Journal(folder / "journal.sqlite")
-    shop = Shop(
+    runtime = Runtime(
         dispatcher,
         journal,
         Text(str(model)),
@@ -274,7 +274,7 @@ async def grown(
 
     async def one(number: int) -> Tree:
         tree = Tree(number, str(number))
-        context = Context(shop, Task(str(number), seed=number), tree, random.Random(number))
+        context = Context(runtime, Task(str(number), seed=number), tree, random.Random(number))
         await context.plant()
         await slate.grow(tree, context, CANDIDATES)
         fleet.ended(tree.id)
@@ -282,7 +282,7 @@ async def grown(
         return tree
 
     try:
-        return await together(one(number) for number in range(questions))
+        return await gather(one(number) for number in range(questions))
     finally:
         journal.close()
 

@@ -130,4 +130,4 @@ def test_the_death_of_a_worker_ends_its_calls() -> None:
 
     played(agenda, work())
     assert dispatcher.counters["dead_workers"] == 1
-    assert dispatcher.waiting() == {}
+    assert dispatcher.open_calls() == []

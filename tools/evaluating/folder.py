@@ -20,7 +20,7 @@ import msgspec
 
 from coppice.common import loop
 from coppice.common.atomic import DRAFT, fresh, write_whole
-from coppice.scheduler.growth.failures import is_of_the_run, told
+from coppice.scheduler.growth.failures import is_of_the_run, traced
 from coppice.scheduler.growth.tree import Node, Tree
 from coppice.scheduler.ledger.journal import Journal, TreeRow
 from coppice.wire.faults import DataFault, Fault, InfrastructureFault
@@ -261,7 +261,7 @@ class Kept:
             if is_of_the_run(error):
                 raise
             tree.changed.clear()  # what is not written yet may be what cannot be written
-            self._give_up(tree, told(error), name)
+            self._give_up(tree, traced(error), name)
             return None
         self.journal.close_tree(tree)
         self.progress.one()

@@ -21,12 +21,12 @@ from coppice.actors.environments.base import HELD_OUT_SEEDS, Task
 from coppice.common.atomic import write_whole
 from coppice.common.options import command_parser
 from coppice.judges.serve import PLAYERS
+from coppice.scheduler.concurrency import gather
 from coppice.scheduler.evaluation.evaluation import summarise
 from coppice.scheduler.growth import strategies
 from coppice.scheduler.growth.context import Context
-from coppice.scheduler.growth.services import Shop
+from coppice.scheduler.growth.services import Runtime
 from coppice.scheduler.growth.tree import Tree
-from coppice.scheduler.telemetry.together import together
 from coppice.tools.evaluating import players
 from coppice.tools.evaluating.folder import Kept, Ledger, Measured, claim, conduct, own_folder
 from coppice.tools.evaluating.in_process import InProcess, Seat, config_of, without_model
@@ -177,7 +177,7 @@ class Evaluation:
         self.ledger = Ledger(out, "games", self.kept.progress.start_s)
         self.config = config_of(s, match.judge, strategy="chain")
         # The dispatcher is None here, because each game's seat takes its place.
-        self.shop = Shop(
+        self.runtime = Runtime(
             None,  # pyright: ignore[reportArgumentType]
             self.kept.journal, match.text, match.environment, self.config, Counter(), lambda tree, turns: None,
         )  # fmt: skip
@@ -194,7 +194,7 @@ class Evaluation:
         s = self.settings
         if self.kept.before < s.games * s.seeds:
             await self._start()
-        games = await together(self._game(position) for position in range(s.games * s.seeds))
+        games = await gather(self._game(position) for position in range(s.games * s.seeds))
         pairs = [pair for pair in games if pair is not None]
         unplayed = self.kept.undone
         if not pairs:
@@ -225,14 +225,14 @@ class Evaluation:
         # The draws are the same as in a run's held-out evaluation of this task, and the same again
         # after an interruption.
         rng = random.Random(f"heldout/{tree.id}")
-        context = Context(self.shop, task, tree, rng)
         # The partner's replies would not be the same again, so an interrupted conversation begins
         # anew.
         seat = Seat(self.services, [] if self.match.environment.speakers else said)
         if self.settings.player == "baseline":  # a baseline makes the same moves again by itself
             name, rules = NO_MODEL[self.settings.source], self.match.environment
-            seat = Seat(self.services, [], without_model(name, rules, self.match.text, context))
-        context.shop = msgspec.structs.replace(self.shop, dispatcher=seat)
+            seat = Seat(self.services, [], without_model(name, rules, self.match.text, task, tree))
+        runtime = msgspec.structs.replace(self.runtime, dispatcher=seat)
+        context = Context(runtime, task, tree, rng)
         await context.plant()
         await strategies.load("chain")(tree, context)
 

@@ -15,9 +15,9 @@ from typing import Any
 import msgspec
 
 from coppice.common import shards
+from coppice.scheduler.growth.dynamic_sampling import COMPARED, EQUAL
 from coppice.scheduler.ledger.journal import Journal
 from coppice.scheduler.ledger.records import Reader
-from coppice.scheduler.telemetry.nothing_learnt import COMPARED, EQUAL
 from coppice.tools.inspecting.intervals import interval
 from coppice.tools.launching import changes, environment, status
 
@@ -26,7 +26,7 @@ SHARE = "share/"
 one update before the version being trained."""
 EQUAL_SHARE = "equal/"
 """The same for equal/1: the share of the compared groups of step 1 whose rewards are all equal
-(scheduler/telemetry/nothing_learnt.py)."""
+(scheduler/growth/dynamic_sampling.py)."""
 
 
 UNREADABLE = (OSError, ValueError, sqlite3.Error, msgspec.MsgspecError)

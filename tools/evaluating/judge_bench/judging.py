@@ -16,7 +16,7 @@ import msgspec
 
 from coppice.judges.base import Judge, checked
 from coppice.judges.serve import BUILT_IN, make_worker
-from coppice.scheduler.telemetry.together import together
+from coppice.scheduler.concurrency import gather
 from coppice.tools.evaluating.folder import HOPELESS, Progress, append, cut_torn_tail
 from coppice.tools.evaluating.judge_bench import record
 from coppice.tools.evaluating.judge_bench.record import Trajectory
@@ -166,7 +166,7 @@ class Asking:
         if left:
             await self.judge.start()
             try:
-                await together(self._one(name, turn) for name, turn in left)
+                await gather(self._one(name, turn) for name, turn in left)
             finally:
                 await self.judge.close()
 
@@ -242,7 +242,7 @@ class Session:
     async def play(self) -> dict[str, dict[str, str]]:
         """Ask all judges. Returns the failed steps with their reasons, by judge. Raises Fault as
         ``Asking.all`` does."""
-        await together(one.all(self.steps) for one in self.working)
+        await gather(one.all(self.steps) for one in self.working)
         return {one.asked.name: one.failures for one in self.working if one.failures}
 
     async def close(self) -> None:

@@ -19,12 +19,12 @@ import msgspec
 
 from coppice.actors.environments.base import Task
 from coppice.common.atomic import write_whole
+from coppice.scheduler.concurrency import gather
 from coppice.scheduler.config import UNJUDGED
 from coppice.scheduler.evaluation.evaluation import Estimate, estimate
 from coppice.scheduler.growth.context import Context
-from coppice.scheduler.growth.services import Shop
+from coppice.scheduler.growth.services import Runtime
 from coppice.scheduler.growth.tree import Tree
-from coppice.scheduler.telemetry.together import together
 from coppice.tools.evaluating.folder import Kept, Ledger, Measured
 from coppice.tools.evaluating.in_process import InProcess, Seat, config_of
 from coppice.tools.evaluating.qa import methods
@@ -167,7 +167,7 @@ class Evaluation:
                     }
                 )
             answering = _Answering(row, kept, self.services)
-            scores = await together(
+            scores = await gather(
                 answering.question(i, *asked) for i, asked in enumerate(self.tasks)
             )
             ledger.close(kept.now)
@@ -311,12 +311,12 @@ class _Answering:
         how = self.row.settings.how
         how = msgspec.structs.replace(how, budget=self.row.settings.budgets.get(of, how.budget))
         config = msgspec.structs.replace(self.config, budget=how.budget)
-        shop = Shop(
+        runtime = Runtime(
             seat, self.kept.journal, self.row.player.text, self.row.environment, config, counts,
             lambda tree, turns: None,
         )  # fmt: skip
         # The draws are the same again after an interruption.
-        context = Context(shop, task, tree, random.Random(f"heldout/{tree.id}"))
+        context = Context(runtime, task, tree, random.Random(f"heldout/{tree.id}"))
         await self.answer(tree, context, how)
         final = tree.actions()[-1]
         final.scores |= score(tree, task.golds, counts["retrievals"])

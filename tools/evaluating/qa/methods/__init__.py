@@ -80,18 +80,20 @@ async def ask(
     """Ask a separate prompt, a child of the tree's empty root. Returns the reply. thinking: False
     for an intermediate step."""
     thinking = thinking and ctx.settings.thinking
-    text = ctx.shop.text.prompt([{"role": "user", "content": prompt.replace(SPLIT, " ")}], thinking)
+    text = ctx.runtime.text.prompt(
+        [{"role": "user", "content": prompt.replace(SPLIT, " ")}], thinking
+    )
     root = tree.nodes.get(0) or tree.add(None, "prompt", np.zeros(0, np.int32), "")
-    shown = tree.add(root, "prompt", ctx.shop.text.encode(text), text, chosen=True)
+    shown = tree.add(root, "prompt", ctx.runtime.text.encode(text), text, chosen=True)
     ctx.save([root, shown])
     return await say(tree, ctx, shown, stop)
 
 
 async def say(tree: Tree, ctx: Context, place: Node, stop: Sequence[str] = ANSWERED) -> Node:
     """Let the model continue after ``place``. Returns its text as a node."""
-    (sample,), cached = await ctx.sample(tree.prefix(place), 1, list(stop))
+    (sample,), cached = await ctx.services.sample(tree.prefix(place), 1, list(stop))
     reply = tree.add(
-        place, "action", sample.tokens, ctx.shop.text.decode(sample.tokens), logprobs=sample.logprobs,
+        place, "action", sample.tokens, ctx.runtime.text.decode(sample.tokens), logprobs=sample.logprobs,
         versions=sample.versions, sampled=np.ones(len(sample.tokens), bool), finish=sample.finish, cached=cached,
         chosen=True,
     )  # fmt: skip
@@ -106,6 +108,6 @@ def spoken(text: str) -> str:
 
 def show(tree: Tree, ctx: Context, node: Node, text: str) -> Node:
     """Append text after ``node`` that the model then reads. Returns the new node."""
-    shown = tree.add(node, "observation", ctx.shop.text.encode(text), text, chosen=True)
+    shown = tree.add(node, "observation", ctx.runtime.text.encode(text), text, chosen=True)
     ctx.save([shown])
     return shown

@@ -31,7 +31,7 @@ async def answer(tree: Tree, ctx: Context, how: How) -> None:
     """Reason and search in turns, then read the passages and answer."""
     question, thoughts, searches = ctx.task.question, "", 1
     kept: dict[str, Passage] = {}
-    _keep(kept, await ctx.retrieve(question, how.topk))
+    _keep(kept, await ctx.services.retrieve(question, how.topk))
     while searches < how.budget:
         prompt = filled(
             "ircot_reason",
@@ -45,7 +45,7 @@ async def answer(tree: Tree, ctx: Context, how: How) -> None:
         thoughts = f"{thoughts} {sentence}".strip()
         if not sentence or "answer is" in sentence.lower():
             break
-        _keep(kept, await ctx.retrieve(sentence, how.topk))
+        _keep(kept, await ctx.services.retrieve(sentence, how.topk))
         searches += 1
     await ask(
         tree, ctx, filled("ircot_read", documents=documents(kept.values()), question=question)

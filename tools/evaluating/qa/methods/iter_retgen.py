@@ -20,6 +20,6 @@ async def answer(tree: Tree, ctx: Context, how: How) -> None:
     question, reply = ctx.task.question, ""
     for _ in range(how.budget):
         query = " ".join(f"{_TAGS.sub(' ', reply)} {question}".split())
-        passages = await ctx.retrieve(query, how.topk)
+        passages = await ctx.services.retrieve(query, how.topk)
         prompt = filled("iter_retgen", documents=documents(passages), question=question)
         reply = spoken((await ask(tree, ctx, prompt)).text)

@@ -13,5 +13,5 @@ RETRIEVES = True
 
 async def answer(tree: Tree, ctx: Context, how: How) -> None:
     """Search once, then answer in one reply."""
-    passages = await ctx.retrieve(ctx.task.question, how.topk)
+    passages = await ctx.services.retrieve(ctx.task.question, how.topk)
     await ask(tree, ctx, filled("rag", documents=documents(passages), question=ctx.task.question))

@@ -52,7 +52,7 @@ async def answer(tree: Tree, ctx: Context, how: How) -> None:
 
 
 async def _condensed(tree: Tree, ctx: Context, node: Node, query: str, topk: int) -> str:
-    passages = await ctx.retrieve(query, topk)
+    passages = await ctx.services.retrieve(query, topk)
     reasoning = "".join(above.text for above in tree.path(node) if above.kind != "prompt")[
         -_SHOWN_REASONING:
     ]
