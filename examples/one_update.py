@@ -25,7 +25,7 @@ from coppice.learner.update.table import build
 from coppice.learner.update.trainer import Trainer
 from coppice.scheduler.config import SchedulerConfig
 from coppice.scheduler.growth.context import Context
-from coppice.scheduler.growth.services import Shop
+from coppice.scheduler.growth.services import Runtime
 from coppice.scheduler.growth.strategies import slate
 from coppice.scheduler.growth.text import Text
 from coppice.scheduler.growth.tree import Tree
@@ -91,14 +91,14 @@ def save_model(folder: Path) -> None:
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
 
 
-async def grow(shop: Shop, inbox: Inbox, number: int, version: int) -> None:
+async def grow(runtime: Runtime, inbox: Inbox, number: int, version: int) -> None:
     """Grow one tree by SLATE: sample candidates, have them judged, emit them, continue one."""
     tree, task = Tree(number, f"task {number}"), Task(f"task {number}", seed=number)
-    shop.journal.start_tree(tree, number, version)
-    context = Context(shop, task, tree, random.Random(number))
+    runtime.journal.start_tree(tree, number, version)
+    context = Context(runtime, task, tree, random.Random(number))
     await context.plant()
     await slate.grow(tree, context, k=CANDIDATES)
-    shop.journal.close_tree(tree)
+    runtime.journal.close_tree(tree)
     inbox.close(TreeClosed(tree.id, tree.groups))
 
 
@@ -122,12 +122,12 @@ async def main(run: Path, updates: int) -> list[float]:
         inbox.add(TrainGroup(tree.groups[-1], tree.id, sent, turns))
 
     settings = SchedulerConfig(judge="next_digit", max_action_tokens=1, budget=STEPS)
-    shop = Shop(services, journal, Text(model), Counting(), settings, Counter(), emit)  # pyright: ignore[reportArgumentType]
+    runtime = Runtime(services, journal, Text(model), Counting(), settings, Counter(), emit)  # pyright: ignore[reportArgumentType]
     rewards = list[float]()
     for update in range(updates):
         # 1. Trees grow, here one after the other; in a run they grow at once, during the updates.
         for number in range(update * QUESTIONS, (update + 1) * QUESTIONS):
-            await grow(shop, inbox, number, trainer.version)
+            await grow(runtime, inbox, number, trainer.version)
         batch = inbox.take(inbox.ready() or [], trainer.version)
         # 2. A scheme is a function from the table of turns to one advantage per token.
         table = build(batch.groups, {(tree, node.id): node for tree, node in batch.nodes})

@@ -1,9 +1,6 @@
-"""The scheduler process: evaluate, grow trees under pacing, stream groups, spread new weights,
-evaluate again, sum up.
-
-``python -m coppice.scheduler.main PROCESS.json``. The run ends with a summary, with an error that says what
-failed, or by a signal; ``coppice launch --resume`` continues it after a signal.
-"""
+"""The scheduler process: evaluate, grow trees under pacing, stream groups, give out new weights,
+sum up. ``python -m coppice.scheduler.main PROCESS.json``; ``coppice launch --resume`` continues it after a
+signal."""
 
 import asyncio
 import contextlib
@@ -21,30 +18,36 @@ from coppice import scheduler
 from coppice.actors.environments import registry
 from coppice.common import loop, shards
 from coppice.common.process import begin
+from coppice.scheduler.alerts import (
+    Attendance,
+    EpisodeCrashes,
+    Faults,
+    Fruitless,
+    JudgeTally,
+    Reminders,
+)
+from coppice.scheduler.concurrency import gather
 from coppice.scheduler.config import UNJUDGED, SchedulerProcess
 from coppice.scheduler.dispatch.dispatcher import Dispatcher, Transport, Worker
 from coppice.scheduler.evaluation.examination import WORK, Examination
-from coppice.scheduler.growth import tasks
-from coppice.scheduler.growth.crashes import Crashes
+from coppice.scheduler.garbage import sparing
+from coppice.scheduler.growth import dynamic_sampling, tasks
 from coppice.scheduler.growth.forest import Forest
-from coppice.scheduler.growth.services import Shop
+from coppice.scheduler.growth.services import Runtime
 from coppice.scheduler.growth.text import Text
 from coppice.scheduler.growth.tree import Tree
 from coppice.scheduler.ledger import resume
 from coppice.scheduler.ledger.journal import Journal, JournalError
 from coppice.scheduler.ledger.pacing import Pacing
 from coppice.scheduler.ledger.stream import Stream
-from coppice.scheduler.ledger.survivors import sparing
-from coppice.scheduler.telemetry import nothing_learnt, report, terminal
+from coppice.scheduler.telemetry import report, terminal
 from coppice.scheduler.telemetry.exporter import Exporter
 from coppice.scheduler.telemetry.fleet import Fleet
-from coppice.scheduler.telemetry.health import PAUSED, Health, Reporter, Standing, joined, read_all
-from coppice.scheduler.telemetry.judged import Judged
+from coppice.scheduler.telemetry.health import PAUSED, Health, Progress, Reporter, joined, read_all
 from coppice.scheduler.telemetry.metrics import Metrics
 from coppice.scheduler.telemetry.phases import LEARNER, LOADING, Phases, Training, learner_seconds
-from coppice.scheduler.telemetry.spread import Spread, Weights
-from coppice.scheduler.telemetry.together import together
 from coppice.scheduler.telemetry.tracking import FINISH_S, STOP_S, Trackers
+from coppice.scheduler.weight_sync import Weights, WeightSync
 from coppice.wire import published
 from coppice.wire.faults import Fault, InfrastructureFault
 from coppice.wire.keys import RunKeys
@@ -69,15 +72,13 @@ to leave, in seconds."""
 
 
 def command_began() -> float | None:
-    """When the command that started this process began (monotonic seconds), or None if the command
-    did not say."""
+    """When the command that started this process began (monotonic seconds), if it said so."""
     process, _, at = os.environ.get("COPPICE_STARTED", "").partition(" ")
     return float(at) if process == str(os.getppid()) else None
 
 
 class Run:
-    """One run of the scheduler: ``await main()`` to its end or until it is cancelled, then ``await
-    close()`` in any case."""
+    """One run: ``await main()`` to its end or a cancellation, then ``await close()``."""
 
     pacing: Pacing
     training: Training
@@ -102,69 +103,72 @@ class Run:
         self.dispatcher = Dispatcher(
             self._address(), keys, self.settings.dispatch, process.seed, router=router, clock=clock
         )
-        self.metrics = Metrics(self.folder, process.shard.count > 1 and not process.shard.number)
-        self.dispatcher.on_event = self.metrics.event
-        self.dispatcher.on_join = self._joined
-        self.dispatcher.on_leave = self._left
-        self.dispatcher.on_fault = self._faulted
-        self.faults = terminal.Faults(process.name)
-        self.attendance = terminal.Attendance(self.folder)
-        self.reminders = terminal.Reminders()
+        self.metrics = Metrics(self.folder, self.shard.count > 1 and not self.shard.number)
+        self.dispatcher.on_event, self.dispatcher.on_fault = self.metrics.event, self._faulted
+        self.dispatcher.roster.on_join = self._joined
+        self.dispatcher.roster.on_leave = self._left
+        self.faults, self.attendance = Faults(process.name), Attendance(self.folder)
+        self.reminders = Reminders()
         self.environment = registry.load(process.environment, process.options)
         self.tasks, heldout, self.notes = tasks.load(process, self.environment)
         self.journal.reject(self.tasks.rejected)
+        self.resumed = self.journal.next_tree() > 0
         self.stream = Stream(self.dispatcher, self.journal, self._trained, self.shard)
-        s, paused = self.settings, self.home / PAUSED
+        s = self.settings
         self.reporter = Reporter(
-            self.folder, self.dispatcher, self._standing, s.watchdog_s, s.stall_s, paused
+            self.folder,
+            self.dispatcher,
+            self._progress,
+            s.watchdog_s,
+            s.stall_s,
+            self.home / PAUSED,
         )
-        self.trackers = Trackers(self.folder, self.settings.trackers)
+        self.trackers = Trackers(self.folder, s.trackers)
         self.exporter = Exporter(self.folder, lambda: self.metrics.newest, self._health)
         self.counts: Counter[str] = Counter(self.metrics.last((*WORK, *REPORTED)))
         self.counts["replaced"] = len(self.journal.trees("status='replaced'"))
-        self.counts.update(+Counter(self.metrics.last(nothing_learnt.COUNTS)))
-        unsupported = process.evidence and not self.tasks.evidence
-        self.fruitless = nothing_learnt.Fruitless(process.reward, unsupported)
+        self.counts.update(+Counter(self.metrics.last(dynamic_sampling.COUNTS)))
+        self.fruitless = Fruitless(process.reward, process.evidence and not self.tasks.evidence)
         self.totals: Counter[str] = Counter()
-        self.resumed = self.journal.next_tree() > 0
-        self.shop = Shop(
+        fleet = Fleet(s.budget, process.batch, clock)
+        self.weight_sync = WeightSync(self.dispatcher, fleet.residency, self.counts)
+        self.runtime = Runtime(
             self.dispatcher,
             self.journal,
             Text(process.model, self.environment.marks),
             self.environment,
-            self.settings,
+            s,
             self.counts,
             self._emit,
             process.most,
-            fleet=Fleet(self.settings.budget, process.batch, clock),
-            judged=Judged(self.settings.judge, self.folder),
-            crashes=Crashes(self.folder),
+            fleet=fleet,
+            judged=JudgeTally(s.judge, self.folder),
+            crashes=EpisodeCrashes(self.folder),
             longest=process.longest,
             faults=self.faults,
-            proven=lambda: self.spread.proven,
-            newest=lambda: self.spread.weights.version,
+            versions=self.weight_sync.versions,
         )
-        self.spread = Spread(self.dispatcher, self.shop.fleet.residency, self.counts)
-        self.forest = Forest(
-            process, self.shop, self.stream, self.tasks, lambda: self.reporter.paused
-        )
-        examined = registry.load(
-            process.environment, process.options | self.settings.evaluation.options
-        )
+        self.forest = Forest(process, self.runtime, self.stream, self.tasks, self.reporter)
+        examined = registry.load(process.environment, process.options | s.evaluation.options)
         if self.environment.pictures or examined.pictures:
-            self.shop.text.check_sight()
+            self.runtime.text.check_vision()
         self.examination = Examination(
-            self.shop, examined, heldout, self.spread, self.metrics, self.phases, self.forest
+            self.runtime,
+            examined,
+            heldout,
+            self.weight_sync,
+            self.metrics,
+            self.phases,
+            self.forest,
         )
 
     def _address(self) -> str:
-        """Where this scheduler listens. A shard that is started again beside a living learner
-        listens where its workers look for it."""
+        """Where this scheduler listens; a shard that is started again, where it did before."""
         before = self.folder / "endpoint"
         return before.read_text() if self.shard.number and before.exists() else self.settings.bind
 
-    # ------------------------------------------------------------------------------------------ the
-    # run
+    # ------------------------------------------------------------------------------------------
+    # the run
 
     async def main(self) -> None:
         """Do the whole run, from waiting for the first worker to writing the summary."""
@@ -194,7 +198,7 @@ class Run:
         if trivial:
             shown = ", ".join(f"{k} {v:.3f}" for k, v in trivial.items())
             print(f"held-out {self.environment.headline} without a model: {shown}", flush=True)
-        await together([self._begin(), self._train()])
+        await gather([self._begin(), self._train()])
         await self.examination.evaluate("end")
         self.phases.enter("stopping")
         # answers of the last update that had to be asked for again
@@ -204,22 +208,14 @@ class Run:
         await self._until(self.metrics.look, LEAVE_S)
         spent = self.phases.seconds()
         report.write(
-            self.folder,
-            self.journal,
-            trivial,
-            self.counts,
-            self.dispatcher.counters,
-            spent,
+            self.folder, self.journal, trivial, self.counts, self.dispatcher.counters, spent,
             self.training,
-        )
+        )  # fmt: skip
         self.finished = True
 
     async def _begin(self) -> None:
-        """Evaluate "start", which is of version 0 alone: no actor gets newer weights before the
-        result is durable.
-
-        Only the trees of the first update grow meanwhile, so the learner is never more than one
-        version ahead of the actors.
+        """Evaluate "start" by version 0: no actor gets newer weights before the result is durable.
+        Only the first update's trees grow meanwhile, so the learner is at most one version ahead.
         """
         if not any(name == "start" for _, name, _ in self.journal.evaluations()):
             await self.examination.evaluate("start")
@@ -229,7 +225,7 @@ class Run:
     async def dismiss(self) -> None:
         """Ask every worker to leave. From now on no worker is reported missing."""
         self.attendance.needed = ()
-        await self.dispatcher.drain()
+        await self.dispatcher.roster.drain()
 
     async def _wait_for_workers(self) -> None:
         """Wait for all workers that growing trees needs. The learner may come later."""
@@ -255,15 +251,14 @@ class Run:
             raise InfrastructureFault(str(missing)) from None
 
     async def _wait_for_learner(self) -> dict[int, int]:
-        """Wait for the learner, and give the actors its version of the weights. Return what it has
-        trained since its last checkpoint."""
+        """Give the actors its version. Return what it has trained since its checkpoint."""
         await self._wait_for("train")
         weights, newest = resume.announced(self.home)
         self.stream.version = weights.version
         if weights.version:
             published.inside(self.home, weights.path)
             await self.forest.begun.wait()
-            await self.spread.everywhere(weights)
+            await self.weight_sync.everywhere(weights)
         waited = self._clock() - scheduler.STARTED
         print(
             f"all workers are here after {waited:.0f} s; policy version {weights.version}",
@@ -274,21 +269,18 @@ class Run:
 
     async def _train(self) -> None:
         newest = await self._wait_for_learner()
-        version = self.spread.weights.version
+        version = self.weight_sync.weights.version
         checkpoint = resume.adopt(self.home, version, self.journal, self.shard)
         recorded = self.metrics.resume(checkpoint, version) if self.resumed else set()
         self.trackers.start()
-        self.stream.told |= recorded | set(range(checkpoint.version + 1))
+        self.stream.announced |= recorded | set(range(checkpoint.version + 1))
         s = self.settings
         self.pacing = Pacing(s.questions_per_update, s.max_staleness, s.updates, version)
         if not self.pacing.finished:  # resumed for more updates, it has not ended any more
             (self.folder / report.SUMMARY).unlink(missing_ok=True)
         self.metrics.counters(self.dispatcher.workers())
-        first, idle, self.training_since = (
-            self.pacing.version,
-            self.forest.phases.spent("no trees"),
-            self._clock(),
-        )
+        first, self.training_since = self.pacing.version, self._clock()
+        idle = self.forest.phases.seconds().get("no trees", 0.0)
         self.forest.begin(self.pacing, newest)
         # A crash may have come between an update and its evaluation.
         await self.examination.evaluate_if_due(self.pacing.version, self.pacing.finished)
@@ -301,22 +293,22 @@ class Run:
                 async with asyncio.timeout(CHECK_S):
                     await self.forest.moved.wait()
         seconds = self._clock() - self.training_since
-        activities, busy = learner_seconds(self.totals, seconds), self.metrics.busy()
-        idle, loading = self.forest.phases.spent("no trees") - idle, self.totals[LOADING]
-        last, resumed = self.pacing.version, self.resumed
-        self.training = Training(first, last, resumed, seconds, activities, busy, idle, loading)
+        idle = self.forest.phases.seconds().get("no trees", 0.0) - idle
+        self.training = Training(
+            first, self.pacing.version, self.resumed, seconds, learner_seconds(self.totals, seconds),
+            self.metrics.busy(), idle, self.totals[LOADING],
+        )  # fmt: skip
 
     def _emit(self, tree: Tree, turns: list[Turn]) -> None:
-        self.counts.update(nothing_learnt.counted(turns, self.process.reward, self.process.equal))
+        self.counts.update(dynamic_sampling.counted(turns, self.process.reward, self.process.equal))
         self.stream.emit(tree, turns)
 
     def _check(self) -> None:
-        """Show what the other schedulers have recorded, and raise the error of a background task
-        that died; the error ends the run."""
+        """Show others' records, and raise the error of a background task that died."""
         self.metrics.look()
         for failure in (
-            self.dispatcher.failure(),
-            self.stream.failure(),
+            self.dispatcher.roster.failure,
+            self.stream.failure,
             self.journal.failure,
             self.forest.failure,
         ):
@@ -325,15 +317,14 @@ class Run:
         if self._reporting.done():
             self._reporting.result()
 
-    def _standing(self) -> Standing:
-        return Standing(
-            self.phases.now(), self.spread.weights.version, self.settings.updates, len(self.forest.growing), self.forest.done,
+    def _progress(self) -> Progress:
+        return Progress(
+            self.phases.now(), self.weight_sync.weights.version, self.settings.updates, len(self.forest.growing), self.forest.done,
             len(self.journal.evaluations()), self.journal.changes(),
         )  # fmt: skip
 
     def _health(self) -> Health | None:
-        """The newest report of this scheduler, or of all if this is the first of several. The
-        exporter's thread asks."""
+        """The newest report, of all schedulers if this is the first. The exporter's thread asks."""
         own = self.reporter.newest
         return joined([own, *read_all(self.home)[1:]]) if own is not None else None
 
@@ -345,11 +336,8 @@ class Run:
     # weights
 
     async def _trained(self, trained: Trained) -> None:
-        """A version was trained: give its weights to the actors, record its metrics, then let
-        pacing admit more trees.
-
-        A version that is told of after a newer one, because the learner's connection broke, has its
-        metrics recorded and nothing else.
+        """A version was trained: give its weights to the actors, record its metrics, let pacing
+        admit more. One that is told of after a newer one has its metrics recorded and nothing else.
         """
         await self.forest.begun.wait()
         if trained.version < self.stream.version:
@@ -357,30 +345,30 @@ class Run:
             return
         start = self._clock()
         path = published.inside(self.home, trained.path)
-        await self.spread.everywhere(Weights(trained.version, path, trained.digest))
+        await self.weight_sync.everywhere(Weights(trained.version, path, trained.digest))
         values = dict(trained.metrics) | self.metrics.counters(self.dispatcher.workers())
-        doubts = [self.shop.judged.take(), self.shop.fleet.residency.doubt()]
-        if self.shop.judged.share is not None:
+        judged, residency = self.runtime.judged, self.runtime.fleet.residency
+        doubts = [judged.take(), residency.doubt()]
+        if judged.share is not None:
             # PPR's turns already have this as a column
-            values.setdefault("score/judge_valid", self.shop.judged.share)
-            values["rollout/judged_scores"] = float(self.shop.judged.scores)
+            values.setdefault("score/judge_valid", judged.share)
+            values["rollout/judged_scores"] = float(judged.scores)
         values["time/spread"] = self._clock() - start
         values["time/training"] = self._clock() - self.training_since
         if self.forest.outcomes:
             values["rollout/outcome"] = sum(self.forest.outcomes) / len(self.forest.outcomes)
             values["rollout/outcomes"] = float(len(self.forest.outcomes))
             self.forest.outcomes.clear()
-        values |= {
-            f"count/{name}": float(n)
-            for name, n in {**self.counts, **self.dispatcher.counters}.items()
-        }
-        values |= self.shop.fleet.residency.take().values()
+        counts = {**self.counts, **self.dispatcher.counters}
+        values |= {f"count/{name}": float(n) for name, n in counts.items()}
+        values |= residency.take().values()
         self.totals.update({name: values.get(name, 0.0) for name in (*LEARNER, LOADING)})
         self.metrics.record(trained.version, values)
         self.trackers.check()
         learnt = [*trained.warnings, *self.fruitless.note(values)]
-        told = [] if self.shard.number else learnt  # the learner tells every scheduler
-        for warning in self.reminders.due(trained.version, [*told, *filter(None, doubts)]):
+        if self.shard.number:  # the learner tells every scheduler
+            learnt = []
+        for warning in self.reminders.due(trained.version, [*learnt, *filter(None, doubts)]):
             terminal.say(f"warning, update {trained.version}: {warning}")
         self.pacing.trained(trained.version)
         await self.examination.evaluate_if_due(self.pacing.version, self.pacing.finished)
@@ -393,12 +381,12 @@ class Run:
         self.stream.learner_joined(worker)
         self.reporter.joined(worker)
         if "load" in worker.hello.services:
-            await self.spread.to(worker)
+            await self.weight_sync.to(worker)
         self.attendance.joined(worker.name, worker.hello.services)
 
     def _left(self, worker: Worker, reason: str) -> None:
         log.info("%s left: %s", worker.name, reason)
-        self.shop.fleet.left(worker.name)
+        self.runtime.fleet.left(worker.name)
         self.reporter.left(worker, reason)
         staying = [other for other in self.dispatcher.workers() if not other.draining]
         self.attendance.left(
@@ -408,12 +396,9 @@ class Run:
         )
 
     async def _until(self, done: Callable[[], bool], timeout: float) -> None:
-        """Wait at most ``timeout`` seconds until ``done``."""
         end = self._clock() + timeout
         while not done() and self._clock() < end:
             await asyncio.sleep(0.05)
-
-    # ------------------------------------------------------------------------------------------ end
 
     async def close(self) -> None:
         """Stop growing trees and close everything. The journal keeps what was written to it."""

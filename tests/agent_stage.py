@@ -14,7 +14,7 @@ from coppice.actors.environments.agents.environment import Agent
 from coppice.actors.environments.base import Task
 from coppice.scheduler.config import SchedulerConfig
 from coppice.scheduler.growth.context import Context
-from coppice.scheduler.growth.services import Shop
+from coppice.scheduler.growth.services import Runtime
 from coppice.scheduler.growth.text import Text
 from coppice.scheduler.growth.tree import Node, Tree
 from coppice.scheduler.ledger.journal import Journal
@@ -93,7 +93,52 @@ class Policy:
         return round(-float(node.logprobs[0])) - 1
 
 
-class Stage:
+class Staged:
+    """A context over stand-in services, with a real tree, journal and tokenizer. groups: what was
+    emitted."""
+
+    def __init__(
+        self,
+        journal: Path,
+        text: Text,
+        services: Any,
+        environment: Any,
+        task: Task,
+        settings: SchedulerConfig,
+        **shared: Any,
+    ):
+        self.text, self.services, self.environment = text, services, environment
+        self.task, self.settings = task, settings
+        self.groups: list[list[Turn]] = []
+        self.counts: Counter[str] = Counter()
+        self.journal = Journal(journal)
+        self.runtime = Runtime(
+            services, self.journal, text, environment, settings, self.counts, self.emit, **shared
+        )
+        self.tree = Tree(0, task.id)
+        self.journal.start_tree(self.tree, 0, 0)
+
+    def emit(self, tree: Tree, turns: list[Turn]) -> None:
+        self.journal.save_group(tree, len(self.groups), turns)
+        self.groups.append(turns)
+
+    def anew(self, tree: Tree | None = None, seed: int = 1) -> Context:
+        """A new context of a tree, the stage's own if none is given."""
+        return Context(self.runtime, self.task, tree or self.tree, random.Random(seed))
+
+    async def grow(self, strategy: Any, tree: Tree | None = None, **options: Any) -> Tree:
+        context = self.anew(tree)
+        await context.plant()
+        await strategy.grow(context.tree, context, **options)
+        return context.tree
+
+    def reread(self) -> Tree:
+        """The only tree, as the journal has it."""
+        (row,) = self.journal.trees()
+        return self.journal.tree(row)
+
+
+class Stage(Staged):
     """A context over an agent. name: of the agent in the module ``agents_of_a_test``, or
     "module:function"."""
 
@@ -110,36 +155,16 @@ class Stage:
         if not model.exists():
             shutil.copytree(llama, model)
             (model / "chat_template.jinja").write_text(template.replace("<|im_end|>", "</s>"))
-        self.environment = Agent(name if ":" in name else f"agents_of_a_test:{name}", **options)
-        self.text = Text(str(model), self.environment.marks)
-        self.policy = Policy(self.text, reply)
-        self.groups: list[list[Turn]] = []
-        self.counts: Counter[str] = Counter()
-        self.settings = SchedulerConfig(judge="any", max_action_tokens=400)
-        self.journal = Journal(folder / f"journal-{name.rpartition(':')[2]}")
-        dispatcher: Any = self.policy
-        self.shop = Shop(
-            dispatcher,
-            self.journal,
-            self.text,
-            self.environment,
-            self.settings,
-            self.counts,
-            self._emit,
-        )
-        self.task = Task("t", "1 + 2 + 4", ["7"])
-        self.tree = Tree(0, self.task.id)
-        self.journal.start_tree(self.tree, 0, 0)
+        environment = Agent(name if ":" in name else f"agents_of_a_test:{name}", **options)
+        text = Text(str(model), environment.marks)
+        self.policy = Policy(text, reply)
+        settings = SchedulerConfig(judge="any", max_action_tokens=400)
+        task = Task("t", "1 + 2 + 4", ["7"])
+        journal = folder / f"journal-{name.rpartition(':')[2]}"
+        super().__init__(journal, text, self.policy, environment, task, settings)
 
-    def _emit(self, tree: Tree, turns: list[Turn]) -> None:
+    def emit(self, tree: Tree, turns: list[Turn]) -> None:
         self.groups.append(turns)
-
-    async def grow(self, strategy: Any, tree: Tree | None = None, **options: Any) -> Tree:
-        tree = tree or self.tree
-        context = Context(self.shop, self.task, tree, random.Random(1))
-        await context.plant()
-        await strategy.grow(tree, context, **options)
-        return tree
 
     def check(self, tree: Tree) -> None:
         """Every sample is one node, with the tokens and log-probabilities that were sampled, below

@@ -30,7 +30,7 @@ from coppice.learner.update import table
 from coppice.scheduler.config import SchedulerConfig
 from coppice.scheduler.growth import strategies
 from coppice.scheduler.growth.context import Context
-from coppice.scheduler.growth.services import Shop
+from coppice.scheduler.growth.services import Runtime
 from coppice.scheduler.growth.text import Text
 from coppice.scheduler.growth.tree import Tree
 from coppice.scheduler.ledger.journal import Journal
@@ -236,13 +236,13 @@ async def grown(
             )
         )
 
-    shop = Shop(services, journal, text, world.environment, settings, Counter(), emit, most=8)
+    runtime = Runtime(services, journal, text, world.environment, settings, Counter(), emit, most=8)
     for i in range(trees):
         makes_tasks: Any = world.environment
         task = world.task or makes_tasks.task(i)
         tree = Tree(i, task.id)
         journal.start_tree(tree, 0, 0)
-        context = Context(shop, task, tree, random.Random(i))
+        context = Context(runtime, task, tree, random.Random(i))
         await context.plant()
         await strategy(tree, context)
     assert groups, "nothing was emitted"

@@ -22,7 +22,7 @@ from coppice.common.numbers import Count
 from coppice.research.benches import result
 from coppice.scheduler.dispatch.dispatcher import DispatchConfig, Dispatcher
 from coppice.scheduler.dispatch.placement import Place
-from coppice.scheduler.ledger.survivors import sparing
+from coppice.scheduler.garbage import sparing
 from coppice.scheduler.telemetry.fleet import CAPACITY, Fleet
 from coppice.wire.arrays import Frame, decode_header, encode, encode_body
 from coppice.wire.keys import Grant, RunKeys

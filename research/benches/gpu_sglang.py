@@ -37,15 +37,15 @@ from coppice.actors.environments.base import Action
 from coppice.actors.environments.tictactoe import TicTacToe
 from coppice.actors.worker import service
 from coppice.research.benches.prefill import model_folder
+from coppice.scheduler.concurrency import gather
 from coppice.scheduler.config import SchedulerConfig
 from coppice.scheduler.dispatch.dispatcher import Dispatcher
 from coppice.scheduler.growth.context import Context
-from coppice.scheduler.growth.services import Shop
+from coppice.scheduler.growth.services import Runtime
 from coppice.scheduler.growth.strategies import mc_value
 from coppice.scheduler.growth.text import Text
 from coppice.scheduler.growth.tree import Tree
 from coppice.scheduler.ledger.journal import Journal
-from coppice.scheduler.telemetry.together import together
 from coppice.wire.messages import GenerateRequest, GenerateResult, Sampling
 
 SHAPES = {
@@ -254,7 +254,7 @@ def slate(vocabulary: int, work: Work) -> Grow:
         prefixes = [
             np.concatenate([instruction, words(work.question)]) for _ in range(work.questions)
         ]
-        await together(tree(prefix) for prefix in prefixes)
+        await gather(tree(prefix) for prefix in prefixes)
 
     return grow
 
@@ -277,19 +277,19 @@ def mc_pr(model: Path, work: Work, most: int) -> Grow:
         )
         with tempfile.TemporaryDirectory() as scratch:
             journal = Journal(Path(scratch) / "journal.sqlite")
-            shop = Shop(
+            runtime = Runtime(
                 recording,  # pyright: ignore[reportArgumentType] (it is called as the dispatcher is)
                 journal, Text(str(model)), environment, settings, counts, lambda tree, turns: None, most,
             )  # fmt: skip
 
             async def game(number: int) -> None:
                 tree = Tree(number, "")
-                context = Context(shop, environment.task(number), tree, random.Random(number))
+                context = Context(runtime, environment.task(number), tree, random.Random(number))
                 await context.plant()
                 await mc_value.grow(tree, context, work.continuations)
 
             try:
-                await together(game(number) for number in range(work.games))
+                await gather(game(number) for number in range(work.games))
             finally:
                 journal.close()
 
@@ -304,7 +304,7 @@ async def at_once(engine: SGLangEngine, answered: Answered) -> float:
     """Return the tokens per second of the same requests when the engine gets all of them together."""
     await _flush(engine)
     start = time.perf_counter()
-    results = await together(engine.generate(request) for request, _ in answered)
+    results = await gather(engine.generate(request) for request, _ in answered)
     seconds = time.perf_counter() - start
     return sum(len(sample.tokens) for result in results for sample in result.samples) / seconds
 

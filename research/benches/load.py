@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -316,7 +317,7 @@ class Probed(scheduling.Run):
             "lag_p99": _share(self.lags, 0.99),
             "lag_max": max(self.lags, default=0.0),
             "workers": len(self.dispatcher.workers()),
-            "open": self.dispatcher.waiting(),
+            "open": Counter(call.service for call in self.dispatcher.open_calls()),
         }
         with (self.folder / "load.jsonl").open("ab") as file:
             file.write(msgspec.json.encode(values) + b"\n")

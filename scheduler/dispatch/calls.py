@@ -3,6 +3,7 @@
 import asyncio
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -21,32 +22,24 @@ STARTED = "the scheduler has started"
 
 
 class DispatchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Section [scheduler.dispatch]: timing of workers and calls, in seconds, and the attempts of
-    one call.
-
-    heartbeat_s: time between two heartbeats of a worker. max_attempts: how often a call is made
-    before its infrastructure fault is reported.
-    """
+    """Section [scheduler.dispatch]: timing of workers and calls."""
 
     heartbeat_s: Positive = 2.0
+    """Seconds between two heartbeats of a worker."""
     dead_after_s: Positive = 20.0
-    """A worker that is silent for so long is given up and its calls move on; well above a long
-    pause of a busy machine."""
+    """A worker that is silent for so many seconds is given up and its calls move on; well above a
+    long pause of a busy machine."""
     replace_after_s: Positive = 120.0
-    """A process that is stopped or silent for so long is killed and started again by the launcher,
-    which first asks for its stacks. Far above any computation that may hold up heartbeats, since
-    updates and decoding run in threads and a process that loads is not yet known."""
+    """A process that is stopped or silent for so many seconds is killed and started again by the
+    launcher, which first asks for its stacks; far above any computation that holds up heartbeats."""
     max_attempts: Count = 3
+    """How often a call is made before its infrastructure fault is reported."""
 
 
 class Event(msgspec.Struct, frozen=True):
-    """One attempt of one call, for traces. Times are in seconds of the monotonic clock.
-
-    outcome: "ok", a kind of fault, "deadline", or "cancelled" (by the caller). caller: who waited
-    for it, in words, or "". version: the one that the answer names, if it does (of ``train``: the
-    version that trained the group). phases: the seconds of its parts, one after the other, if it
-    tells them.
-    """
+    """One attempt of a call, for traces, in monotonic seconds. outcome: "ok", a kind of fault,
+    "deadline" or "cancelled". caller: who waited, or "". version: the one in the answer. phases:
+    seconds of its parts."""
 
     service: str
     worker: str
@@ -59,13 +52,9 @@ class Event(msgspec.Struct, frozen=True):
 
 
 class Worker:
-    """What the dispatcher knows about one connected worker. ``stats`` came with its last heartbeat,
-    at ``beat_at``.
-
-    joined: the number of its arrival. left_out: whether a pool has dropped an entry of it
-    (``scheduler.pool``). answered: its answers so far. unanswered: calls in a row that passed their
-    deadline here while no other call was answered. recent: its last attempts. key: its public key.
-    """
+    """A connected worker. stats: of its last heartbeat, at ``beat_at``. joined: the number of its
+    arrival. left_out: whether a pool has dropped an entry of it. unanswered: calls in a row past
+    their deadline while no other was answered. recent: its last attempts. key: its public key."""
 
     def __init__(self, identity: bytes, hello: Register, now: float, admission: str, key: str = ""):
         self.identity, self.hello, self.admission, self.key = identity, hello, admission, key
@@ -101,8 +90,7 @@ class Worker:
         self.answered, self.unanswered, self._answered_at = self.answered + 1, 0, now
 
     def expires(self, attempt: "Attempt") -> None:
-        """A call passed its deadline here. It counts only if nothing was answered since it began: a
-        slow worker is not a stuck one."""
+        """A call passed its deadline. It counts only if nothing was answered meanwhile."""
         self.unanswered += attempt.start >= self._answered_at
 
     def state(self, now: float) -> str:
@@ -114,60 +102,32 @@ class Worker:
         return f"has {len(self.in_flight)} requests in flight of at most {self.hello.capacity}"
 
 
+@dataclass(slots=True, eq=False)
 class Pending:
-    """One call until its outcome. ``body`` is encoded once for all attempts; ``caller`` says in
-    words who waits for the outcome.
+    """One call until its outcome.
 
-    attempt: the attempt that is running now, if there is one. arrival, order: its place among the
-    waiting calls.
+    body: encoded once for all attempts. caller: who waits for the outcome, in words. attempt: the
+    one that is running now. arrival, order: its place among the waiting calls.
     """
 
-    __slots__ = (
-        "arrival",
-        "attempt",
-        "body",
-        "caller",
-        "check",
-        "deadline",
-        "done",
-        "failed_on",
-        "last_fault",
-        "order",
-        "place",
-        "result_type",
-        "service",
-        "since",
-        "tries",
-        "worker",
+    service: str
+    body: list[Frame]
+    result_type: type
+    deadline: float
+    place: Place | None
+    worker: str | None
+    caller: str
+    since: float
+    check: Check | None = None
+    done: asyncio.Future[Any] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
     )
-
-    def __init__(
-        self,
-        service: str,
-        body: list[Frame],
-        result_type: type,
-        deadline: float,
-        place: Place | None,
-        worker: str | None,
-        caller: str,
-        since: float,
-        check: Check | None = None,
-    ):
-        self.service, self.body, self.result_type, self.deadline = (
-            service,
-            body,
-            result_type,
-            deadline,
-        )
-        self.place, self.worker = place, worker
-        self.caller, self.since, self.check = caller, since, check
-        self.done: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self.failed_on: frozenset[str] = frozenset()
-        self.attempt: Attempt | None = None
-        self.arrival = 0
-        self.order: tuple[Any, ...] = ()
-        self.tries = 0
-        self.last_fault: Fault | None = None
+    failed_on: frozenset[str] = frozenset()
+    attempt: "Attempt | None" = None
+    arrival: int = 0
+    order: tuple[Any, ...] = ()
+    tries: int = 0
+    last_fault: Fault | None = None
 
     def settle(self, outcome: Any) -> None:
         """Set the outcome of the call. Later outcomes are ignored."""
@@ -179,10 +139,11 @@ class Pending:
             self.done.set_result(outcome)
 
 
+@dataclass(slots=True, eq=False)
 class Attempt:
     """One attempt to run a pending call on one worker."""
 
-    __slots__ = ("number", "pending", "start", "worker")
-
-    def __init__(self, number: int, pending: Pending, worker: Worker, start: float):
-        self.number, self.pending, self.worker, self.start = number, pending, worker, start
+    number: int
+    pending: Pending
+    worker: Worker
+    start: float

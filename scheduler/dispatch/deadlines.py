@@ -1,9 +1,5 @@
-"""The calls that still have no outcome, by the moment at which each must have one: one timer for
-many calls.
-
-An event loop keeps its timers in a heap. With 20,000 open calls, entering and removing one costs
-more there than all else that the dispatcher does for a call.
-"""
+"""The calls without an outcome by the moment of their deadline: one timer for many calls. With
+20,000 open calls, a timer each in the event loop's heap costs more than all else of a call."""
 
 import asyncio
 import itertools

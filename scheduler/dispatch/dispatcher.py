@@ -1,16 +1,10 @@
 """Every dispatched call reaches exactly one outcome: a result, a classified fault, or its caller's
-cancellation.
-
-Every service is called by ``await dispatcher.call(service, request, deadline=...)``. Calls wait for
-a worker with room, first in, first out, unless their ``Place`` orders them otherwise. After an
-infrastructure fault or the death of a worker the call moves to another worker. The deadline covers
-all attempts together. Late answers are only counted.
-
-States of a call: waiting -> running -> (fault -> backoff -> waiting)* -> done. The workers are
-``scheduler.roster``'s.
-"""
+cancellation. States of a call: waiting -> running -> (fault -> backoff -> waiting)* -> done. After
+an infrastructure fault or the death of a worker it moves to another worker; its deadline covers all
+attempts together. Late answers are only counted."""
 
 import asyncio
+import itertools
 import logging
 import random
 import time
@@ -23,7 +17,7 @@ import msgspec
 from coppice.scheduler.dispatch.calls import Attempt, Check, DispatchConfig, Event, Pending, Worker
 from coppice.scheduler.dispatch.deadlines import Deadlines
 from coppice.scheduler.dispatch.placement import Place, backoff
-from coppice.scheduler.dispatch.pool import Pool, Queue
+from coppice.scheduler.dispatch.pool import Pool, WaitingCalls
 from coppice.scheduler.dispatch.roster import Roster, Transport
 from coppice.wire.arrays import (
     Frame,
@@ -47,6 +41,7 @@ from coppice.wire.messages import (
     Result,
 )
 from coppice.wire.service import REGISTER_AGAIN, service_types
+from coppice.wire.sockets import Router
 
 __all__ = ["DispatchConfig", "Dispatcher", "Event", "Worker"]
 
@@ -66,8 +61,7 @@ _LOOK_AGAIN_S = 0.05
 
 
 def _order(pending: Pending) -> tuple[Any, ...]:
-    """The sorting key of a waiting call: retried calls come first, then the ranks of their places
-    decide, then the order of arrival."""
+    """The sorting key: retried calls, then the ranks of their places, then the order of arrival."""
     return (
         not pending.failed_on,
         *(pending.place.rank() if pending.place is not None else ()),
@@ -75,17 +69,24 @@ def _order(pending: Pending) -> tuple[Any, ...]:
     )
 
 
-class Dispatcher(Roster):
-    """Owns the ROUTER socket, the workers and the calls, from ``start`` to ``close``. A run of one
+class Dispatcher:
+    """Owns the calls, and the workers in its ``roster``, from ``start`` to ``close``. A run of one
     call:
 
-        dispatcher = Dispatcher("tcp://127.0.0.1:0", keys) await dispatcher.start() await
-        dispatcher.wait_for("retrieve", 1, timeout=60) result = await dispatcher.call("retrieve",
-        RetrieveRequest(["capital of Peru"], 3), deadline=30) await dispatcher.close()
+        dispatcher = Dispatcher("tcp://127.0.0.1:0", keys)
+        await dispatcher.start()
+        await dispatcher.wait_for("retrieve", 1, timeout=60)
+        request = RetrieveRequest(["capital of Peru"], 3)
+        result = await dispatcher.call("retrieve", request, deadline=30)
+        await dispatcher.close()
+
     counters: calls, retries, timeouts, failed, late_answers, malformed_peers, refused_peers,
     dead_workers, lost_calls. on_fault(service, fault, caller). router, clock: the bound socket and
     the seconds that a simulation replaces.
     """
+
+    on_event: Callable[[Event], None] | None = None
+    on_fault: Callable[[str, Fault, str], None] | None = None
 
     def __init__(
         self,
@@ -96,22 +97,27 @@ class Dispatcher(Roster):
         router: Transport | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        super().__init__(bind, keys, config, router, clock)
-        self.on_event: Callable[[Event], None] | None = None
-        self.on_fault: Callable[[str, Fault, str], None] | None = None
+        self.router, self.clock, self.config = router or Router(bind, keys), clock, config
+        self.endpoint, self.counters = self.router.endpoint, Counter[str]()
+        self.roster = Roster(
+            self.router, config, clock, self.counters, self._pump_all, self._fail_all
+        )
+        self.workers, self.wait_for = self.roster.workers, self.roster.wait_for
+        self._arrivals = itertools.count()
         self._rng = random.Random(seed)
         self._open = Deadlines(self._expire)
-        self._waiting: defaultdict[str, Queue] = defaultdict(Queue)
+        self._waiting: defaultdict[str, WaitingCalls] = defaultdict(WaitingCalls)
         self._again_at: dict[str, asyncio.TimerHandle] = {}
         self._limits = Limits()
+        self._closed = False
 
     # ------------------------------------------------------------------------------------------
     # callers
 
     async def start(self) -> None:
         """Start to receive messages and to watch for dead workers."""
-        self.router.listen(self._receive).add_done_callback(self._ended)
-        self._spawn(self._watch())
+        self.router.listen(self._receive).add_done_callback(self.roster.ended)
+        self.roster.start()
 
     async def call(
         self,
@@ -140,16 +146,9 @@ class Dispatcher(Roster):
             raise InfrastructureFault(f"{service} was called after the dispatcher was closed")
         since, result_type = self.clock(), service_types(service)[1]
         pending = Pending(
-            service,
-            encode_body(request),
-            result_type,
-            since + deadline,
-            place,
-            worker,
-            caller,
-            since,
-            check,
-        )
+            service, encode_body(request), result_type, since + deadline, place, worker, caller,
+            since, check,
+        )  # fmt: skip
         self.counters["calls"] += 1
         moment = self._open.add(pending, deadline)
         try:
@@ -164,68 +163,16 @@ class Dispatcher(Roster):
             # with the whole request in it.
             del pending
 
-    def waiting(self) -> dict[str, int]:
-        """The number of open calls per service, waiting and running ones; the watchdog prints it."""
-        return dict(Counter(pending.service for pending in self._open))
-
     def open_calls(self) -> list[Pending]:
         """All calls that have no outcome yet."""
         return list(self._open)
 
     def look_again(self, service: str) -> None:
-        """Try the waiting calls of ``service`` again, because something that held them back has
-        changed."""
-        self._pump(service)
-
-    async def close(self) -> None:
-        """Stop. Calls that are still open fail with InfrastructureFault."""
-        self._closed = True
-        for timer in self._again_at.values():
-            timer.cancel()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        for pending in list(self._open):
-            pending.attempt = None
-            pending.settle(InfrastructureFault("the dispatcher was closed"))
-        for by_name in (self._waiting, self._workers, self._named, self._pools):
-            by_name.clear()
-        self.router.close()
-
-    # ------------------------------------------------------------------------------------------
-    # calls
-
-    def _enter(self, pending: Pending) -> None:
-        """Start a call, or put it in the queue."""
-        if pending.worker is not None:
-            # A call pinned to a worker never waits: new weights must reach an actor that is still
-            # joining or that is full.
-            pinned = self._named.get(pending.worker)
-            if pinned is None:
-                self.counters["failed"] += 1
-                known = sorted(self._named)
-                pending.settle(
-                    InfrastructureFault(
-                        f"{pending.service}: no worker {pending.worker!r} is here, only {known}"
-                    )
-                )
-            else:
-                self._start(pending, pinned)
-            return
-        self._queue(pending)
-
-    def _queue(self, pending: Pending) -> None:
-        pending.arrival = next(self._arrivals)
-        pending.order = _order(pending)
-        self._waiting[pending.service].add(pending)
-        self._pump(pending.service)
-
-    def _pump(self, service: str) -> None:
-        """Start waiting calls of ``service`` while a worker has room."""
+        """Start waiting calls while workers have room, since what held them back changed."""
         queue = self._waiting.get(service)
         if not queue:
             return
-        pool, now, refused, passed = self._pools[service], self.clock(), set(), 0
+        pool, now, refused, passed = self.roster.pools[service], self.clock(), set(), 0
         while passed < min(len(queue), _LOOK_AHEAD) and (least := pool.least(now)) is not None:
             pending = queue[passed]
             kind = pending.place.waits_with() if pending.place is not None else None
@@ -239,28 +186,59 @@ class Dispatcher(Roster):
                 self._start(pending, worker)
                 if pending.place is not None:
                     self._reorder(queue, passed)
-        if (
-            passed
-            and any(queue[at].place is not None for at in range(passed))
-            and pool.least(now) is not None
-        ):
-            self._pump_later(service)
+        held_back = any(queue[at].place is not None for at in range(passed))
+        if held_back and pool.least(now) is not None:
+            self._look_later(service)
 
-    def _reorder(self, queue: Queue, at: int) -> None:
-        """Move the calls from ``at`` on whose ranks have changed. They are calls of one tree, which
-        has just begun, and stand side by side."""
+    async def close(self) -> None:
+        """Stop. Calls that are still open fail with InfrastructureFault."""
+        self._closed = True
+        for timer in self._again_at.values():
+            timer.cancel()
+        for pending in list(self._open):
+            pending.attempt = None
+            pending.settle(InfrastructureFault("the dispatcher was closed"))
+        self._waiting.clear()
+        await self.roster.close()
+
+    # ------------------------------------------------------------------------------------------
+    # calls
+
+    def _enter(self, pending: Pending) -> None:
+        if pending.worker is not None:
+            # A call pinned to a worker never waits: new weights must reach an actor that is still
+            # joining or that is full.
+            pinned = self.roster.named(pending.worker)
+            if pinned is not None:
+                self._start(pending, pinned)
+                return
+            self.counters["failed"] += 1
+            here = sorted(worker.name for worker in self.roster.everyone())
+            fault = f"{pending.service}: no worker {pending.worker!r} is here, only {here}"
+            pending.settle(InfrastructureFault(fault))
+            return
+        self._queue(pending)
+
+    def _queue(self, pending: Pending) -> None:
+        pending.arrival = next(self._arrivals)
+        pending.order = _order(pending)
+        self._waiting[pending.service].add(pending)
+        self.look_again(pending.service)
+
+    def _reorder(self, queue: WaitingCalls, at: int) -> None:
+        """Move the calls from ``at`` on whose ranks have changed: those of one begun tree."""
         while at < len(queue) and (order := _order(queue[at])) != queue[at].order:
             moved = queue.take(at)
             moved.order = order
             queue.add(moved)
 
-    def _pump_later(self, service: str) -> None:
-        def pump() -> None:
+    def _look_later(self, service: str) -> None:
+        def look() -> None:
             del self._again_at[service]
-            self._pump(service)
+            self.look_again(service)
 
         if service not in self._again_at:
-            self._again_at[service] = asyncio.get_running_loop().call_later(_LOOK_AGAIN_S, pump)
+            self._again_at[service] = asyncio.get_running_loop().call_later(_LOOK_AGAIN_S, look)
 
     def _place(self, pending: Pending, pool: Pool, least: Worker, now: float) -> Worker | None:
         if pending.place is None:
@@ -271,14 +249,13 @@ class Dispatcher(Roster):
         return pool.members.get(name) if name is not None else None
 
     def _changed(self, worker: Worker) -> None:
-        """The load or the state of a worker has changed."""
         worker.left_out = False
         for service in worker.hello.services:
-            self._pools[service].touch(worker)
+            self.roster.pools[service].touch(worker)
 
     def _start(self, pending: Pending, worker: Worker) -> None:
         now = self.clock()
-        number = next(self._numbers)
+        number = next(self.roster.numbers)
         pending.tries += 1
         pending.attempt = worker.in_flight[number] = Attempt(number, pending, worker, now)
         self._changed(worker)
@@ -288,33 +265,24 @@ class Dispatcher(Roster):
             pending.place.started(worker.name)
 
     def _finish(self, attempt: Attempt, outcome: str, result: Any = None) -> None:
-        """An attempt has ended with any outcome: free its room and start waiting calls."""
+        """An attempt has ended: free its room and start waiting calls."""
         worker, pending = attempt.worker, attempt.pending
         worker.in_flight.pop(attempt.number, None)
         self._changed(worker)
         pending.attempt = None
         if pending.place is not None:
             pending.place.ended(worker.name, result)
-        version = getattr(result, "version", None)
-        phases = getattr(result, "phases", {})
         event = Event(
-            pending.service,
-            worker.name,
-            attempt.start,
-            self.clock(),
-            outcome,
-            pending.caller,
-            version,
-            phases,
-        )
+            pending.service, worker.name, attempt.start, self.clock(), outcome, pending.caller,
+            getattr(result, "version", None), getattr(result, "phases", {}),
+        )  # fmt: skip
         worker.recent.append(event)
         if self.on_event is not None:
             self.on_event(event)
         self._pump_all(worker)
 
     def _fail(self, attempt: Attempt, fault: Fault, blamed: bool = True) -> None:
-        """An attempt has failed. blamed: whether that counts against its worker, which rests after
-        several failures in a row."""
+        """An attempt has failed. blamed: whether that counts against its worker."""
         pending, infrastructure = attempt.pending, isinstance(fault, InfrastructureFault)
         if blamed:
             attempt.worker.breaker.record(not infrastructure, now := self.clock())
@@ -322,7 +290,7 @@ class Dispatcher(Roster):
         self._finish(attempt, fault.kind)
         if pending.done.done():
             return
-        self._tell(pending, fault)
+        self._report(pending, fault)
         if not infrastructure:
             pending.settle(fault)
             return
@@ -341,7 +309,7 @@ class Dispatcher(Roster):
         """If the worker rests from now on, look at the waiting calls when its rest is over."""
 
         def wake() -> None:
-            if self._workers.get(worker.identity) is worker:
+            if self.roster.at(worker.identity) is worker:
                 self._changed(worker)
                 self._pump_all(worker)
 
@@ -373,13 +341,12 @@ class Dispatcher(Roster):
             self._wake_after_rest(attempt.worker, now)
             attempt.worker.expires(attempt)
         fault = InfrastructureFault(f"{pending.service} took over {deadline:.1f} s {where}{before}")
-        self._tell(pending, fault)
+        self._report(pending, fault)
         pending.settle(fault)
         self._waiting[pending.service].forget(pending)
         self._abandon(pending, "deadline")
 
-    def _tell(self, pending: Pending, fault: Fault) -> None:
-        """Report every fault, including those of attempts that are retried."""
+    def _report(self, pending: Pending, fault: Fault) -> None:
         if self.on_fault is not None and pending.caller:
             log.warning("%s, called by %s: %s", pending.service, pending.caller, fault)
             self.on_fault(pending.service, fault, pending.caller)
@@ -387,7 +354,7 @@ class Dispatcher(Roster):
     def _abandon(self, pending: Pending, outcome: str) -> None:
         """The caller has left: cancel the attempt that is still running, if there is one."""
         if (attempt := pending.attempt) is not None:
-            self._send(attempt.worker, Cancel(attempt.number))
+            self.roster.send(attempt.worker, Cancel(attempt.number))
             self._finish(attempt, outcome)
 
     # ------------------------------------------------------------------------------------------
@@ -398,18 +365,18 @@ class Dispatcher(Roster):
         try:
             self._handle(identity, frames)
         except WireError as error:
-            self._drop_malformed(identity, error)
+            self.roster.drop_malformed(identity, error)
 
     def _handle(self, identity: bytes, frames: Sequence[Frame]) -> None:
         header = decode_header(frames, self._limits)
-        worker = self._workers.get(identity)
+        worker = self.roster.at(identity)
         if worker is not None and worker.key != self.router.sender:
-            self._refuse(
+            self.roster.refuse(
                 identity, worker.name, "this connection belongs to a worker with another key"
             )
             return
         if isinstance(header, Register):
-            self._join(identity, header)
+            self.roster.join(identity, header)
             return
         if worker is None:
             if not isinstance(header, Goodbye):
@@ -422,22 +389,23 @@ class Dispatcher(Roster):
             case Heartbeat(stats=stats, open=listed, echo=echo):
                 worker.stats, worker.beat_at = stats, worker.heard
                 self._compare(worker, set(listed), echo)
-                self._send(worker, Heartbeat(len(worker.in_flight), {}, echo=next(self._numbers)))
+                self.roster.send(
+                    worker, Heartbeat(len(worker.in_flight), {}, echo=next(self.roster.numbers))
+                )
                 if worker.left_out:  # a rested worker may be usable again
                     self._changed(worker)
                 self._pump_all(worker)
             case Drain():
                 worker.draining = True
             case Goodbye(reason=reason):
-                self._leave(worker, reason or "left")
+                self.roster.leave(worker, reason or "left")
             case _:
                 raise WireError(
                     f"{worker.name} sent a {type(header).__name__}, which only a scheduler sends"
                 )
 
     def _compare(self, worker: Worker, listed: set[int], echo: int) -> None:
-        """Fail the attempts that were sent before an echo that has arrived, and that are not open
-        there: a connection lost them or their answers, and nothing else would tell."""
+        """Fail attempts sent before an echo and not open there: they or their answers were lost."""
         for attempt in [
             a for a in worker.in_flight.values() if a.number < echo and a.number not in listed
         ]:
@@ -483,11 +451,8 @@ class Dispatcher(Roster):
 
     def _pump_all(self, worker: Worker) -> None:
         for service in worker.hello.services:
-            self._pump(service)
+            self.look_again(service)
 
-    def _came(self, worker: Worker) -> None:
-        self._pump_all(worker)
-
-    def _gone(self, worker: Worker, reason: str) -> None:
+    def _fail_all(self, worker: Worker, reason: str) -> None:
         for attempt in list(worker.in_flight.values()):
             self._fail(attempt, InfrastructureFault(f"{worker.name} is gone: {reason}"))

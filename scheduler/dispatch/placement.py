@@ -1,8 +1,5 @@
 """The choice of a worker by load alone, and ``Place``, through which a call that knows more makes
-the choice itself.
-
-These are pure decisions with an injected clock; the dispatcher does the I/O.
-"""
+the choice itself. Pure decisions: the dispatcher does the I/O."""
 
 import random
 from collections.abc import Collection, Mapping, Sequence
@@ -26,11 +23,8 @@ class Load(msgspec.Struct, frozen=True):
 
 
 def roomy(loads: Sequence[Load], avoid: frozenset[str] = frozenset()) -> list[Load]:
-    """The workers that have room for a call.
-
-    ``avoid`` names the workers that have failed this call. They are used only if there is no other
-    worker at all, because a worker that fails fast always has room and would swallow every attempt.
-    """
+    """The workers with room. Those to ``avoid``, which failed this call, are used only if there is
+    no other at all: a worker that fails fast always has room and would swallow every attempt."""
     candidates = [load for load in loads if load.worker not in avoid] or loads
     return [load for load in candidates if load.in_flight < load.capacity]
 
@@ -42,51 +36,36 @@ def choose(loads: Sequence[Load], avoid: frozenset[str] = frozenset()) -> str | 
 
 
 class Place:
-    """How one call is ordered and placed. The base class waits first in, first out for the least
-    loaded worker.
-
-    The dispatcher asks ``rank`` and ``choose`` while the call waits, then calls ``started`` and
-    ``ended`` once per attempt.
-    """
+    """How one call is ordered and placed: here first in, first out for the least loaded worker.
+    ``rank`` and ``choose`` are asked while it waits, ``started`` and ``ended`` once per attempt."""
 
     def rank(self) -> tuple[Any, ...]:
-        """The sorting key among the waiting calls of one service; equal ranks keep the order of
-        arrival. The rank may change."""
+        """The sorting key among waiting calls; equal ranks keep their order. It may change."""
         return ()
 
     def waits_with(self) -> Any:
-        """What it shares with calls behind it that need not be asked if this one must wait; None if
-        they may start nevertheless."""
+        """What it shares with calls behind it that wait if this one must; None: they may start."""
         return None
 
     def homes(self) -> Collection[str]:
-        """The workers that it prefers, which are among the ``loads`` that it is shown also in a
-        large fleet."""
+        """The workers that it prefers, which it is shown also in a large fleet."""
         return ()
 
     def choose(self, loads: Sequence[Load], avoid: frozenset[str]) -> str | None:
-        """The worker to run on now, or None to wait. loads: the usable workers, or some of many
-        (``scheduler.pool``); avoid: see ``roomy``.
-
-        A call that waits although there is room is asked again when a call ends, when a heartbeat
-        comes, and soon anyway.
-        """
+        """The worker to run on now, or None to wait until a call ends or a heartbeat comes. loads:
+        the usable workers, or some of many (``scheduler.pool``); avoid: see ``roomy``."""
         return choose(loads, avoid)
 
     def started(self, worker: str) -> None:
         """An attempt was sent to ``worker``."""
 
     def ended(self, worker: str, result: Any | None) -> None:
-        """The attempt has ended. result: None if the attempt failed, was cancelled or passed the
-        deadline."""
+        """The attempt has ended. result: None unless it was served."""
 
 
 class Breaker:
-    """Keeps calls away from a worker for ``rest_s`` seconds after ``threshold`` failures in a row.
-
-    States: closed -> (threshold failures) -> open -> (rest_s passes) -> closed, where a single
-    failure opens it again.
-    """
+    """Keeps calls away from a worker for ``rest_s`` seconds after ``threshold`` failures in a row:
+    closed -> open -> (rest_s passes) -> closed, where a single failure opens it again."""
 
     def __init__(self, threshold: int = 5, rest_s: float = 10.0):
         self.threshold, self.rest_s = threshold, rest_s
@@ -106,7 +85,6 @@ class Breaker:
 
 
 def backoff(attempt: int, rng: random.Random, base_s: float = 0.05, most_s: float = 5.0) -> float:
-    """Seconds to wait before attempt ``attempt`` + 1: exponential, with the upper half of the wait
-    drawn at random."""
+    """Seconds before the next attempt: exponential, the upper half drawn at random."""
     ceiling = min(most_s, base_s * 2 ** min(attempt, 30))
     return ceiling * (0.5 + 0.5 * rng.random())

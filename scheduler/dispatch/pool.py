@@ -1,12 +1,6 @@
-"""The workers of one service by their load, and its waiting calls by their order: each change costs
-the same however many there are.
-
-The workers of one load stand in a stack, whose entries are stale once their worker's load has
-changed. So finding the least loaded worker touches only what was touched just now, which is still
-in the processor's cache. A worker that may not be used is left out when it comes up, and entered
-again by ``touch`` when something about it changes: when its rest ends, or with its next heartbeat
-(``Worker.left_out``).
-"""
+"""Workers of one service by their load, and its waiting calls by their order: each change costs the
+same however many there are. Workers of one load are in a stack, whose entries are stale once their
+load has changed; a worker that may not be used is dropped, and entered again by ``touch``."""
 
 import bisect
 import operator
@@ -27,8 +21,7 @@ _BY_ORDER = operator.attrgetter("order")
 
 
 class Pool:
-    """The workers that offer one service and were admitted. ``touch`` must be called after every
-    change of a worker's load or state."""
+    """The admitted workers of a service. ``touch`` follows every change of load or state."""
 
     def __init__(self) -> None:
         self.members: dict[str, Worker] = {}
@@ -62,9 +55,8 @@ class Pool:
                 self._sort_anew()
 
     def least(self, now: float, avoid: Collection[str] = ()) -> Worker | None:
-        """The least loaded worker with room, of several the one that changed last; None if there is
-        none. avoid: workers that are taken only if there is no other at all, not even one without
-        room."""
+        """The least loaded worker with room, of several the one that changed last, or None. avoid:
+        taken only if there is no other at all, not even one without room."""
         if not avoid:
             while self._shares:
                 if (worker := self._top(self._shares[0], now)) is not None:
@@ -76,9 +68,9 @@ class Pool:
         return next(self._by_load(now), None)
 
     def loads(self, now: float, homes: Collection[str], avoid: Collection[str]) -> list[Load]:
-        """The workers that a call may choose from, in the order in which they joined: all usable
-        ones if they are few, or else its ``homes`` and the least loaded others, for a call without
-        homes also some in turn. Those to ``avoid`` are shown only if there is no other."""
+        """The workers that a call may choose from, as they joined: all usable ones if few, or its
+        ``homes`` and the least loaded, without homes also some in turn. Those to ``avoid`` come
+        last."""
         if len(self.members) <= FEW:
             return [_load(w) for w in self._ring if w.usable(now)]
         found = {
@@ -98,7 +90,6 @@ class Pool:
         return [_load(w) for w in sorted(found.values(), key=operator.attrgetter("joined"))]
 
     def _stack(self, share: float) -> deque[Worker]:
-        """The stack of a load, which gets one entry more."""
         self._entries += 1
         if (stack := self._stacks.get(share)) is None:
             bisect.insort(self._shares, share)
@@ -112,19 +103,16 @@ class Pool:
             if worker.has_room:
                 self._stack(worker.share).append(worker)
 
-    def _stands(self, worker: Worker, share: float, now: float) -> bool:
-        """Whether an entry of the stack of ``share`` is true, and its worker may be used. A worker
-        without room is not in a stack of its share."""
+    def _current(self, worker: Worker, share: float, now: float) -> bool:
         return (
             worker.share == share and self.members.get(worker.name) is worker and worker.usable(now)
         )
 
     def _top(self, share: float, now: float) -> Worker | None:
-        """The worker that came last into a stack, after stale entries above it are dropped. A stack
-        without any is removed."""
+        """The worker that came last into a stack, whose stale entries are dropped."""
         stack = self._stacks[share]
         while stack:
-            if self._stands(worker := stack[-1], share, now):
+            if self._current(worker := stack[-1], share, now):
                 return worker
             stack.pop().left_out = True
             self._entries -= 1
@@ -133,14 +121,13 @@ class Pool:
         return None
 
     def _by_load(self, now: float) -> Iterator[Worker]:
-        """The usable workers with room, the least loaded first. Nothing may change while they are
-        read."""
+        """The usable workers with room, the least loaded first. Nothing may change meanwhile."""
         for share in self._shares.copy():
             if self._top(share, now) is not None:
-                told = set[Worker]()
+                seen = set[Worker]()
                 for worker in reversed(self._stacks[share]):
-                    if worker not in told and self._stands(worker, share, now):
-                        told.add(worker)
+                    if worker not in seen and self._current(worker, share, now):
+                        seen.add(worker)
                         yield worker
 
 
@@ -148,9 +135,8 @@ def _load(worker: Worker) -> Load:
     return Load(worker.name, len(worker.in_flight), worker.hello.capacity, worker.stats)
 
 
-class Queue:
-    """The waiting calls of one service, ascending by ``order``. A change near either end moves none
-    of the others, of which there may be 100,000."""
+class WaitingCalls:
+    """Waiting calls of a service by ``order``. A change near an end moves few others."""
 
     def __init__(self) -> None:
         self._calls: list[Any] = []

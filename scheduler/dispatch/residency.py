@@ -1,11 +1,6 @@
-"""What each actor's prefix cache probably holds: the scheduler sees every prompt that goes out and
-every sample that comes back.
-
-This is a model, not a measurement: one radix tree of token ids per worker, which forgets its least
-recently used leaves beyond the worker's capacity, and everything at a new policy version.
-``Forecast`` measures the model: predicted against reported cached tokens. The module is pure: it
-owns no task and no clock, and the order of calls is its time.
-"""
+"""What each actor's prefix cache probably holds: a radix tree of token ids per worker, which
+forgets its least recently used leaves beyond the capacity, and everything at a new version.
+``Forecast`` compares it with the reported cached tokens. Pure; the order of calls is its time."""
 
 import heapq
 import itertools
@@ -25,8 +20,7 @@ STRETCH = 10_000
 
 
 class Edge:
-    """A run of tokens below ``parent``, as bytes. used: when a call last passed here, by the clock
-    of ``Prefixes``."""
+    """A run of tokens below ``parent``, as bytes. used: when a call last passed here."""
 
     __slots__ = ("alive", "children", "parent", "tokens", "used")
 
@@ -61,8 +55,7 @@ class Prefixes:
         return sum(shared for _, shared in self._walk(tokens))
 
     def insert(self, tokens: bytes) -> int:
-        """Hold ``tokens`` and all its prefixes, and mark them as just used. Returns the length in
-        tokens of the prefix that was held before."""
+        """Hold ``tokens`` as just used. Returns the tokens of it that were held before."""
         now, edge, held = next(self._clock), self._root, 0
         for below, shared in list(self._walk(tokens)):
             edge = below if shared * _WIDTH == len(below.tokens) else self._split(below, shared)
@@ -119,8 +112,7 @@ class Prefixes:
 
 
 class Forecast(msgspec.Struct, frozen=True):
-    """Prompt tokens of served calls: all of them, those predicted to be cached at sending, and
-    those reported as cached."""
+    """Prompt tokens of served calls: all, predicted as cached, reported as cached."""
 
     prompt: int = 0
     predicted: int = 0
@@ -155,8 +147,7 @@ class Forecast(msgspec.Struct, frozen=True):
 
 
 class Residency:
-    """The caches of all workers. Report calls by ``started``, ``sampled`` and ``compared``; ask by
-    ``expect``."""
+    """The caches of all workers."""
 
     def __init__(self) -> None:
         self._forecast = Forecast()
@@ -178,27 +169,23 @@ class Residency:
         return self._cache(worker).capacity
 
     def expect(self, worker: str, tokens: bytes) -> int:
-        """How many of the prompt ``tokens`` the worker should find cached. The last token never
-        counts: its logits must be computed."""
+        """How many prompt tokens should be cached; never the last, whose logits are needed."""
         cache = self._caches.get(worker)
         return min(cache.match(tokens), len(tokens) // _WIDTH - 1) if cache is not None else 0
 
     def started(self, worker: str, tokens: bytes) -> int:
-        """A call with this prompt was sent: count the prompt as resident. Returns what ``expect``
-        said before."""
+        """A call was sent: count its prompt as resident. Returns what ``expect`` said before."""
         return min(self._cache(worker).insert(tokens), len(tokens) // _WIDTH - 1)
 
     def sampled(self, worker: str, tokens: bytes, version: int) -> None:
-        """A prompt with its continuation is resident, unless an older version than the worker's
-        current one began the sample."""
+        """A prompt with its continuation is resident, unless older weights began the sample."""
         if version > self._versions.get(worker, version):
             self.emptied(worker, version)
         if version == self._versions.setdefault(worker, version):
             self._cache(worker).insert(tokens)
 
     def compared(self, prompt: int, predicted: int, reported: int) -> None:
-        """A call was served: compare the cached tokens that were predicted with those that were
-        reported."""
+        """A call was served: compare predicted with reported cached tokens."""
         self._forecast = self._forecast.with_call(prompt, predicted, reported)
         self._stretch = self._stretch.with_call(prompt, predicted, reported)
         if self._stretch.prompt >= STRETCH:
@@ -223,8 +210,7 @@ class Residency:
         return taken
 
     def doubt(self) -> str:
-        """The warning that two stretches in a row fell short, or "". Each series of short stretches
-        is reported once."""
+        """The warning that two stretches in a row fell short, once per series, or ""."""
         warning, self._doubt = self._doubt, ""
         return warning
 

@@ -1,9 +1,5 @@
-"""Which workers are here: from their registration, through admission, draining and silence, to
-their departure.
-
-States of a worker: joining (on_join runs) -> ready <-> resting (breaker) -> draining -> gone. A
-worker that is ready stands in the pool of each service that it offers.
-"""
+"""Which workers are here. States of one: joining (on_join runs) -> ready <-> resting (breaker) ->
+draining -> gone. A ready worker is in the pool of each service that it offers."""
 
 import asyncio
 import itertools
@@ -20,7 +16,6 @@ from coppice.wire.faults import Fault, WireError
 from coppice.wire.keys import Grant, RunKeys
 from coppice.wire.messages import Drain, Goodbye, Message, Register, Registered
 from coppice.wire.service import service_types
-from coppice.wire.sockets import Router
 
 log = logging.getLogger("scheduler.roster")
 
@@ -28,8 +23,7 @@ JoinHook = Callable[[Worker], Awaitable[None]]
 
 
 class Transport(Protocol):
-    """What the dispatcher needs of its socket: ``wire.sockets.Router``, or the simulated network of
-    tests/simulation."""
+    """What the dispatcher needs of its socket (``wire.sockets.Router``, or a simulated network)."""
 
     endpoint: str
     keys: RunKeys | None
@@ -45,57 +39,58 @@ class Transport(Protocol):
 
 
 class Roster:
-    """The workers and the socket through which they come. ``_came`` and ``_gone`` tell the
-    subclass, which gives them work.
+    """The workers and their socket. came, gone: told of admissions and departures. on_join: awaited
+    before a worker's first call. numbers: of calls; a worker may answer the next scheduler with an
+    old one, so no two schedulers share them. failure: of a background task."""
 
-    on_join: awaited before a worker gets its first call; on_leave: told of each worker that is
-    gone, with the reason. router, clock: the bound socket and the seconds that a simulation
-    replaces.
-    """
+    on_join: JoinHook | None = None
+    on_leave: Callable[[Worker, str], None] | None = None
+    failure: BaseException | None = None
 
     def __init__(
         self,
-        bind: str,
-        keys: RunKeys | None,
+        router: Transport,
         config: DispatchConfig,
-        router: Transport | None,
         clock: Callable[[], float],
+        counters: Counter[str],
+        came: Callable[[Worker], None],
+        gone: Callable[[Worker, str], None],
     ):
-        self.router, self.clock = router or Router(bind, keys), clock
-        self.endpoint = self.router.endpoint
-        self.config = config
-        self.counters: Counter[str] = Counter()
-        self.on_join: JoinHook | None = None
-        self.on_leave: Callable[[Worker, str], None] | None = None
-        # A worker may outlive this scheduler and answer the next one with an old number, so no two
-        # schedulers may share numbers.
-        self._numbers = itertools.count(time.time_ns())
+        self.router, self.config, self.clock, self.counters = router, config, clock, counters
+        self.numbers = itertools.count(time.time_ns())
+        self.pools: defaultdict[str, Pool] = defaultdict(Pool)
+        self._came, self._gone = came, gone
         self._arrivals = itertools.count()
         self._workers: dict[bytes, Worker] = {}
         self._named: dict[str, Worker] = {}
-        self._pools: defaultdict[str, Pool] = defaultdict(Pool)
         self._tasks: set[asyncio.Task[None]] = set()
         self._joined = asyncio.Event()
-        self._failure: BaseException | None = None
         self._draining = self._closed = False
 
-    def _came(self, worker: Worker) -> None:
-        """A worker was admitted."""
+    def start(self) -> None:
+        """Start to watch for dead workers."""
+        self._spawn(self._watch())
 
-    def _gone(self, worker: Worker, reason: str) -> None:
-        """A worker has left or was given up; it is in no pool any more."""
+    async def close(self) -> None:
+        """Forget the workers and close the socket."""
+        self._closed = True
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for by_name in (self._workers, self._named, self.pools):
+            by_name.clear()
+        self.router.close()
 
     def workers(self, service: str | None = None) -> list[Worker]:
         """The ready workers that offer ``service``, or all ready workers."""
         if service is not None:
-            return list(self._pools[service].members.values()) if service in self._pools else []
+            return list(self.pools[service].members.values()) if service in self.pools else []
         return [w for w in self._workers.values() if w.ready]
 
     async def wait_for(self, service: str, count: int, timeout: float) -> None:
-        """Wait until ``count`` workers offer ``service``. Raises TimeoutError that says how many
-        came."""
+        """Wait until ``count`` workers offer ``service``. Raises TimeoutError."""
         end = self.clock() + timeout
-        while len(self._pools[service].members) < count:
+        while len(self.pools[service].members) < count:
             self._joined.clear()
             try:
                 async with asyncio.timeout(max(0.0, end - self.clock())):
@@ -106,6 +101,14 @@ class Roster:
                     " see their logs in the run folder"
                 ) from None
 
+    def at(self, identity: bytes) -> Worker | None:
+        """The worker that is connected under an identity."""
+        return self._workers.get(identity)
+
+    def named(self, name: str) -> Worker | None:
+        """The worker of a name."""
+        return self._named.get(name)
+
     def everyone(self) -> Collection[Worker]:
         """All workers that are here, including those that are joining."""
         return self._workers.values()
@@ -114,25 +117,20 @@ class Roster:
         """Ask every worker to finish its calls and leave, also those that join from now on."""
         self._draining = True
         for worker in self._workers.values():
-            self._send(worker, Drain())
+            self.send(worker, Drain())
 
     def remove(self, worker: Worker, reason: str) -> None:
         """Send a worker away. Its calls move to other workers."""
-        self._send(worker, Goodbye(reason))
-        self._leave(worker, reason)
+        self.send(worker, Goodbye(reason))
+        self.leave(worker, reason)
 
-    def failure(self) -> BaseException | None:
-        """The error that ended the receive or watch loop, if one did."""
-        return self._failure
-
-    # ------------------------------------------------------------------------------------------
-    # coming and going
-
-    def _send(self, worker: Worker, header: Message) -> None:
+    def send(self, worker: Worker, header: Message) -> None:
+        """Send a message without a body."""
         if not self._closed:
             self.router.send([worker.identity, *encode(header)])
 
-    def _drop_malformed(self, identity: bytes, error: WireError) -> None:
+    def drop_malformed(self, identity: bytes, error: WireError) -> None:
+        """Send away a peer that broke the protocol."""
         self.counters["malformed_peers"] += 1
         worker = self._workers.get(identity)
         if worker is not None and worker.key != self.router.sender:
@@ -144,15 +142,16 @@ class Roster:
         else:
             self.router.send([identity, *encode(Goodbye(reason))])
 
-    def _join(self, identity: bytes, hello: Register) -> None:
+    def join(self, identity: bytes, hello: Register) -> None:
+        """Answer a registration. Raises WireError for one that this protocol does not have."""
         if (worker := self._workers.get(identity)) is not None:
             worker.heard = self.clock()
-            self._send(worker, Registered(self.config.heartbeat_s, worker.admission))
+            self.send(worker, Registered(self.config.heartbeat_s, worker.admission))
             return
         for service in hello.services:
             service_types(service)
         if (reason := self._forbidden(hello)) is not None:
-            self._refuse(identity, hello.worker, reason)
+            self.refuse(identity, hello.worker, reason)
             return
         if hello.protocol != 1 or hello.capacity < 1:
             raise WireError(
@@ -161,18 +160,17 @@ class Roster:
         if (old := self._named.get(hello.worker)) is not None:
             self.remove(old, f"replaced by a new process of the same name {old.name}")
         worker = Worker(
-            identity, hello, self.clock(), f"{next(self._numbers):x}", self.router.sender
+            identity, hello, self.clock(), f"{next(self.numbers):x}", self.router.sender
         )
         worker.joined = next(self._arrivals)
         self._workers[identity] = self._named[worker.name] = worker
-        self._send(worker, Registered(self.config.heartbeat_s, worker.admission))
+        self.send(worker, Registered(self.config.heartbeat_s, worker.admission))
         if self._draining:
-            self._send(worker, Drain())
+            self.send(worker, Drain())
         self._spawn(self._admit(worker))
 
     def _forbidden(self, hello: Register) -> str | None:
-        """Return why the sender's key may not register so, None if it may. The same key may take
-        its name again (a restarted worker)."""
+        """Why the sender's key may not register so, None if it may."""
         grant = self.router.grant(self.router.sender)
         if grant is None:
             return "its key was revoked: ask for a new invitation (coppice serve --invite)"
@@ -182,13 +180,14 @@ class Roster:
             return "a worker of this name is alive and has another key: choose another name (coppice serve --name)"
         return None
 
-    def _refuse(self, identity: bytes, name: str, reason: str) -> None:
+    def refuse(self, identity: bytes, name: str, reason: str) -> None:
+        """Send away a peer that may not do what it asks for."""
         self.counters["refused_peers"] += 1
         log.error("refused a peer that calls itself %r: %s", name[:100], reason)
         self.router.send([identity, *encode(Goodbye(f"refused: {reason}"))])
 
     async def _admit(self, worker: Worker) -> None:
-        """Admit a worker once ``on_join`` has returned (in it, an actor loads the current weights)."""
+        """Admit a worker once ``on_join`` has returned, in which an actor loads weights."""
         if self.on_join is not None:
             try:
                 await self.on_join(worker)
@@ -199,17 +198,18 @@ class Roster:
         if self._workers.get(worker.identity) is worker:
             worker.ready = True
             for service in worker.hello.services:
-                self._pools[service].add(worker)
+                self.pools[service].add(worker)
             self._joined.set()
             self._came(worker)
 
-    def _leave(self, worker: Worker, reason: str) -> None:
+    def leave(self, worker: Worker, reason: str) -> None:
+        """A worker has left or is given up."""
         if self._workers.get(worker.identity) is not worker:
             return  # gone already
         del self._workers[worker.identity], self._named[worker.name]
         worker.ready = False
         for service in worker.hello.services:
-            self._pools[service].discard(worker)
+            self.pools[service].discard(worker)
         self._gone(worker, reason)
         if self.on_leave is not None:
             self.on_leave(worker, reason)
@@ -229,7 +229,7 @@ class Roster:
                 w for w in self._workers.values() if now - w.heard > self.config.dead_after_s
             ]:
                 self.counters["dead_workers"] += 1
-                self._leave(worker, f"silent for {now - worker.heard:.0f} s")
+                self.leave(worker, f"silent for {now - worker.heard:.0f} s")
 
     def _send_away_revoked(self) -> None:
         if self.router.keys is not None:
@@ -241,9 +241,10 @@ class Roster:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        task.add_done_callback(self._ended)
+        task.add_done_callback(self.ended)
 
-    def _ended(self, task: asyncio.Future[None]) -> None:
+    def ended(self, task: asyncio.Future[None]) -> None:
+        """A background task, or the receive loop, has ended."""
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._failure = error
+            self.failure = error
             log.error("a dispatcher task died", exc_info=error)

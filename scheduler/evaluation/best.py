@@ -1,10 +1,6 @@
-"""Keep the weights that did best on the held-out tasks, even after the learner deletes their
-version (methods.md 2.4: best on validation).
-
-The only folder RUN/best/vNNNNNN holds these weights and best.json. The weights are hard links where
-the file system has them, and take no space twice. Version 0 is the model from which the run
-started; it has no weights of its own.
-"""
+"""Keep the weights that did best on the held-out tasks (methods.md 2.4) as hard links in the only
+folder RUN/best/vNNNNNN, beside best.json. Version 0, the model of the start, has no weights of its
+own."""
 
 import logging
 import os
@@ -14,15 +10,14 @@ from pathlib import Path
 import msgspec
 
 from coppice.common.atomic import drafted
-from coppice.scheduler.telemetry.spread import Weights
+from coppice.scheduler.weight_sync import Weights
 from coppice.wire import published
 
 log = logging.getLogger("scheduler.best")
 
 
 class Best(msgspec.Struct, frozen=True):
-    """The result of the best version. measure: the environment's headline; value: its mean over the
-    held-out tasks."""
+    """The best version. value: the mean of the headline ``measure`` on held-out tasks."""
 
     version: int
     measure: str
@@ -30,8 +25,7 @@ class Best(msgspec.Struct, frozen=True):
 
 
 def read(run: Path) -> tuple[Best, Path] | None:
-    """The best version so far and its folder, or None before the first evaluation. A record that a
-    power cut left torn is ignored."""
+    """The best version so far and its folder, or None. A torn record is ignored."""
     records = []
     for path in sorted((run / "best").glob("v??????/best.json")):
         try:
@@ -42,8 +36,7 @@ def read(run: Path) -> tuple[Best, Path] | None:
 
 
 def keep(run: Path, weights: Weights, measure: str, value: float) -> bool:
-    """Keep ``weights`` if they are better than the best so far. Returns whether they were kept; a
-    full disk does not end the run."""
+    """Keep ``weights`` if they are the best so far; a full disk ends no run."""
     before = read(run)
     if before is not None and (before[0].value >= value or before[0].version == weights.version):
         return False
@@ -65,8 +58,6 @@ def keep(run: Path, weights: Weights, measure: str, value: float) -> bool:
 
 
 def _files(weights: Weights) -> list[Path]:
-    """The files of a version's weights. Raises FileNotFoundError if the learner gave them out of
-    its memory only."""
     if not weights.version:
         return []
     folder = Path(weights.path)

@@ -1,14 +1,18 @@
 """The results of held-out evaluations by whole trajectories, with 95% intervals, and trivial
 baselines that need no model."""
 
+import asyncio
 import math
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import msgspec
 
 from coppice.actors.environments.base import Environment, Task
+from coppice.scheduler.concurrency import gather
+from coppice.scheduler.growth.services import Services
 from coppice.scheduler.growth.tree import Tree
 
 
@@ -31,8 +35,7 @@ class Estimate(msgspec.Struct, frozen=True):
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """The mean and 1.96 standard errors. For values in {0, 1} the standard error is that of a
-    proportion, and never 0."""
+    """The mean and 1.96 standard errors; of values in {0, 1} those of a proportion, never 0."""
     n = len(values)
     if not n:
         return Estimate(math.nan, math.nan)
@@ -46,8 +49,7 @@ def estimate(values: Sequence[float]) -> Estimate:
 
 
 class HeldOut(msgspec.Struct, frozen=True):
-    """The result of one evaluation: the environment's measures. ``headline`` names the most
-    important measure."""
+    """The result of one evaluation. headline: the most important measure."""
 
     version: int
     questions: int
@@ -64,8 +66,7 @@ def measured(environment: Environment, task: Task, tree: Tree) -> dict[str, list
 def summarise(
     version: int, environment: Environment, trees: Sequence[tuple[Task, Tree]]
 ) -> HeldOut:
-    """Evaluate finished trees that have one trajectory each. A measure without any value, such as
-    "oracle" without a judge, is left out."""
+    """Evaluate finished trees of one trajectory each. Measures without values are left out."""
     values: dict[str, list[float]] = {}
     for task, tree in trees:
         for name, several in measured(environment, task, tree).items():
@@ -75,8 +76,7 @@ def summarise(
 
 
 def trivial_baselines(heldout: Sequence[Task], train: Sequence[Task]) -> dict[str, float]:
-    """Exact match without a model: of a random training answer, and of the constant answer that is
-    best on the held-out set itself. Empty if a task has no gold answer."""
+    """Exact match of random and of the best constant training answers; empty without golds."""
     if not all(task.golds for task in (*heldout, *train)):
         return {}
     rng = random.Random(0)
@@ -89,3 +89,47 @@ def trivial_baselines(heldout: Sequence[Task], train: Sequence[Task]) -> dict[st
         "random_answer": sum(random_hits) / len(random_hits),
         "best_constant_answer": best[0][1] / len(heldout) if best else 0.0,
     }
+
+
+BASELINES: dict[str, Callable[[list[str], random.Random], str]] = {
+    "random_legal_move": lambda replies, rng: rng.choice(replies),
+    "first_legal_move": lambda replies, rng: replies[0],
+}
+"""Players that need no model and choose among the replies that an environment lists."""
+
+
+def lists_replies(environment: Environment) -> bool:
+    """Whether the environment, or the one that it stands for, lists replies to choose from."""
+    return getattr(environment.replies, "__func__", None) is not Environment.replies
+
+
+async def play_baselines(
+    environment: Environment, tasks: Sequence[Task], services: Callable[[Task, int], Services]
+) -> dict[str, float]:
+    """The mean headline of each player; empty without listed replies or if a judge is needed."""
+    if environment.outcome_judge or not lists_replies(environment):
+        return {}
+    means = {}
+    for name in BASELINES:
+        values = await gather(
+            _episode(environment, name, task, services(task, place))
+            for place, task in enumerate(tasks)
+        )
+        means[name] = estimate(values).mean
+    return means
+
+
+async def _episode(environment: Environment, player: str, task: Task, tools: Services) -> float:
+    rng = random.Random(f"{player}/{task.id}")
+    state: Any = await environment.open(environment.initial(task), tools)
+    while True:
+        # many episodes whose steps wait for nothing must not hold up the event loop
+        await asyncio.sleep(0)
+        reply = BASELINES[player](environment.replies(state), rng)
+        transition = await environment.step(state, environment.read(state, reply), tools)
+        if transition.done:
+            outcome = transition.outcome if transition.outcome is not None else 0.0
+            turns = [{"outcome": outcome, **transition.measures}]
+            (value,) = environment.measures(task, turns)[environment.headline]
+            return value
+        state = transition.state

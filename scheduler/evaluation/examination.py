@@ -11,20 +11,20 @@ from collections.abc import Sequence
 import msgspec
 
 from coppice.actors.environments.base import Environment, Task
+from coppice.scheduler.alerts import JudgeTally
+from coppice.scheduler.concurrency import gather
 from coppice.scheduler.config import SchedulerConfig
 from coppice.scheduler.evaluation import best, evaluation
-from coppice.scheduler.growth import baselines, strategies
+from coppice.scheduler.growth import strategies
 from coppice.scheduler.growth.context import Context
 from coppice.scheduler.growth.forest import Forest
-from coppice.scheduler.growth.services import Shop
+from coppice.scheduler.growth.services import Runtime, Services
 from coppice.scheduler.growth.tasks import GeneratedTasks, Tasks
 from coppice.scheduler.growth.tree import Tree
 from coppice.scheduler.telemetry import report
-from coppice.scheduler.telemetry.judged import Judged
 from coppice.scheduler.telemetry.metrics import Metrics
 from coppice.scheduler.telemetry.phases import Phases
-from coppice.scheduler.telemetry.spread import Spread
-from coppice.scheduler.telemetry.together import together
+from coppice.scheduler.weight_sync import WeightSync
 from coppice.wire.faults import DataFault
 
 log = logging.getLogger("scheduler.examination")
@@ -39,24 +39,25 @@ work that a crash undid."""
 class Examination:
     """Evaluates the policy in force on the held-out ``tasks``; does nothing without tasks.
 
-    shop: the run's; the evaluation uses a copy that trains nothing and counts nothing. environment:
+    runtime: the run's; the evaluation uses a copy that trains nothing and counts nothing. environment:
     the run's, with the options of [scheduler.evaluation]. forest: numbers and grows the trees.
     """
 
     def __init__(
         self,
-        shop: Shop,
+        runtime: Runtime,
         environment: Environment,
         tasks: Sequence[Task],
-        spread: Spread,
+        weight_sync: WeightSync,
         metrics: Metrics,
         phases: Phases,
         forest: Forest,
     ):
-        self.shop, self.environment, self.tasks = shop, environment, tasks
-        self.spread, self.metrics, self.phases, self.forest = spread, metrics, phases, forest
+        self.runtime, self.environment, self.tasks = runtime, environment, tasks
+        self.weight_sync, self.metrics = weight_sync, metrics
+        self.phases, self.forest = phases, forest
         self.strategy = strategies.evaluation(
-            shop.settings.strategy, shop.settings.strategy_options
+            runtime.settings.strategy, runtime.settings.strategy_options
         )
 
     async def baselines(self, training: Tasks | GeneratedTasks) -> dict[str, float]:
@@ -65,31 +66,29 @@ class Examination:
             return {}
         if isinstance(training, Tasks):
             return evaluation.trivial_baselines(self.tasks, training.tasks)
-        shop = self._shop(self.shop.settings)
+        runtime = self._runtime(self.runtime.settings)
 
-        def context(task: Task, place: int) -> Context:
+        def services(task: Task, place: int) -> Services:
             tree = Tree(-1, task.id, "baseline")
-            return Context(shop, task, tree, random.Random(f"baseline/{place}"))
+            return Services(runtime, task, tree, random.Random(f"baseline/{place}"))
 
-        return await baselines.play(self.environment, self.tasks, context)
+        return await evaluation.play_baselines(self.environment, self.tasks, services)
 
     async def evaluate_if_due(self, version: int, finished: bool) -> None:
-        """Evaluate ``version`` once if it is a multiple of [scheduler.evaluation] every. A run's
-        last version is evaluated at its end."""
-        every = self.shop.settings.evaluation.every
-        known = {name for _, name, _ in self.shop.journal.evaluations()}
+        """Evaluate ``version`` once if it is due. The last one waits for the end."""
+        every = self.runtime.settings.evaluation.every
+        done = {name for _, name, _ in self.runtime.journal.evaluations()}
         if (
             every > 0
             and version > 0
             and version % every == 0
             and not finished
-            and f"v{version}" not in known
+            and f"v{version}" not in done
         ):
             await self.evaluate(f"v{version}")
 
     async def evaluate(self, name: str) -> None:
-        """Do all held-out tasks with the policy in force; journal the result as ``name``, print it,
-        and keep the best version."""
+        """Do all held-out tasks; journal and print the result, and keep the best version."""
         if self.tasks:
             phase = {"start": "first evaluation", "end": "last evaluation"}.get(
                 name, "evaluations between"
@@ -98,11 +97,11 @@ class Examination:
                 await self._evaluate(name)
 
     async def _evaluate(self, name: str) -> None:
-        start, weights, journal = time.monotonic(), self.spread.weights, self.shop.journal
-        settings = self.shop.settings
+        start, weights, journal = time.monotonic(), self.weight_sync.weights, self.runtime.journal
+        settings = self.runtime.settings
         settings = msgspec.structs.replace(settings, temperature=settings.evaluation.temperature)
         room = asyncio.Semaphore(AT_ONCE)
-        pairs = await together(
+        pairs = await gather(
             self._examine(i, task, settings, room) for i, task in enumerate(self.tasks)
         )
         result = evaluation.summarise(
@@ -117,7 +116,7 @@ class Examination:
         values |= {
             f"heldout/{key}_half": measured.half for key, measured in result.measures.items()
         }
-        values |= {f"count/{key}": float(self.shop.counts[key]) for key in WORK}
+        values |= {f"count/{key}": float(self.runtime.counts[key]) for key in WORK}
         self.metrics.record(weights.version, values)
         print(report.heldout_line(name, result, time.monotonic() - start), flush=True)
 
@@ -132,11 +131,11 @@ class Examination:
             evaluation.measured(self.environment, task, tree)
 
         async with room:
-            tree, journal = Tree(self.forest.number(), task.id, "heldout"), self.shop.journal
+            tree, journal = Tree(self.forest.number(), task.id, "heldout"), self.runtime.journal
             context = Context(
-                self._shop(settings), task, tree, random.Random(f"heldout/{position}")
+                self._runtime(settings), task, tree, random.Random(f"heldout/{position}")
             )
-            journal.start_tree(tree, position, self.spread.weights.version)
+            journal.start_tree(tree, position, self.weight_sync.weights.version)
             try:
                 await self.forest.attempts(tree, context, grow)
             except DataFault as fault:
@@ -146,14 +145,13 @@ class Examination:
             journal.close_tree(tree)
             return task, tree
 
-    def _shop(self, settings: SchedulerConfig) -> Shop:
-        """A copy of the run's shop for held-out tasks, which trains nothing and does not count its
-        work as the run's."""
+    def _runtime(self, settings: SchedulerConfig) -> Runtime:
+        """A copy for held-out tasks, which trains nothing and counts nothing."""
         return msgspec.structs.replace(
-            self.shop,
+            self.runtime,
             emit=lambda tree, turns: None,
             counts=Counter(),
-            judged=Judged(),
+            judged=JudgeTally(),
             environment=self.environment,
             settings=settings,
         )

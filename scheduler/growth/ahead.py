@@ -1,9 +1,5 @@
-"""Samples that are begun before their turn: of calls that wait beside the one that the strategy
-serves, as an agent's parallel calls do.
-
-Invariant: a sample is taken only for the very tokens from which it was begun, so the node that it
-becomes is below exactly what was read.
-"""
+"""Samples that are begun before their turn, as of an agent's parallel calls. Invariant: one is
+taken only for the very tokens from which it was begun."""
 
 import asyncio
 from collections.abc import Coroutine

@@ -1,17 +1,14 @@
-"""Refuse answers that cannot be right before they enter a tree: the journal keeps a tree for good,
-so that a resumed run would meet them again.
-
-The dispatcher calls these checks. A call whose answer is refused moves to another worker, as after
-any infrastructure fault.
-"""
+"""Refuse answers that cannot be right before they enter a tree, which the journal keeps for good.
+The dispatcher then asks another worker, as after any infrastructure fault."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 
 import msgspec
 import numpy as np
 
 from coppice.common import support
+from coppice.scheduler.weight_sync import Versions
 from coppice.wire.faults import InfrastructureFault
 from coppice.wire.messages import GenerateRequest, GenerateResult, JudgeResult, Sample
 
@@ -20,39 +17,42 @@ ABOVE_ZERO = 1e-3
 
 
 def complete(parts: str, expected: int, answer: msgspec.Struct) -> None:
-    """Raise InfrastructureFault unless the field ``parts`` of an answer has as many parts as were
-    asked for."""
+    """Raise InfrastructureFault unless the field ``parts`` has as many parts as were asked for."""
     if (count := len(getattr(answer, parts))) != expected:
         raise InfrastructureFault(f"{count} {parts}, expected {expected}: mend the worker")
 
 
-def judged(turns: int, answer: JudgeResult) -> None:
-    """Raise InfrastructureFault unless there is one judgement per turn, and every score is a
-    number. A judge lists what it cannot score."""
-    complete("judgements", turns, answer)
-    for column, score in (
-        item for judgement in answer.judgements for item in judgement.scores.items()
-    ):
+def not_finite(scores: Mapping[str, float]) -> str:
+    """Name a score that is no finite number, or "". What a judge or an environment gives enters a
+    tree through here; nothing later looks for it again."""
+    for column, score in scores.items():
         if not math.isfinite(score):
-            raise InfrastructureFault(
-                f"the score {score} in column {column!r}, expected a number: mend the judge"
-            )
+            return f"the score {score} in column {column!r}"
+    return ""
+
+
+def judged(turns: int, answer: JudgeResult) -> None:
+    """Raise InfrastructureFault unless each turn has a judgement whose scores are finite."""
+    complete("judgements", turns, answer)
+    for judgement in answer.judgements:
+        if bad := not_finite(judgement.scores):
+            raise InfrastructureFault(f"{bad}, expected a number: mend the judge")
 
 
 def sampled(
     request: GenerateRequest,
     vocabulary: int,
     oldest: int,
-    newest: Callable[[], int],
+    versions: Versions,
     answer: GenerateResult,
 ) -> None:
     """Raise InfrastructureFault unless samples are what ``request`` asked for. vocabulary: the rows
-    of the model's embedding; 0 if the tokens are an endpoint's bytes, or of an unknown model: then
-    the number of samples alone is checked. oldest: the version that every actor had proven when the
-    call began. newest: returns the newest version that an actor may have now."""
+    of the embedding; 0 for an endpoint's bytes, of which the number of samples alone is checked.
+    oldest: what every actor had proven when the call began; versions: what actors may have now."""
     complete("samples", request.n, answer)
     for sample in answer.samples if vocabulary else ():
-        for fault in _faults(sample, request.sampling.max_tokens, vocabulary, oldest, newest()):
+        most = request.sampling.max_tokens
+        for fault in _faults(sample, most, vocabulary, oldest, versions.newest):
             raise InfrastructureFault(f"{fault}: mend the engine")
 
 

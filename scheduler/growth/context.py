@@ -1,10 +1,6 @@
 """What a strategy may do: every slow thing is one awaited call, and its result is in the tree when
-the call returns.
-
-Each step is one transaction of the journal. The transaction that writes the sampled action (or, in
-SLATE, the group of judged candidates) also writes the observation and the scores that came since
-the step before. A crash therefore never loses a sample that a trajectory continues; at worst one
-call of the environment or the judge is repeated.
+the call returns. The transaction that writes the sampled action also writes the observation and
+scores that came since the step before, so a crash never loses a sample that a trajectory continues.
 """
 
 import asyncio
@@ -12,53 +8,54 @@ import contextlib
 import logging
 import math
 import random
-from collections.abc import AsyncIterator
+import zlib
+from collections.abc import AsyncIterator, Sequence
 from functools import cached_property
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from coppice.actors.environments.base import SPLIT, Dropped, Spent, Task, Transition
-from coppice.common import support, vision
+from coppice.actors.environments.base import Action, Dropped, Spent, Task, Transition
+from coppice.common import support
+from coppice.scheduler.growth import answers
 from coppice.scheduler.growth.ahead import Ahead, Drawn, How
-from coppice.scheduler.growth.scoring import Scoring
-from coppice.scheduler.growth.services import Shop, Taken
+from coppice.scheduler.growth.services import Runtime, Services
 from coppice.scheduler.growth.text import Shown
-from coppice.scheduler.growth.tree import DROPPED, Fork, Node, Tree, encode_node
-from coppice.wire.messages import Sample
+from coppice.scheduler.growth.tree import DROPPED, Fork, Node, Tree
+from coppice.wire.messages import Sample, Turn
 
 log = logging.getLogger("scheduler.context")
 
-_NO_TOKENS = np.empty(0, np.int32)
 
+class Context:
+    """One tree's growth: its services, actions and states, and the steps that a strategy takes.
+    ``scheduler.scoring`` has actions scored. Call ``plant`` first. state_type: that of the planted
+    tree's states."""
 
-class Context(Scoring):
-    """One tree's view of the system: what it can ask for (``Services``), how it is scored
-    (``Scoring``), and here how it grows.
+    state_type: type = type(None)
+    _state: tuple[Node | None, Any] = None, None
 
-    Call ``plant`` first; strategies do the rest.
-    """
-
-    _checked: tuple[str, np.ndarray] = "", _NO_TOKENS
-    """The text that ``check`` saw last, with its tokens: what the policy reads next as a rule, so
-    that it is tokenized once."""
-
-    def __init__(self, shop: Shop, task: Task, tree: Tree, rng: random.Random):
-        super().__init__(shop, task, tree, rng)
+    def __init__(self, runtime: Runtime, task: Task, tree: Tree, rng: random.Random):
+        self.runtime, self.task, self.tree, self.rng = runtime, task, tree, rng
+        self.settings, self.environment = runtime.settings, runtime.environment
+        self.services = Services(runtime, task, tree, rng)
         self.seed = rng.getrandbits(62)
         self.ahead = Ahead()
 
     async def plant(self) -> None:
-        """Add the root unless the tree has one: the first state with its prompt, or with the part
-        that all turns' prompts share."""
+        """Add the root unless there is one: the first prompt, or what all prompts share."""
         self.ahead.forget()
         state = await asyncio.to_thread(self.environment.initial, self.task)
         self.state_type = type(state)
         if not self.tree.nodes:
-            head, _ = self.rendered(state)
+            head, _ = self.services.rendered(state)
             root = self.tree.add(
-                None, "prompt", self.encode(head), head.text, state=msgspec.to_builtins(state)
+                None,
+                "prompt",
+                self.services.encode(head),
+                head.text,
+                state=msgspec.to_builtins(state),
             )
             self.changed([root])
 
@@ -67,12 +64,14 @@ class Context(Scoring):
         node = self.tree.tip(trajectory)
         if node.parent >= 0 or (self.environment.begins_with_prompt and not self.environment.fresh):
             return node
-        return self._show(await self.environment.open(self.after(node), self), trajectory, 0)
+        return self._show(
+            await self.environment.open(self.after(node), self.services), trajectory, 0
+        )
 
     async def generate(self, node: Node, n: int, trajectory: int | None = None) -> list[Node]:
         """Sample ``n`` actions from the prefix that ends in ``node``, and add them as its children.
-        What else waits in the same episode is sampled at the same time, for a later call of this
-        method."""
+        What else waits in the episode is sampled at the same time, for a later call of this method.
+        """
         state = None if node.state is None else self.after(node)
         trajectory = node.trajectory if trajectory is None else trajectory
         samples, cached, opening = await self._drawn(self.tree.prefix(node), n, state, trajectory)
@@ -83,46 +82,39 @@ class Context(Scoring):
         return actions
 
     async def branch(self, fork: Fork, trajectory: int) -> Node:
-        """Sample another action where ``fork`` says, and add it as the first action of a new
-        trajectory. The kept tokens have the log-probabilities with which they were sampled. Fewer
-        are kept if the engine would otherwise not see the beginning of a stop string, and no fewer
-        than were not sampled (``Environment.beginning``).
-        """
+        """Sample another action where ``fork`` says, as the first of a new trajectory. Kept tokens
+        keep their log-probabilities. Fewer are kept where a stop string would begin among them, and
+        never fewer than were not sampled (``Environment.beginning``)."""
         action, kept = fork.action, fork.kept
-        place, old = self.tree.parent(action), [action.tokens, action.logprobs, action.versions]
+        place = self.tree.parent(action)
         assert place is not None, "an action has a prompt above it"
         state = None if place.state is None else self.after(place)
         stop = self.environment.stop if state is None else self.environment.stops(state)
         openings = tuple(text[:end] for text in stop for end in range(1, len(text)))
-        while kept and self.shop.text.decode(action.tokens[:kept]).endswith(openings):
+        while kept and self.runtime.text.decode(action.tokens[:kept]).endswith(openings):
             kept -= 1
         opening = 0 if action.sampled is None else int((~action.sampled).sum())
         kept = max(kept, opening)
         prefix = np.concatenate([self.tree.prefix(place), action.tokens[:kept]])
         limit = 0 if state is None else self.environment.most(state)
-        (sample,), cached = await self.sample(prefix, 1, stop, kept=kept, limit=limit)
-        new = [sample.tokens, sample.logprobs, sample.versions]
-        tokens, logprobs, versions = (
-            np.concatenate([a[:kept], b]) for a, b in zip(old, new, strict=True)
-        )
+        (sample,), cached = await self.services.sample(prefix, 1, stop, kept=kept, limit=limit)
         left = support.spliced(
             action.support, len(action.tokens), kept, sample.support or b"", len(sample.tokens)
         )
-        whole = msgspec.structs.replace(
-            sample, tokens=tokens, logprobs=logprobs, versions=versions, support=left
-        )
+        spliced = {
+            name: np.concatenate([getattr(action, name)[:kept], getattr(sample, name)])
+            for name in ("tokens", "logprobs", "versions")
+        }
+        whole = msgspec.structs.replace(sample, **spliced, support=left)
         node = self._sampled(place, whole, opening, trajectory=trajectory, cached=cached, kept=kept)
         if node.entropies is not None and action.entropies is not None:
             node.entropies = np.concatenate([action.entropies[:kept], node.entropies])
         return node
 
     async def step(self, node: Node) -> Node | None:
-        """Take a chosen action in the environment. Returns the node at which the policy acts next,
-        None when the episode is over.
-
-        An episode is also over if its next prompt has no room in the context. It counts as
-        ``Environment.outgrown`` says, or as its judge does.
-        """
+        """Take a chosen action. Returns the node at which the policy acts next, None when the
+        episode is over, as it is when its next prompt has no room in the context; it then counts as
+        ``Environment.outgrown`` says, or as its judge does."""
         answer, fresh = self.answer(node), self.environment.fresh
         over = node.forced or "outcome" in node.scores or DROPPED in node.notes
         if over or (answer is not None and (fresh or not answer.chosen)):
@@ -130,24 +122,28 @@ class Context(Scoring):
             return None
         try:
             transition = await self.environment.step(
-                self.state(node), self.action(node), self._taking(node)
+                self.state(node), self.action(node), self._tools(node)
             )
         except BaseException as error:
             self.ahead.forget(node.trajectory)  # nobody will ask for it
             if isinstance(error, Dropped):
                 return self._drop(node, error)
             raise
-        self.shop.counts["environment_steps"] += 1
+        self.runtime.counts["environment_steps"] += 1
         columns = {} if transition.reward is None else {"step_reward": transition.reward}
         if transition.done:
             columns |= transition.measures | (
                 {} if transition.outcome is None else {"outcome": transition.outcome}
             )
-            self.shop.crashes.note(transition.fault)
+            self.runtime.crashes.note(transition.fault)
         if transition.fault:
             node.notes["crashed"] = transition.fault
-            self.shop.counts["crashed_episodes"] += 1
+            self.runtime.counts["crashed_episodes"] += 1
         if columns:
+            if bad := answers.not_finite(columns):
+                raise ValueError(
+                    f"the environment {self.environment.name} gave {bad}, expected a number: mend it"
+                )
             node.scores |= columns
             self.changed([node])
         # for readers of the tree: the policy reads the next prompt instead
@@ -163,11 +159,8 @@ class Context(Scoring):
         return None
 
     async def onward(self, node: Node) -> Node | None:
-        """The node at which the policy acts after ``node``, or None when the trajectory is over.
-
-        A used-up budget forces an answer. An environment without forced answers ends its episodes
-        itself.
-        """
+        """The node at which the policy acts after ``node``, None when the trajectory is over. A
+        used-up budget forces an answer, unless the environment ends its episodes itself."""
         place = await self.step(node) if node.kind == "action" else node
         if (
             place is not None
@@ -179,10 +172,9 @@ class Context(Scoring):
         return place
 
     async def force_answer(self, node: Node) -> Node:
-        """Append the forced opening of an answer and let the policy finish the answer. The answer
-        is logged, never trained."""
+        """Append the forced opening, and sample the answer, which is never trained."""
         prefix, tokens = self.environment.forced_prefix, self._forced
-        (sample,), _ = await self.sample(
+        (sample,), _ = await self.services.sample(
             np.concatenate([self.tree.prefix(node), tokens]), 1, ["</answer>"]
         )
         # Only now: after a fault of the call, the next attempt must not find an opening without its
@@ -192,58 +184,72 @@ class Context(Scoring):
         self.save([opening, answer])
         return answer
 
-    def aside(self, purpose: str) -> "Context":
-        """A context of the same tree with its own randomness, so that concurrent work draws the
-        same in any order."""
-        context = Context(self.shop, self.task, self.tree, random.Random(f"{self.seed}/{purpose}"))
-        context.state_type, context.attempt, context.top = self.state_type, self.attempt, self.top
+    def derive(self, purpose: str) -> "Context":
+        """A context of the same tree with random numbers of its own, for concurrent work."""
+        rng = random.Random(f"{self.seed}/{purpose}")
+        context, services = Context(self.runtime, self.task, self.tree, rng), self.services
+        context.state_type = self.state_type
+        context.services.attempt, context.services.top = services.attempt, services.top
         return context
 
     # ------------------------------------------------------------------------------------------
-    # what the policy reads
+    # actions and states
 
-    def rendered(self, state: Any, thinking: bool | None = None) -> tuple[Shown, Shown]:
-        """The prompt for acting in ``state``, as the part that all turns share and the rest (""
-        where turns are appended)."""
-        messages = self.environment.prompt(self.task, state)
-        tools = self.environment.tools(state)
-        text = self.shop.text.prompt(
-            messages, self.settings.thinking if thinking is None else thinking, tools
-        )
-        if not self.environment.begins_with_prompt:
-            return Shown(""), Shown(text)
-        head, _, tail = text.partition(SPLIT)
-        parts = list(vision.shown(messages))
-        split = next(
-            (i for i, part in enumerate(parts) if isinstance(part, str) and SPLIT in part),
-            len(parts),
-        )
-        first, rest = (
-            [part for part in some if isinstance(part, bytes)]
-            for some in (parts[:split], parts[split:])
-        )
-        return Shown(head, tuple(first)), Shown(tail, tuple(rest))
+    def action(self, node: Node) -> Action:
+        """The parsed action of an action node. Each node is parsed once."""
+        action = self.tree.actions_read.get(node.id)
+        if action is None:
+            action = (
+                self.environment.parse_forced(node.text)
+                if node.forced
+                else self.environment.read(self.state(node), node.text)
+            )
+            self.tree.actions_read[node.id] = action
+        return action
 
-    def encode(self, part: Shown) -> np.ndarray:
-        """int32 [tokens]: a part of a prompt, whose pictures enter the journal."""
-        text, tokens = self._checked
-        if part.text == text and not part.pictures:
-            return tokens
-        return self.shop.text.encode(
-            part.text, [(self.shop.journal.picture(png), png) for png in part.pictures]
-        )
+    def state(self, node: Node) -> Any:
+        """The environment state in which ``node`` acts."""
+        return self.after(self.tree.acted_in(node))
 
-    def check(self, transition: Transition) -> None:
-        """Render, tokenize and encode for the journal what follows ``transition``, as ``step`` will
-        (``actors.environments.base.Tools``)."""
-        if transition.messages is None or transition.after is None:
-            text = "".join(part.text for part in self.rendered(transition.state))
-        else:
-            text = self.shop.text.after(_NO_TOKENS, transition.messages)
-        encode_node(
-            Node(0, -1, "prompt", _NO_TOKENS, text, 0, state=msgspec.to_builtins(transition.state))
-        )
-        self._checked = text, self.shop.text.encode(text)
+    def after(self, place: Node | None) -> Any:
+        """The environment state after ``place``."""
+        if place is not self._state[0]:  # siblings act in one state
+            value = None if place is None else place.state
+            self._state = place, msgspec.convert(value, self.state_type)
+        return self._state[1]
+
+    def answer(self, node: Node) -> Node | None:
+        """The environment's observation below an action."""
+        children = self.tree.children(node)
+        return next((child for child in children if child.kind == "observation"), None)
+
+    # ------------------------------------------------------------------------------------------
+    # keeping and sending
+
+    def changed(self, nodes: Sequence[Node]) -> None:
+        """Mark nodes that are new or have new columns. The tree's next transaction writes them."""
+        self.tree.changed.update((node.id, node) for node in nodes)
+
+    def save(self, nodes: Sequence[Node]) -> None:
+        """Write all changed nodes in one transaction. Call it once per step, after sampling."""
+        self.changed(nodes)
+        self.runtime.journal.save_nodes(self.tree)
+
+    def emit(self, trajectories: Sequence[Sequence[Node]]) -> None:
+        """Send one finished group of scored actions, by trajectory, to the learner. The column
+        "truncated": the token limit cut the action, or the context had no room for another."""
+        turns = []
+        for index, nodes in enumerate(trajectories):
+            for node in nodes:
+                cut = float(node.finish == "length" or "ended" in node.notes)
+                scores, text = (
+                    node.scores | {"truncated": cut},
+                    self.environment.anchor(self.state(node)),
+                )
+                anchor = None if text is None else zlib.crc32(text.encode())
+                turns.append(Turn(node.id, index, node.step, scores, anchor))
+        if turns:
+            self.runtime.emit(self.tree, turns)
 
     # ------------------------------------------------------------------------------------------
     # inner workings
@@ -251,16 +257,15 @@ class Context(Scoring):
     @cached_property
     def _forced(self) -> np.ndarray:
         """int32 [tokens]: the forced opening of an answer; empty if the environment forces none."""
-        return self.shop.text.encode(self.environment.forced_prefix)
+        return self.runtime.text.encode(self.environment.forced_prefix)
 
     async def _drawn(self, prefix: np.ndarray, n: int, state: Any, trajectory: int) -> Drawn:
-        """Sample actions, or take what was begun ahead; meanwhile begin what else waits
-        (``Environment.beside``)."""
+        """Sample actions, or take what was begun ahead; meanwhile begin what else waits."""
         others = None if state is None else self.environment.beside(state)
         if others is None:
-            return await self.acted(prefix, n, state)
+            return await self.services.sample_actions(prefix, n, state)
         begun = self.ahead.take(trajectory, self._how(prefix, n, state))
-        own = begun or asyncio.ensure_future(self.acted(prefix, n, state))
+        own = begun or asyncio.ensure_future(self.services.sample_actions(prefix, n, state))
         watching = asyncio.create_task(self._begin(others, n, trajectory))
         try:
             return await own
@@ -274,56 +279,52 @@ class Context(Scoring):
     async def _begin(
         self, others: AsyncIterator[tuple[str, Transition]], n: int, trajectory: int
     ) -> None:
-        """Begin to sample what waits beside the action that is sampled now, each as soon as it
-        comes. What cannot be shown fails in its own turn."""
+        """Begin to sample what waits meanwhile. What cannot be shown fails in its own turn."""
         async for call, transition in others:
             with contextlib.suppress(ValueError):
                 prefix, state = self._prefix(transition, trajectory), transition.state
                 if self._room(len(prefix)):
                     self.ahead.begin(
-                        trajectory, call, self._how(prefix, n, state), self.acted(prefix, n, state)
+                        trajectory,
+                        call,
+                        self._how(prefix, n, state),
+                        self.services.sample_actions(prefix, n, state),
                     )
 
     def _prefix(self, transition: Transition, trajectory: int) -> np.ndarray:
-        """int32 [tokens]: what the policy reads after a transition of a trajectory, as ``_next``
-        adds it to the tree."""
+        """int32 [tokens]: what the policy reads after a transition, as ``_next`` adds it."""
         if transition.after is None:
-            _, tail = self.rendered(transition.state)
-            return np.concatenate([self.tree.nodes[0].tokens, self.encode(tail)])
+            _, tail = self.services.rendered(transition.state)
+            return np.concatenate([self.tree.nodes[0].tokens, self.services.encode(tail)])
         node = self.tree.actions(trajectory)[transition.after]
         return np.concatenate(
-            [self.tree.prefix(node), self.shop.text.encode(self._answered(node, transition))]
+            [self.tree.prefix(node), self.runtime.text.encode(self._answered(node, transition))]
         )
 
     def _how(self, prefix: np.ndarray, n: int, state: Any) -> How:
-        asked = self.environment
-        return prefix.tobytes(), n, asked.most(state), asked.beginning(state), asked.stops(state)
+        rules = self.environment
+        return prefix.tobytes(), n, rules.most(state), rules.beginning(state), rules.stops(state)
 
-    def _taking(self, node: Node) -> Taken:
-        above = self.tree.parent(node)
+    def _tools(self, node: Node) -> Services:
+        above, replies = self.tree.parent(node), ()
         prompt = 0 if above is None else self.tree.length(above)
-        replies = (
-            ()
-            if self.environment.begins_with_prompt
-            else (n.text for n in self.tree.actions(node.trajectory))
-        )
-        return Taken(
-            self, Spent(prompt, node.cached, len(node.tokens), node.finish), tuple(replies)
-        )
+        if not self.environment.begins_with_prompt:
+            replies = tuple(n.text for n in self.tree.actions(node.trajectory))
+        spent = Spent(prompt, node.cached, len(node.tokens), node.finish)
+        return self.services.during(spent, replies)
 
     def _drop(self, node: Node, fault: Dropped) -> None:
         """End an episode that cannot go on, without an outcome. It is not trained."""
         node.notes[DROPPED], node.invalid = str(fault), sorted({*node.invalid, "outcome"})
         log.warning("an episode of tree %d is dropped: %s", self.tree.id, fault)
-        self.shop.counts[fault.count] += 1
-        self.shop.faults.failed(
+        self.runtime.counts[fault.count] += 1
+        self.runtime.faults.failed(
             fault.what, fault, f"tree {self.tree.id}, task {self.tree.task}: the episode is dropped"
         )
         self.changed([node])
 
     def _next(self, node: Node, transition: Transition) -> Node:
-        """Add what the policy reads after ``node``: a prompt below the root, or what follows an
-        action of the trajectory."""
+        """Add what the policy reads next: a prompt below the root, or what follows an action."""
         if self.environment.fresh or (transition.messages is not None and transition.after is None):
             return self._show(transition.state, node.trajectory, node.step)
         if transition.after is not None:
@@ -333,51 +334,47 @@ class Context(Scoring):
         return self._observe(node, transition)
 
     def _observe(self, node: Node, transition: Transition) -> Node:
-        """Add the environment's answer below an action. It continues the trajectory only where
-        turns are appended."""
+        """Add the environment's answer. The trajectory goes on there if turns are appended."""
         text, state = self._answered(node, transition), msgspec.to_builtins(transition.state)
-        tokens, appended = self.encode(Shown(text)), not self.environment.fresh
+        tokens, appended = self.services.encode(Shown(text)), not self.environment.fresh
         observation = self.tree.add(node, "observation", tokens, text, state=state, chosen=appended)
         self.changed([observation])
         return observation
 
     def _answered(self, node: Node, transition: Transition) -> str:
-        """The text that follows an action."""
-        return (
-            self.shop.text.after(node.tokens, transition.messages)
-            if transition.messages
-            else transition.observation
-        )
+        if not transition.messages:
+            return transition.observation
+        return self.runtime.text.after(node.tokens, transition.messages)
 
     def _show(self, state: Any, trajectory: int, step: int) -> Node:
-        """Add a fresh prompt that shows ``state`` as a child of the root, which holds what all
-        turns share."""
-        _, tail = self.rendered(state)
+        """Add a fresh prompt below the root, which holds what all turns share."""
+        _, tail = self.services.rendered(state)
         place = {
             "chosen": True,
             "trajectory": trajectory,
             "step": step,
             "state": msgspec.to_builtins(state),
         }
-        prompt = self.tree.add(self.tree.nodes[0], "prompt", self.encode(tail), tail.text, **place)
+        prompt = self.tree.add(
+            self.tree.nodes[0], "prompt", self.services.encode(tail), tail.text, **place
+        )
         self.changed([prompt])
         return prompt
 
     def _fits(self, place: Node) -> bool:
-        """Whether the context has room for an action after ``place``, also if the action's opening
-        is forced."""
         return self._room(self.tree.length(place))
 
     def _room(self, length: int) -> bool:
         return (
-            not 0 < self.shop.longest < length + len(self._forced) + self.settings.max_action_tokens
+            not 0
+            < self.runtime.longest
+            < length + len(self._forced) + self.settings.max_action_tokens
         )
 
     def _outgrown(self, action: Node, place: Node, state: Any) -> None:
-        """End the episode after ``action``, since nothing can follow ``place``."""
         place.chosen = False
         action.notes["ended"] = (
-            f"the next prompt and an action exceed the context of {self.shop.longest} tokens"
+            f"the next prompt and an action exceed the context of {self.runtime.longest} tokens"
         )
         if not self.environment.outcome_judge:
             end = self.environment.outgrown(state)
@@ -385,17 +382,16 @@ class Context(Scoring):
                 "outcome": 0.0 if end.outcome is None else end.outcome,
                 **end.measures,
             }
-        self.shop.counts["outgrown_trajectories"] += 1
+        self.runtime.counts["outgrown_trajectories"] += 1
         self.changed([action, place])
 
     def _sampled(self, parent: Node, sample: Sample, opening: int = 0, **settings: Any) -> Node:
-        """Add a sampled action to the tree. opening: how many tokens at its beginning were not
-        sampled."""
+        """Add a sampled action. opening: how many tokens at its beginning were not sampled."""
         return self.tree.add(
             parent,
             "action",
             sample.tokens,
-            self.shop.text.decode(sample.tokens),
+            self.runtime.text.decode(sample.tokens),
             logprobs=sample.logprobs,
             versions=sample.versions,
             sampled=np.arange(len(sample.tokens)) >= opening,

@@ -1,25 +1,25 @@
-"""Dynamic sampling (DAPO, Yu et al. 2025, section 3.2): a question whose trajectories all earn the
-same is replaced by a fresh one.
-
-The journal keeps a replaced tree with the status "replaced". The tree gives its admission back
-(scheduler/ledger/pacing.py), and the learner counts it as no question of an update. Its groups enter the
-frontier with the next update, without loss, so they too are trained exactly once.
-"""
+"""Groups whose trajectories all earn the same teach nothing: count them, and replace their question
+(DAPO, Yu et al. 2025, section 3.2). A replaced tree gives its admission back (scheduler/ledger/pacing.py)
+and counts as no question of an update; its groups enter the next frontier without loss."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 
 from coppice.common.declared import Equal
 from coppice.wire.messages import Turn
 
+LATEST_STEP = 8
+"""Groups of this step and of later ones are counted together."""
+COMPARED, EQUAL = "compared_step_", "equal_step_"
+COUNTS = [f"{name}{step}" for name in (COMPARED, EQUAL) for step in range(1, LATEST_STEP + 1)]
+"""Counts by step: groups of two scored trajectories or more, and those of them whose rewards are
+equal."""
+
 
 def differs(groups: Iterable[Sequence[Turn]], column: str, equal: Equal) -> bool:
-    """Return whether the trajectories of any group differ in their rewards, the scores of
-    ``column``.
-
-    equal: compare the sums over the turns ("returns"), or the rewards turn by turn ("turns"). A
-    trajectory without any score is left out.
-    """
+    """Whether the trajectories of any group differ in the scores of ``column``: in their sums over
+    the turns ("returns"), or turn by turn ("turns"). One without any score is left out."""
     for group in groups:
         rewards: dict[int, list[float]] = {}
         for turn in group:
@@ -28,3 +28,28 @@ def differs(groups: Iterable[Sequence[Turn]], column: str, equal: Equal) -> bool
         if len({(math.fsum(r),) if equal == "returns" else tuple(r) for r in rewards.values()}) > 1:
             return True
     return False
+
+
+def counted(turns: Sequence[Turn], column: str, equal: Equal) -> Counter[str]:
+    """Count one group by its first turn's step, if two of its trajectories have the column."""
+    if len({turn.trajectory for turn in turns if column in turn.scores}) < 2:
+        return Counter()
+    step = min(LATEST_STEP, min(turn.turn for turn in turns))
+    return Counter(
+        {f"{COMPARED}{step}": 1, f"{EQUAL}{step}": int(not differs([turns], column, equal))}
+    )
+
+
+def summary(counts: Mapping[str, int]) -> str:
+    """Return the line of the closing summary, or "" if no group was compared."""
+    rows = {
+        step: (counts.get(f"{EQUAL}{step}", 0), counts[f"{COMPARED}{step}"])
+        for step in range(1, LATEST_STEP + 1)
+        if counts.get(f"{COMPARED}{step}")
+    }
+    if not rows:
+        return ""
+    each = ", ".join(f"step {step}: {equal} of {whole}" for step, (equal, whole) in rows.items())
+    equal, compared = (sum(row[i] for row in rows.values()) for i in (0, 1))
+    later = f" (step {LATEST_STEP}: or later)" if LATEST_STEP in rows else ""
+    return f"groups whose rewards are all equal, which teach nothing: {equal} of {compared} ({equal / compared:.0%}); {each}{later}"

@@ -1,5 +1,4 @@
-"""Whose fault an exception is that ends the growth of a tree: the tree's, which is quarantined, or
-the run's, which ends or is resumed."""
+"""Whose fault an exception is that ends a tree: the tree's, which is quarantined, or the run's."""
 
 import asyncio
 import errno
@@ -24,8 +23,7 @@ MACHINE = (
 
 
 def is_of_the_run(error: BaseException) -> bool:
-    """Return whether ``error``, which is no ``Fault``, is the run's and not that of the tree whose
-    growth it ended. A cancellation is the run's if the tree's own task was cancelled."""
+    """Whether ``error``, no ``Fault``, is the run's and not that of the tree which it ended."""
     if isinstance(error, asyncio.CancelledError):
         task = asyncio.current_task()
         return task is None or task.cancelling() > 0
@@ -34,7 +32,7 @@ def is_of_the_run(error: BaseException) -> bool:
     return isinstance(error, JournalError | sqlite3.Error | MemoryError)
 
 
-def told(error: BaseException) -> str:
+def traced(error: BaseException) -> str:
     """Return an exception in one line, and below it the traceback, without its lone surrogates."""
     text = f"{brief(error)}\n{''.join(traceback.format_exception(error))}"
     return text.encode(errors="backslashreplace").decode().strip()
@@ -48,8 +46,7 @@ def brief(error: BaseException) -> str:
 
 
 class InARow:
-    """Counts trees that failed alike: with the same type of exception, raised at the same line, and
-    no tree that grew to its end between them. ``failed`` returns True for the ``ALIKE``-th."""
+    """Counts trees in a row that failed alike: with one type of exception, raised at one line."""
 
     def __init__(self) -> None:
         self._kind: tuple[type[BaseException], str, int | None] | None = None
@@ -60,12 +57,9 @@ class InARow:
         self._kind, self._count = None, 0
 
     def failed(self, error: BaseException) -> bool:
-        """Note a tree that ``error`` ended. Return whether so many have failed alike."""
+        """Note a tree that ``error`` ended. Return whether it is at least the ``ALIKE``-th."""
         frames = traceback.extract_tb(error.__traceback__)
-        kind = (
-            type(error),
-            frames[-1].filename if frames else "",
-            frames[-1].lineno if frames else None,
-        )
+        file, line = (frames[-1].filename, frames[-1].lineno) if frames else ("", None)
+        kind = type(error), file, line
         self._kind, self._count = kind, self._count + 1 if kind == self._kind else 1
         return self._count >= ALIKE

@@ -11,13 +11,14 @@ from coppice.scheduler.config import SchedulerProcess
 from coppice.scheduler.growth import strategies
 from coppice.scheduler.growth.context import Context
 from coppice.scheduler.growth.dynamic_sampling import differs
-from coppice.scheduler.growth.failures import ALIKE, InARow, brief, is_of_the_run, told
-from coppice.scheduler.growth.services import ATTEMPTS, Shop
+from coppice.scheduler.growth.failures import ALIKE, InARow, brief, is_of_the_run, traced
+from coppice.scheduler.growth.services import ATTEMPTS, Runtime
 from coppice.scheduler.growth.tasks import GeneratedTasks, Tasks
 from coppice.scheduler.growth.tree import DROPPED, Tree
 from coppice.scheduler.ledger.journal import TreeRow
 from coppice.scheduler.ledger.pacing import Pacing
 from coppice.scheduler.ledger.stream import Stream
+from coppice.scheduler.telemetry.health import Reporter
 from coppice.scheduler.telemetry.phases import Phases
 from coppice.wire.faults import DataFault, Fault, InfrastructureFault
 
@@ -30,14 +31,9 @@ ADMITTED_AT_ONCE = 32
 
 
 class Forest:
-    """The trees of a run. Invariant: every drawn task ends closed, replaced or quarantined.
-
-    Call ``begin`` once, then ``admit`` whenever ``moved`` is set, and ``stop`` at the end. Until
-    ``begun`` is set, only the trees of the first update grow. paused: whether no tree may start
-    now. growing: the tasks by tree; done: the trees that have ended. outcomes: of the trajectories
-    that ended since the list was last cleared. failure: the error that ended a tree's task; it ends
-    the run.
-    """
+    """The trees of a run. Invariant: every drawn task ends closed, replaced or quarantined. Until
+    ``begun`` is set, only the first update's trees grow; ``admit`` must follow ``moved``. outcomes:
+    of trajectories that ended since it was cleared. failure: of a tree's task; it ends the run."""
 
     pacing: Pacing
     failure: BaseException | None = None
@@ -45,14 +41,14 @@ class Forest:
     def __init__(
         self,
         process: SchedulerProcess,
-        shop: Shop,
+        runtime: Runtime,
         stream: Stream,
         tasks: Tasks | GeneratedTasks,
-        paused: Callable[[], bool],
+        reporter: Reporter,
     ):
         self.process, self.settings, self.shard = process, process.scheduler, process.shard
-        self.shop, self.journal, self.counts = shop, shop.journal, shop.counts
-        self.stream, self.tasks, self.paused = stream, tasks, paused
+        self.runtime, self.journal, self.counts = runtime, runtime.journal, runtime.counts
+        self.stream, self.tasks, self.reporter = stream, tasks, reporter
         self.strategy = strategies.load(self.settings.strategy, self.settings.strategy_options)
         self.phases = Phases("no trees")
         self.moved, self.begun = asyncio.Event(), asyncio.Event()
@@ -67,8 +63,7 @@ class Forest:
         self.next_draw = self.shard.draws(self.journal.next_position())
 
     def begin(self, pacing: Pacing, newest: dict[int, int]) -> None:
-        """Take up what earlier starts of the run left, and start to grow. newest: groups that the
-        version in force has trained already, although the journal does not say so."""
+        """Take up what earlier starts left. newest: groups that are trained already."""
         self.pacing = pacing
         for row in self.journal.untrained_trees():
             if row.status == "replaced" or any(
@@ -92,16 +87,13 @@ class Forest:
         return number
 
     def admit(self) -> None:
-        """Start trees while pacing admits them and the run is not paused: first those that an
-        earlier start left, the oldest first, then new ones.
-
-        After a crash an update therefore takes the trees that it would have taken, although later
-        ones may be finished already.
-        """
+        """Start trees while pacing admits them and the run is not paused: first those of an earlier
+        start, the oldest first, so that an update takes the trees that it would have taken without
+        a crash."""
         first = self.settings.questions_per_update
         for _ in range(ADMITTED_AT_ONCE):
             begun = self.begun.is_set() or self.pacing.admitted < first
-            if self.paused() or not (begun and self.pacing.may_start()):
+            if self.reporter.paused or not (begun and self.pacing.may_start()):
                 return
             if self.unfinished:
                 self.pacing.start()
@@ -111,10 +103,9 @@ class Forest:
         self.moved.set()
 
     async def attempts(self, tree: Tree, context: Context, grow: Grow) -> None:
-        """Plant and grow a tree, again after an infrastructure fault. Raises the
-        InfrastructureFault of the last attempt, and DataFault for whatever else is the tree's: an
-        exception of an environment, a strategy or a plug-in too, unless so many trees in a row
-        failed alike (``scheduler.failures``)."""
+        """Plant and grow a tree, again after an infrastructure fault. Raises the last attempt's
+        InfrastructureFault, and DataFault for what is the tree's: also an exception of a plug-in,
+        unless so many trees in a row failed alike (``scheduler.failures``)."""
         try:
             with self.phases.over("trees"):
                 await self._attempt(tree, context, grow)
@@ -129,25 +120,23 @@ class Forest:
             tree.changed.clear()
             raise self._own_fault(tree, error) from error
         finally:
-            self.shop.fleet.ended(tree.id)
-            self.shop.dispatcher.look_again("generate")
+            self.runtime.fleet.ended(tree.id)
+            self.runtime.dispatcher.look_again("generate")
             self.moved.set()
 
     def _own_fault(self, tree: Tree, error: BaseException) -> DataFault:
-        """Return the fault of a tree that ``error`` ended, which is not the run's. Raises Fault if
-        so many trees in a row failed alike that the cause is not theirs."""
+        """A tree's own fault. Raises Fault after ``ALIKE`` trees that failed alike."""
         if self.in_a_row.failed(error):
             raise Fault(
                 f"{ALIKE} trees in a row failed alike, the last one with {brief(error)} ({self._whose(tree)}):"
                 " mend what the traceback in the log names, then resume the run"
             ) from error
-        self.shop.faults.failed(
+        self.runtime.faults.failed(
             "a tree", DataFault(brief(error)), f"{self._whose(tree)}: quarantined"
         )
-        return DataFault(told(error))
+        return DataFault(traced(error))
 
     def _plant(self) -> None:
-        """Draw the next task and start to grow its tree."""
         draw, self.next_draw = self.next_draw, self.next_draw + 1
         position = self.shard.position(draw)
         drawn = self._drawn(position)
@@ -166,12 +155,9 @@ class Forest:
             return error
 
     def _take_up(self, row: TreeRow) -> None:
-        """Continue a tree that was journaled before this start: resend its untrained groups, and
-        grow what is missing.
-
-        A deterministic run grows an unfinished tree anew, because its random numbers depend on all
-        that was drawn before.
-        """
+        """Continue a tree of an earlier start: resend its untrained groups, and grow what is
+        missing. A deterministic run grows it anew, as its random numbers depend on all that was
+        drawn before."""
         if row.status == "growing" and self.process.deterministic:
             self.journal.uproot(row.id)
         tree = self.journal.tree(row)
@@ -184,12 +170,11 @@ class Forest:
         self._spawn(tree, self._drawn(row.position), row.position)
 
     def _spawn(self, tree: Tree, drawn: Task | Exception, position: int) -> None:
-        """Start to grow a tree, or quarantine it if its task could not be made."""
         if isinstance(drawn, Exception):
             self._quarantine(tree, str(self._own_fault(tree, drawn)))
             return
         rng = random.Random(f"{self.process.seed}/{tree.split}/{position}/{len(tree.nodes)}")
-        task = asyncio.create_task(self._grow(tree, Context(self.shop, drawn, tree, rng)))
+        task = asyncio.create_task(self._grow(tree, Context(self.runtime, drawn, tree, rng)))
         self.growing[tree.id] = task
 
         def ended(task: asyncio.Task[None]) -> None:
@@ -231,8 +216,7 @@ class Forest:
         ]
 
     def _replaces(self, tree: Tree) -> bool:
-        """Whether another question takes the tree's place: no group has a spread, and the update
-        that comes next may replace one more."""
+        """Whether another question takes the tree's place in the next update."""
         if not tree.groups or len(self.stream.replaced) >= self.settings.dynamic_sampling_budget:
             return False
         return not differs(
@@ -241,7 +225,7 @@ class Forest:
 
     async def _attempt(self, tree: Tree, context: Context, grow: Grow) -> None:
         for attempt in range(1, ATTEMPTS + 1):
-            context.attempt = attempt
+            context.services.attempt = attempt
             try:
                 await context.plant()
                 await grow(tree, context)

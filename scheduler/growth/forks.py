@@ -1,19 +1,15 @@
-"""Trees of whole trajectories that fork from each other, as the tree methods for outcome rewards
-grow them (docs/methods-table.md).
-
-A path is sampled to its end first and forked afterwards. A continuation does not depend on forks
-beside it, so the tree has the same distribution as one that is grown level by level. Trajectory
-numbers are fixed by the strategy; after a crash, forks are drawn as before.
-"""
+"""Trees of whole trajectories that fork from each other (docs/methods-table.md). A path is sampled
+to its end first and forked afterwards, which gives the same distribution as growing level by level.
+Trajectory numbers are the strategy's; after a crash, forks are drawn as before."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
+from coppice.scheduler.concurrency import gather
 from coppice.scheduler.growth.context import Context
 from coppice.scheduler.growth.strategies.chain import episode
 from coppice.scheduler.growth.tree import Fork, Node, Tree
-from coppice.scheduler.telemetry.together import together
 
 Leaves = dict[int, list[Node]]
 """The trained actions of each trajectory by its number, from the first turn to its leaf; none if
@@ -21,13 +17,12 @@ the outcome could not be judged."""
 
 
 async def grown(tree: Tree, ctx: Context, forks: Mapping[int, Fork | None]) -> Leaves:
-    """Continue trajectories to their ends, all at once. None: the trajectory begins at the first
-    prompt."""
+    """Continue trajectories to their ends, all at once. None: it begins at the first prompt."""
     work = (
-        episode(tree, ctx.aside(f"trajectory {number}"), trajectory=number, fork=fork)
+        episode(tree, ctx.derive(f"trajectory {number}"), trajectory=number, fork=fork)
         for number, fork in forks.items()
     )
-    return dict(zip(forks, await together(work), strict=True))
+    return dict(zip(forks, await gather(work), strict=True))
 
 
 def distinct(trajectories: Iterable[Sequence[Node]]) -> list[Node]:
@@ -42,8 +37,7 @@ def surprisal(action: Node) -> np.ndarray:
 
 
 def cut(actions: Sequence[Node], tokens: int) -> Fork | None:
-    """The fork after the first ``tokens`` sampled tokens of a trajectory, None if it has no token
-    after them."""
+    """The fork after the first ``tokens`` sampled tokens, None if no token follows."""
     for action in actions:
         if tokens < len(action.tokens):
             return Fork(action, tokens)
@@ -52,8 +46,7 @@ def cut(actions: Sequence[Node], tokens: int) -> Fork | None:
 
 
 def onward(leaves: Leaves, tokens: int) -> dict[int, Fork]:
-    """The fork after ``tokens`` sampled tokens of each trajectory that goes on after them, by the
-    trajectory's number."""
+    """The fork after ``tokens`` sampled tokens of each trajectory that goes on after them."""
     return {
         number: fork
         for number, actions in leaves.items()
@@ -62,8 +55,7 @@ def onward(leaves: Leaves, tokens: int) -> dict[int, Fork]:
 
 
 def emit(tree: Tree, ctx: Context, groups: Iterable[Iterable[Sequence[Node]]]) -> None:
-    """Emit groups of trajectories, except those that were emitted before a crash. Trajectories
-    without trained actions are left out."""
+    """Emit groups of trajectories with actions, except those that were emitted before a crash."""
     whole = [kept for group in groups if (kept := [actions for actions in group if actions])]
     for group in whole[len(tree.groups) :]:
         ctx.emit(group)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from coppice.scheduler.config import UNJUDGED
 from coppice.scheduler.growth.context import Context
+from coppice.scheduler.growth.scoring import mark, score
 from coppice.scheduler.growth.tree import Node
 
 COMPONENTS = frozenset({"think", "query", "answer"})
@@ -16,12 +17,13 @@ INVALID_REWARD = -2.0
 
 
 async def judge(ctx: Context, nodes: Sequence[Node], bonus: float) -> list[float]:
-    """Have sibling actions judged, and return their rewards r_t (NaN without a judge): the judge's
-    own column "reward" if the environment is ``rewarded_by_judge``, otherwise SLATE's ``composite``
-    of the judge's columns. A valid action of which the judge scored no component has no reward:
-    while a judge fails, the early-answer bonus would be all that candidates differ by."""
-    await ctx.judge(nodes)
-    if not ctx.environment.rewarded_by_judge and ctx.settings.judge != UNJUDGED:
+    """Have sibling actions judged, and return their rewards r_t: the judge's column "reward" if the
+    environment is ``rewarded_by_judge``, else SLATE's ``composite``; NaN where no component is
+    scored, as else the early-answer bonus would be all that candidates differ by."""
+    by_judge = ctx.environment.rewarded_by_judge
+    await score(ctx, [node for node in nodes if by_judge or ctx.action(node).valid])
+    mark(ctx, nodes)
+    if not by_judge and ctx.settings.judge != UNJUDGED:
         for node in nodes:
             action = ctx.action(node)
             if not action.valid:
@@ -56,8 +58,7 @@ def selection(scores: Sequence[float], eta: float) -> list[float]:
 def choose(
     scores: Sequence[float], allowed: Sequence[int], rule: str, eta: float, rng: random.Random
 ) -> int:
-    """The index, among ``allowed``, of the candidate to continue: drawn by ``selection``, or the
-    first of the best ("best-of-k")."""
+    """The index of the candidate to continue: drawn by ``selection``, or the first of the best."""
     if rule == "best-of-k":
         return max(allowed, key=lambda index: scores[index])
     return rng.choices(allowed, selection([scores[index] for index in allowed], eta))[0]

@@ -1,8 +1,5 @@
-"""Continuations of a position by the policy, outside the tree, for Monte Carlo values.
-
-All continuations of one position are requested together, so that their prefix is prefilled once.
-Continuations that reach the same position again continue as one request.
-"""
+"""Continuations of a position by the policy, outside the tree, for Monte Carlo values. Those of one
+position are requested together, and those that reach one position go on as one request."""
 
 import logging
 from collections import Counter
@@ -12,19 +9,18 @@ import msgspec
 import numpy as np
 
 from coppice.actors.environments.base import Dropped, Spent
+from coppice.scheduler.concurrency import gather
 from coppice.scheduler.growth.context import Context
-from coppice.scheduler.growth.services import Taken
 from coppice.scheduler.growth.tree import Node
-from coppice.scheduler.telemetry.together import together
 from coppice.wire.messages import Sample
 
 log = logging.getLogger(__name__)
 
 
 class Position(msgspec.Struct, frozen=True):
-    """A point at which the policy acts. prefix: int32 token ids as bytes; step: the number of
-    actions before it. ends: the prefixes that end with each of these actions, where what follows
-    may continue any of them; replies: their texts."""
+    """A point at which the policy acts. prefix: int32 token ids as bytes; step: actions before it;
+    ends, replies: the prefixes that end with them, where what follows may go on, and their texts.
+    """
 
     prefix: bytes
     state: Any
@@ -34,8 +30,7 @@ class Position(msgspec.Struct, frozen=True):
 
 
 def position_before(ctx: Context, action: Node) -> Position:
-    """The position in which ``action`` was taken, with the prompt in non-thinking mode if each turn
-    has its own prompt."""
+    """The position in which ``action`` was taken; fresh prompts are without thinking."""
     state = ctx.state(action)
     if ctx.environment.fresh:
         return _shown(ctx, state, action.step - 1)
@@ -59,13 +54,13 @@ def position_before(ctx: Context, action: Node) -> Position:
 async def outcomes(ctx: Context, position: Position, n: int) -> list[float]:
     """The outcomes of ``n`` continuations of ``position``, without those that have none."""
     prefix = np.frombuffer(position.prefix, np.int32)
-    async with ctx.shop.aside:
-        samples, *_ = await ctx.acted(prefix, n, position.state, beside=True)
-    reached = await together(advance(ctx, position, sample) for sample in samples)
+    async with ctx.runtime.continuations:
+        samples, *_ = await ctx.services.sample_actions(prefix, n, position.state, background=True)
+    reached = await gather(advance(ctx, position, sample) for sample in samples)
     ended = [place for place in reached if isinstance(place, float)]
     going = Counter(place for place in reached if isinstance(place, Position))
     siblings = sorted(going.items(), key=lambda item: item[0].prefix)
-    later = await together(outcomes(ctx, place, count) for place, count in siblings)
+    later = await gather(outcomes(ctx, place, count) for place, count in siblings)
     return ended + [outcome for several in later for outcome in several]
 
 
@@ -73,19 +68,21 @@ async def advance(ctx: Context, position: Position, sample: Sample) -> Position 
     """The position after a sampled action, or the outcome if the episode is over: 0 if the budget
     is used up without an answer, None if it is unknown."""
     environment, step = ctx.environment, position.step + 1
-    action = environment.read(position.state, ctx.shop.text.decode(sample.tokens))
+    action = environment.read(position.state, ctx.runtime.text.decode(sample.tokens))
     spent, replies = (
         Spent(len(position.prefix) // 4, 0, len(sample.tokens), sample.finish),
         (*position.replies, action.text),
     )
     try:
-        async with ctx.shop.aside:
-            transition = await environment.step(position.state, action, Taken(ctx, spent, replies))
+        async with ctx.runtime.continuations:
+            transition = await environment.step(
+                position.state, action, ctx.services.during(spent, replies)
+            )
     except Dropped as fault:
         log.warning("a continuation of tree %d is dropped: %s", ctx.tree.id, fault)
-        ctx.shop.counts[fault.count] += 1
+        ctx.runtime.counts[fault.count] += 1
         return None
-    ctx.shop.counts["continuation_steps"] += 1
+    ctx.runtime.counts["continuation_steps"] += 1
     if transition.done and transition.outcome is not None:
         return transition.outcome
     if transition.done and not environment.outcome_judge:
@@ -94,7 +91,7 @@ async def advance(ctx: Context, position: Position, sample: Sample) -> Position 
         turn = environment.concluded(
             ctx.task, position.state, action, transition.state, step, ctx.settings.budget
         )
-        (judgement,) = await ctx.judgements(environment.outcome_judge, [turn])
+        (judgement,) = await ctx.services.judgements(environment.outcome_judge, [turn])
         return judgement.scores.get("outcome", 0.0)
     if environment.forced_prefix and step >= ctx.settings.budget:
         return 0.0
@@ -103,7 +100,7 @@ async def advance(ctx: Context, position: Position, sample: Sample) -> Position 
     end = position.prefix + sample.tokens.astype(np.int32).tobytes()
     if environment.begins_with_prompt:
         return Position(
-            end + ctx.shop.text.encode(transition.observation).tobytes(), transition.state, step
+            end + ctx.runtime.text.encode(transition.observation).tobytes(), transition.state, step
         )
     ends = (*position.ends, end)
     if transition.after is None or transition.messages is None:
@@ -111,15 +108,17 @@ async def advance(ctx: Context, position: Position, sample: Sample) -> Position 
             _shown(ctx, transition.state, step).prefix, transition.state, step, ends, replies
         )
     end = ends[transition.after]
-    seen = ctx.shop.text.encode(
-        ctx.shop.text.after(np.frombuffer(end, np.int32), transition.messages)
+    seen = ctx.runtime.text.encode(
+        ctx.runtime.text.after(np.frombuffer(end, np.int32), transition.messages)
     )
     return Position(end + seen.tobytes(), transition.state, step, ends, replies)
 
 
 def _shown(ctx: Context, state: Any, step: int) -> Position:
-    head, tail = ctx.rendered(state, thinking=False)
+    head, tail = ctx.services.rendered(state, thinking=False)
     root = ctx.tree.nodes[0]
-    shared = root.tokens if head.text == root.text and not head.pictures else ctx.encode(head)
-    prefix = np.concatenate([shared, ctx.encode(tail)])
+    shared = (
+        root.tokens if head.text == root.text and not head.pictures else ctx.services.encode(head)
+    )
+    prefix = np.concatenate([shared, ctx.services.encode(tail)])
     return Position(prefix.tobytes(), state, step)

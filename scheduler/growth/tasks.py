@@ -1,5 +1,5 @@
-"""Tasks in epoch order. Each epoch is a new shuffle by the seed, and a position names one draw, so
-a resumed run skips no task."""
+"""Tasks in epoch order. A position names one draw of a shuffle by the seed, so a resumed run skips
+none."""
 
 import contextlib
 import random
@@ -14,8 +14,7 @@ from coppice.wire.faults import DataFault
 
 
 class Tasks:
-    """The training tasks of one source or several (``load_tasks``). rejected: the rows that cannot
-    work, with the reasons; they are quarantined."""
+    """The training tasks of one source or several. rejected: rows that cannot work, quarantined."""
 
     def __init__(self, source: str | list[str], seed: int, verbatim: bool = False):
         self.tasks: list[Task]
@@ -43,8 +42,7 @@ class Tasks:
 def held_out(
     source: str | list[str], count: int, verbatim: bool = False
 ) -> tuple[list[Task], list[str]]:
-    """The fixed held-out subset, the same ``count`` tasks for every seed (all when there are
-    fewer), and what the user should know of it."""
+    """The held-out tasks, the same for every seed, and what the user should know of them."""
     tasks, rejected = load_tasks(source, verbatim)
     notes = unusable("held-out set", rejected, len(tasks)) + too_few(
         "held-out set", len(tasks), count
@@ -54,11 +52,8 @@ def held_out(
 
 
 class GeneratedTasks:
-    """Tasks that an environment makes from seeds. Training draws seeds below 2^30, so it never
-    draws a held-out seed.
-
-    Different seeds may make the same task if a game has few tasks (an empty board is the only one).
-    """
+    """Tasks that an environment makes from seeds; training draws those below 2^30, never a held-out
+    one. Different seeds may make the same task."""
 
     def __init__(self, make: Callable[[int], Task], seed: int):
         self.make, self.seed = make, seed
@@ -77,8 +72,7 @@ class GeneratedTasks:
         return self.make(random.Random(f"{self.seed}/{position}").getrandbits(30))
 
     def held_out(self, count: int) -> list[Task]:
-        """The same ``count`` tasks for every seed of the run. Raises DataFault if one cannot be
-        made."""
+        """The same tasks for every seed of the run. Raises DataFault if one cannot be made."""
         return [self._held_out(seed) for seed in HELD_OUT_SEEDS[:count]]
 
     def _held_out(self, seed: int) -> Task:

@@ -1,6 +1,7 @@
 """Text becomes tokens once, when it enters the tree; sampled ids are never tokenized again. This
 module never imports torch."""
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,18 +15,20 @@ from coppice.common import vision
 from coppice.common.chat_template import ChatTemplate
 from coppice.common.dialogue import Renderer
 
+RECENT = 64
+"""The texts whose tokens are remembered: what an environment checks is encoded again when it enters
+the tree, and prompts repeat their beginnings."""
+
 
 class Shown(msgspec.Struct, frozen=True):
-    """A part of a prompt: its text, in which the model's placeholder stands for each picture, and
-    the pictures in order as PNG bytes."""
+    """A part of a prompt: text with placeholders, and its pictures as PNG bytes."""
 
     text: str
     pictures: tuple[bytes, ...] = ()
 
 
 def _embedded(folder: Path) -> int:
-    """The rows of the model's embedding, which may be more than its tokenizer has tokens; 0 if
-    config.json does not say."""
+    """The rows of the model's embedding, at least the tokenizer's tokens; 0 if unknown."""
     try:
         settings = msgspec.json.decode((folder / "config.json").read_bytes())
     except (OSError, msgspec.DecodeError):
@@ -34,8 +37,7 @@ def _embedded(folder: Path) -> int:
 
 
 class Text:
-    """The tokenizer and the chat template of a Hugging Face folder. vocabulary: the rows of the
-    model's embedding, 0 if unknown. marks: special tokens that decoding keeps."""
+    """Tokenizer and chat template of a folder. marks: special tokens that decoding keeps."""
 
     def __init__(self, folder: str, marks: Sequence[str] = ()):
         self.folder = path = Path(folder)
@@ -54,14 +56,12 @@ class Text:
             if token.special and token.content not in marks
         }
         self.vocabulary = _embedded(path)
+        self._tokens = functools.lru_cache(RECENT)(self._tokenized)
         self.vision = vision.Vision.of(folder)
 
     def encode(self, text: str, pictures: Sequence[tuple[int, bytes]] = ()) -> np.ndarray:
-        """int32 [tokens], without added special tokens. pictures: number and PNG bytes for each
-        placeholder, in order (``common.vision``)."""
-        tokens = np.array(
-            self.tokenizer.encode(text, add_special_tokens=False).ids if text else [], np.int32
-        )
+        """int32 [tokens], without special tokens. pictures: number and bytes per placeholder."""
+        tokens = self._tokens(text)
         if not pictures or self.vision is None:
             return tokens
         at = np.flatnonzero(tokens == self.vision.token)
@@ -77,12 +77,18 @@ class Text:
         ]
         return np.concatenate(pieces)
 
+    def _tokenized(self, text: str) -> np.ndarray:
+        ids = self.tokenizer.encode(text, add_special_tokens=False).ids if text else []
+        tokens = np.array(ids, np.int32)
+        tokens.flags.writeable = False  # they are shared
+        return tokens
+
     def decode(self, tokens: np.ndarray) -> str:
         """The text of ``tokens`` without special tokens other than ``marks``."""
         said = [token for token in tokens.tolist() if token not in self._unsaid]
         return self.tokenizer.decode(said, skip_special_tokens=False)
 
-    def check_sight(self) -> None:
+    def check_vision(self) -> None:
         """Raise ValueError if the model cannot read pictures in its chat format."""
         if self.vision is None or not self._template.available:
             raise ValueError(
@@ -91,9 +97,9 @@ class Text:
             )
 
     def after(self, reply: np.ndarray, messages: Sequence[Mapping[str, Any]]) -> str:
-        """What follows a sampled reply, int32 [tokens], where ``messages`` come next, up to where
-        the model's next turn begins. What ends a reply is left out if the model has sampled it.
-        Raises ValueError if the template does not render these messages by themselves."""
+        """What follows a sampled reply, int32 [tokens], up to the model's next turn, where
+        ``messages`` come next. A sampled end of the reply is not written again. Raises ValueError
+        if the template does not render these messages by themselves."""
         if not self._template.available:
             return "\n" + self.prompt(messages)
         text = self._renderer.after([dict(message) for message in messages])
@@ -106,22 +112,17 @@ class Text:
         thinking: bool = True,
         tools: Sequence[dict[str, Any]] = (),
     ) -> str:
-        """The messages in the model's chat format, up to where the model's turn begins; plain text
-        if the model has no template.
-
-        tools: the functions that may be called. A content may be a text or a list of parts
-        (``common.vision.shown``). thinking: False asks a template that knows ``enable_thinking``
-        (Qwen3's) for an answer without a thinking block. Raises ValueError for pictures that the
-        model cannot read.
-        """
+        """The messages in the model's chat format, up to the model's turn; plain text without a
+        template. tools: the functions that may be called. thinking: False asks a template that
+        knows ``enable_thinking`` for no thinking block. Raises ValueError for pictures that the
+        model cannot read."""
         parts = [list(vision.shown([message])) for message in messages]
         if not all(isinstance(part, str) for message in parts for part in message):
-            self.check_sight()
+            self.check_vision()
             messages = [dict(message) for message in messages]
         else:
-            messages = [
-                {**m, "content": "".join(texts)} for m, texts in zip(messages, parts, strict=True)
-            ]  # pyright: ignore
+            texts = ["".join(map(str, texts)) for texts in parts]
+            messages = [{**m, "content": t} for m, t in zip(messages, texts, strict=True)]
         if tools or any(
             message.get("tool_calls") or message.get("role") == "tool" for message in messages
         ):

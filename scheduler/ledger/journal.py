@@ -1,14 +1,8 @@
 """The journal makes events durable before anything acts on them: SQLite in WAL mode at
-``RUN/journal.sqlite``.
-
-Invariant: a group is journaled before it is sent, and is marked with the version that trained it.
-After any crash every drawn task is found again, every emitted group is either marked or sent again,
-and no group enters two updates (the learner's frontier decides). A commit survives the death of the
-process; ``sync`` makes all commits survive a power cut as well.
-
-What is written within one turn of the event loop is one transaction at its end; ``written`` waits
-for it. Reading sees all that was written.
-"""
+``RUN/journal.sqlite``. Invariant: a group is journaled before it is sent, and marked with the
+version that trained it, so after any crash no task or group is lost or trained twice. What is
+written within one turn of the event loop is one transaction at its end. A commit survives the death
+of the process; after ``sync`` a power cut as well."""
 
 import asyncio
 import contextlib
@@ -25,7 +19,8 @@ import numpy as np
 from coppice.actors.environments.base import Rejected
 from coppice.common import atomic, vision
 from coppice.common.shards import Shard
-from coppice.scheduler.growth.tree import Tree, decode_node, encode_node
+from coppice.scheduler.growth.tree import Tree
+from coppice.scheduler.node_codec import encode_node, restore
 from coppice.wire.messages import Turn
 
 _SCHEMA = """
@@ -49,13 +44,12 @@ it long before, beside the event loop."""
 
 
 class JournalError(OSError):
-    """The journal could not be written, for example because the disk is full, and earlier
-    transactions are safe; or the file is damaged."""
+    """The journal is damaged, or could not be written while earlier transactions are safe."""
 
 
 class TreeRow(msgspec.Struct, frozen=True):
-    """A row of the table of trees. status: growing, closed, replaced or quarantined. position: the
-    draw that gave the task. time: of the draw, in seconds since 1970."""
+    """A row of trees. status: growing, closed, replaced or quarantined. position: the draw of the
+    task. time: of the draw, in seconds since 1970."""
 
     id: int
     position: int
@@ -68,16 +62,15 @@ class TreeRow(msgspec.Struct, frozen=True):
 
 
 class Journal:
-    """The journal of a scheduler, open until ``close``. The scheduler alone writes; others read
-    (``coppice trees`` reads a live run). shard: whose numbers the pictures get. beside: the journals
-    of the run's other schedulers, whose rows are read together with its own."""
+    """A scheduler's journal until ``close``. It alone writes; others read. shard: whose numbers the
+    pictures get. others: journals of other schedulers, read together with this one."""
 
     def __init__(
         self,
         path: Path,
         readonly: bool = False,
         shard: Shard = Shard(),
-        beside: Sequence[Path] = (),
+        others: Sequence[Path] = (),
     ):
         self.path, self._shard = path, shard
         self.failure: JournalError | None = None
@@ -87,7 +80,7 @@ class Journal:
             if not path.is_file():
                 raise FileNotFoundError(f"no journal at {path}: is this a run folder?")
             self._db = sqlite3.connect(f"file:{path}?mode=ro", uri=True)
-            self._join(beside)
+            self._join(others)
         else:
             self._db = sqlite3.connect(path)
             try:
@@ -104,8 +97,7 @@ class Journal:
                 ) from error
 
     def _join(self, others: Sequence[Path]) -> None:
-        """Let every table of ``_UNITED`` be that of all journals. A view of this name hides the
-        journal's own table."""
+        """Let each table of ``_UNITED`` be a view of all journals."""
         for number, path in enumerate(others):
             self._db.execute(f"ATTACH ? AS other{number}", (f"file:{path}?mode=ro",))
         for table in _UNITED if others else ():
@@ -116,15 +108,13 @@ class Journal:
             self._db.execute(f"CREATE TEMP VIEW {table} AS {' UNION ALL '.join(parts)}")
 
     def _check_whole(self) -> None:
-        """Raise sqlite3.DatabaseError unless every page of the file is in its place, because a file
-        that was cut short opens without an error."""
+        """Raise sqlite3.DatabaseError if the file was cut short, which opens without an error."""
         ((found,),) = self._db.execute("PRAGMA quick_check(1)")
         if found != "ok":
             raise sqlite3.DatabaseError(" ".join(found.split()))
 
     def _write(self, *statements: tuple[str, Iterable[Sequence[object]]]) -> None:
-        """Execute all statements in the transaction of this turn of the event loop; at once where
-        no loop runs. Raises an earlier failure."""
+        """Execute statements in this turn's transaction. Raises an earlier failure."""
         if self.failure is not None:
             raise self.failure
         self._due += [(statement, list(rows)) for statement, rows in statements]
@@ -173,8 +163,7 @@ class Journal:
                 self._db.executemany(statement, rows)
 
     async def written(self) -> None:
-        """Wait until everything written so far is committed. Raises JournalError if it could not
-        be."""
+        """Wait until everything written so far is committed. Raises JournalError."""
         if self._turn is not None:
             await asyncio.shield(self._turn)
         if self.failure is not None:
@@ -188,7 +177,7 @@ class Journal:
     # writing
 
     def start_tree(self, tree: Tree, position: int, version: int) -> None:
-        """Record that a task was drawn, with the nodes that its tree has so far (the root)."""
+        """Record that a task was drawn, with its tree's nodes so far."""
         row = (tree.id, position, tree.task, tree.split, "growing", version, None, time.time())
         tree.changed = dict(tree.nodes)
         self.save_nodes(tree, ("INSERT OR REPLACE INTO trees VALUES (?,?,?,?,?,?,?,?)", [row]))
@@ -200,8 +189,7 @@ class Journal:
         tree.changed.clear()
 
     def save_group(self, tree: Tree, group: int, turns: list[Turn]) -> None:
-        """Write a finished group and its tree's changed nodes in one transaction. The group may be
-        sent after ``written``."""
+        """Write a group and its tree's changed nodes. The group may be sent after ``written``."""
         row = (group, tree.id, msgspec.msgpack.encode(turns))
         self.save_nodes(tree, ("INSERT OR IGNORE INTO groups VALUES (?,?,?,NULL)", [row]))
 
@@ -216,8 +204,7 @@ class Journal:
         self._write(("UPDATE groups SET trained=? WHERE id=?", [(version, group)]))
 
     def picture(self, png: bytes) -> int:
-        """Return the number of a picture (``common.vision``), which its first use writes. Equal bytes
-        have one number in a run."""
+        """The number of a picture (``common.vision``), which its first use writes."""
         digest = hashlib.sha256(png).hexdigest()
         while (
             row := self._rows("SELECT number FROM pictures WHERE digest=?", (digest,)).fetchone()
@@ -248,8 +235,7 @@ class Journal:
         self.flush()
 
     def sync(self) -> None:
-        """Wait until everything that is committed is on the disk, and move it from the log to the
-        file, so that no commit has to. Any thread may call this."""
+        """Wait until all commits are on the disk and in the file. Any thread may call this."""
         # SQLite has moved the log into the file, and synced that
         with contextlib.suppress(FileNotFoundError):
             atomic.sync(self.path.with_name(self.path.name + "-wal"))
@@ -261,8 +247,7 @@ class Journal:
             other.execute("PRAGMA wal_checkpoint(PASSIVE)")
 
     def forget_training_after(self, version: int) -> None:
-        """On resume, mark groups that were trained after the checkpoint's ``version`` as untrained.
-        The later versions' evaluations are lost with their weights."""
+        """On resume, forget what was trained and evaluated after the checkpoint's ``version``."""
         lost = [(version,)]
         self._write(
             ("UPDATE groups SET trained=NULL WHERE trained>?", lost),
@@ -270,8 +255,7 @@ class Journal:
         )
 
     def adopt_frontier(self, trained: dict[int, int]) -> None:
-        """On resume, mark groups that the checkpoint holds, and whose answers the crash lost, with
-        the version that trained each."""
+        """On resume, mark groups of the checkpoint whose answers the crash lost."""
         rows = [(version, group) for group, version in trained.items()]
         self._write(("UPDATE groups SET trained=? WHERE id=? AND trained IS NULL", rows))
 
@@ -283,29 +267,27 @@ class Journal:
         )
 
     def changes(self) -> int:
-        """The number of rows that this start of the run has written: it stands still when no node,
-        group or trained mark is added."""
+        """The number of rows that this start has written: it stands still without progress."""
         return self._db.total_changes
 
     # ------------------------------------------------------------------------------------------
     # reading
 
     def trees(self, where: str = "1", *values: object) -> list[TreeRow]:
-        """The rows of trees that meet an SQL condition on id, position, task, split, status and
-        version."""
+        """The rows of trees that meet an SQL condition on their columns."""
         query = f"SELECT id, position, task, split, status, version, reason, time FROM trees WHERE {where} ORDER BY id"
         return [TreeRow(*row) for row in self._rows(query, values)]
 
     def tree(self, row: TreeRow) -> Tree:
         """The tree of a row, with its nodes and group ids."""
         blobs = self._rows("SELECT body FROM nodes WHERE tree=? ORDER BY id", (row.id,))
-        tree = Tree(row.id, row.task, row.split, [decode_node(body) for (body,) in blobs])
+        tree = Tree(row.id, row.task, row.split)
+        restore(tree, (body for (body,) in blobs))
         tree.groups = [group for group, _ in self.groups(row.id)]
         return tree
 
     def groups(self, tree: int) -> list[tuple[int, int | None]]:
-        """The groups of a tree, as pairs of the group id and the version that trained it (None if
-        none has)."""
+        """The groups of a tree, each with the version that trained it, None if none has."""
         return list(self._rows("SELECT id, trained FROM groups WHERE tree=? ORDER BY id", (tree,)))
 
     def turns(self, group: int) -> list[Turn]:
@@ -321,16 +303,14 @@ class Journal:
         }
 
     def untrained_trees(self) -> list[TreeRow]:
-        """Training trees that still grow, or that ended (even quarantined) and have a group on
-        which no version was trained."""
+        """Training trees that grow, or have a group on which no version was trained."""
         return self.trees(
             "split='train' AND (status='growing' OR EXISTS"
             " (SELECT 1 FROM groups WHERE tree=trees.id AND trained IS NULL))"
         )
 
     def lacks(self, trained: Iterable[int]) -> list[int]:
-        """Those of the groups ``trained`` that are not here, or whose tree still grows. A learner
-        trains no tree before it is closed here."""
+        """The groups of ``trained`` that are not here, or whose tree still grows."""
         ended = self._rows(
             "SELECT groups.id FROM groups JOIN trees ON trees.id=tree WHERE status!='growing'"
         )

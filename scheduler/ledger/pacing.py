@@ -16,11 +16,7 @@ The module is pure: it owns no task and no client.
 
 
 class Pacing:
-    """Counts trees: ``start`` admits one if ``may_start``, ``withdraw`` takes that back,
-    ``trained`` reports an update.
-
-    ``updates`` bounds the run: no tree is admitted that no update would consume.
-    """
+    """Counts trees. ``updates`` bounds the run: no tree is admitted that no update would consume."""
 
     def __init__(
         self, questions: int, max_staleness: int, updates: int, version: int = 0, untrained: int = 0
@@ -45,8 +41,7 @@ class Pacing:
         self.admitted += 1
 
     def withdraw(self) -> None:
-        """Take back the admission of a tree that counts in no update (quarantined before it gave a
-        group, or replaced), so that another tree takes its place."""
+        """Take back the admission of a tree that counts in no update."""
         self.admitted -= 1
 
     def trained(self, version: int) -> None:

@@ -21,13 +21,17 @@ JOINED = {
     "rollout/outcome": "rollout/outcomes",
     "score/judge_valid": "rollout/judged_scores",
     "time/spread": LARGEST,
-    **dict.fromkeys(
-        ("cache/hit_rate", "cache/predicted_hit_rate", "cache/prediction_error"),
-        "cache/prompt_tokens",
-    ),
-    **dict.fromkeys(("cache/ideal_tokens", "cache/prompt_tokens", "cache/tokens_saved"), SUM),
-    **dict.fromkeys(("busy/engines", "count/*", "rate/decoded_tokens"), SUM),
-    **dict.fromkeys(("rollout/judged_scores", "rollout/outcomes"), SUM),
+    "cache/hit_rate": "cache/prompt_tokens",
+    "cache/predicted_hit_rate": "cache/prompt_tokens",
+    "cache/prediction_error": "cache/prompt_tokens",
+    "cache/ideal_tokens": SUM,
+    "cache/prompt_tokens": SUM,
+    "cache/tokens_saved": SUM,
+    "busy/engines": SUM,
+    "count/*": SUM,
+    "rate/decoded_tokens": SUM,
+    "rollout/judged_scores": SUM,
+    "rollout/outcomes": SUM,
 }
 """How the records that several schedulers have of one update become the run's: a sum, the largest,
 or the mean weighted by another metric. A metric without a rule has the first scheduler's value: the
@@ -48,12 +52,9 @@ def _joined(name: str, records: Sequence[Record]) -> float:
     if rule in (SUM, LARGEST):
         return sum(values) if rule == SUM else max(values)
     weights = [record.get(rule, 1.0) for record in records]
-    whole = sum(weights)
-    return (
-        sum(v * w for v, w in zip(values, weights, strict=True)) / whole
-        if whole
-        else sum(values) / len(values)
-    )
+    if not sum(weights):
+        weights = [1.0] * len(records)
+    return sum(v * w for v, w in zip(values, weights, strict=True)) / sum(weights)
 
 
 def parsed(text: bytes) -> Iterator[tuple[bytes, dict[str, float | None]]]:
@@ -64,76 +65,68 @@ def parsed(text: bytes) -> Iterator[tuple[bytes, dict[str, float | None]]]:
 
 
 class Joined:
-    """Makes one record of those that ``parts`` schedulers have of an update, in whatever order they
-    come."""
+    """Makes one record of those that ``parts`` schedulers have of an update."""
 
     def __init__(self, parts: int):
         self.parts = parts
         self._open: dict[int, dict[int, Record]] = {}
 
     def add(self, part: int, record: Record) -> list[Record]:
-        """Take the record of a scheduler. Return what it completes: the record of its update, after
-        those of which a crash lost a part."""
+        """Take a scheduler's record. Return the records of updates that it completes."""
         version = int(record["version"])
         self._open.setdefault(version, {})[part] = record
         if len(self._open[version]) < self.parts:
             return []
-        whole = [self._open.pop(known) for known in sorted(self._open) if known <= version]
-        return [joined([known[part] for part in sorted(known)]) for known in whole if 0 in known]
+        ready = [self._open.pop(v) for v in sorted(self._open) if v <= version]
+        return [joined([by_part[p] for p in sorted(by_part)]) for by_part in ready if 0 in by_part]
 
 
 class Reader:
-    """Reads the records again and again, each time what is new. keep: whether a metric is kept.
-    tail: how many bytes of a file are read at first."""
+    """Reads what is new. keep: whether a metric is kept. tail: bytes of a file read at first."""
 
     def __init__(
         self, run: Path, keep: Callable[[str], bool] = lambda _: True, tail: int | None = None
     ):
         self.run, self._keep, self._tail = run, keep, tail
-        self._files: dict[Path, tuple[int, int]] = {}
+        self._files: dict[Path, tuple[int, int]] = {}  # of each the inode and how far it was read
         self._joined, self._records = Joined(1), dict[int, Record]()
 
     def read(self) -> list[Record]:
-        """Return the updates' records in order; of one that is there twice, the last. What is cut
-        off or no number is left out."""
+        """Return the updates' records in order; of one that is there twice, the last."""
         self.new()
         return [record for _, record in sorted(self._records.items())]
 
     def new(self) -> list[Record]:
-        """Return the records that have become whole since the last call, or all of them if a file
-        was written anew."""
+        """Return the records that are new and whole, all if a file was written anew."""
         paths = [home / "metrics.jsonl" for home in shards.homes(self.run)]
         if self._joined.parts != len(paths) or any(map(self._rewritten, paths)):
             self._joined, self._records, self._files = Joined(len(paths)), {}, {}
         parts = [(part, record) for part, path in enumerate(paths) for record in self._new(path)]
         parts.sort(key=lambda one: one[1]["version"])
-        wholes = [whole for part, record in parts for whole in self._joined.add(part, record)]
-        kept = [
-            {name: value for name, value in whole.items() if self._keep(name)} for whole in wholes
-        ]
-        self._records |= {
-            int(whole["version"]): record for whole, record in zip(wholes, kept, strict=True)
-        }
-        return kept
+        new = []
+        for part, record in parts:
+            for whole in self._joined.add(part, record):
+                new.append({name: value for name, value in whole.items() if self._keep(name)})
+                self._records[int(whole["version"])] = new[-1]
+        return new
 
     def _rewritten(self, path: Path) -> bool:
         """Whether a file that was read is another one by now, as when the run is resumed."""
         if path not in self._files or not path.exists():
             return False
-        (file, at), found = self._files[path], path.stat()
-        return found.st_ino != file or found.st_size < at
+        (inode, at), now = self._files[path], path.stat()
+        return now.st_ino != inode or now.st_size < at
 
     def _new(self, path: Path) -> list[Record]:
         records: list[Record] = []
         with contextlib.suppress(OSError), path.open("rb") as file:
-            found = os.fstat(file.fileno())
-            _, at = self._files.get(
-                path, (0, max(0, found.st_size - self._tail) if self._tail else 0)
-            )
+            now = os.fstat(file.fileno())
+            first = max(0, now.st_size - self._tail) if self._tail else 0
+            _, at = self._files.get(path, (0, first))
             file.seek(at)
-            whole, end, _ = file.read().rpartition(b"\n")
-            self._files[path] = found.st_ino, at + len(whole) + len(end)
-            for _, record in parsed(whole):
+            lines, end, _ = file.read().rpartition(b"\n")
+            self._files[path] = now.st_ino, at + len(lines) + len(end)
+            for _, record in parsed(lines):
                 if UPDATE in record and record.get("version") is not None:
                     records.append({k: value for k, value in record.items() if value is not None})
         return records

@@ -1,5 +1,4 @@
-"""What earlier starts of a run have left: newest weights, checkpoint and journal, which must belong
-together and agree on what is trained."""
+"""What earlier starts of a run have left: weights, checkpoint and journal, which must agree."""
 
 from pathlib import Path
 
@@ -8,7 +7,7 @@ import msgspec
 from coppice.common.frontier import Frontier, read
 from coppice.common.shards import Shard
 from coppice.scheduler.ledger.journal import Journal
-from coppice.scheduler.telemetry.spread import Weights
+from coppice.scheduler.weight_sync import Weights
 from coppice.wire.faults import DataFault
 
 
@@ -23,8 +22,7 @@ def check(run: Path, resumed: bool) -> None:
 
 
 def announced(run: Path) -> tuple[Weights, dict[int, int]]:
-    """The newest weights, which the learner wrote before it registered, and the version of each
-    group that it has trained since its checkpoint."""
+    """The learner's newest weights, and the version of each group since its checkpoint."""
     path = run / "learner.json"
     said = path.read_bytes() if path.exists() else b"{}"
     return msgspec.json.decode(said, type=Weights), msgspec.json.decode(
@@ -34,10 +32,8 @@ def announced(run: Path) -> tuple[Weights, dict[int, int]]:
 
 def adopt(run: Path, version: int, journal: Journal, shard: Shard) -> Frontier:
     """Mark in the journal what the checkpoint of the learner's ``version`` has trained, and nothing
-    else: the rest is sent again, and a learner that has outlived this scheduler answers it at once.
-    Returns the checkpoint's frontier, which is that of the version before if the learner has not
-    written one since. Raises DataFault if the checkpoint cannot be read, or if the journal is older
-    than it is."""
+    else: the rest is sent again. Returns the checkpoint's frontier. Raises DataFault if it cannot
+    be read, or if the journal is older than it is."""
     try:
         checkpoint = read(run, version)
     except (OSError, ValueError) as error:

@@ -1,12 +1,6 @@
-"""Send finished groups to the learner and receive its new versions. A group is journaled, then
-sent, and sent again until it is trained.
-
-The learner is told that a tree is closed when the tree is on the disk, and trains no tree before.
-So no checkpoint can hold a group that the journal lost in a power cut.
-
-Each node travels once to a learner. After the learner reconnects, or after a send has failed, the
-whole path is sent.
-"""
+"""Send finished groups to the learner until they are trained, and receive its new versions. A group
+is journaled before it is sent, and a tree is on the disk before it is told as closed, so no
+checkpoint holds a group that the journal lost. Each node travels once per connection."""
 
 import asyncio
 import logging
@@ -28,12 +22,12 @@ _RESEND_WAIT_S = 1.0
 
 
 class Stream:
-    """Owns the open ``train`` and ``close`` calls until ``stop``. ``on_trained`` is awaited once
-    for each version that is not in ``told``, one after the other; ``version`` is the newest.
+    """Owns the ``train`` and ``close`` calls until ``stop``. on_trained: awaited once per version
+    that is not in ``announced``, in order. replaced: replaced trees whose groups no update has taken.
+    failure: of a send."""
 
-    replaced: trees that dynamic sampling replaced and whose groups no update has taken yet. shard:
-    whose ids the groups get.
-    """
+    failure: BaseException | None = None
+    _learner: tuple[str, int] | None = None
 
     def __init__(
         self,
@@ -44,7 +38,7 @@ class Stream:
     ):
         self.dispatcher, self.journal, self.on_trained = dispatcher, journal, on_trained
         self.version = 0
-        self.told: set[int] = set()
+        self.announced: set[int] = set()
         self.replaced: set[int] = set()
         self._shard, self._next_group = shard, shard.after(journal.next_group() - 1)
         self._sent: dict[int, set[int]] = {}
@@ -53,14 +47,13 @@ class Stream:
         self._closings = self._synced = 0
 
     def learner_joined(self, worker: Worker) -> None:
-        """Forget which nodes were sent if ``worker`` is a learner, because a learner that has just
-        connected has none. A second process cannot take a learner's place: the first was told of
-        closed trees that the second does not know. It ends the run, which a resume continues."""
+        """Forget what was sent if ``worker`` is a learner, which has nothing. A second process,
+        which lacks what the first was told, ends the run; a resume continues it."""
         if "train" not in worker.hello.services:
             return
         process = worker.hello.host, worker.hello.pid
         if self._learner not in (None, process):
-            self._failure = InfrastructureFault(
+            self.failure = InfrastructureFault(
                 f"the learner was started anew (process {process[1]} on {process[0]}) while the scheduler went on: resume the run, and it waits for"
                 " the learner's ranks again"
             )
@@ -79,19 +72,13 @@ class Stream:
         self._spawn(self._send(tree, group, self.journal.turns(group)))
 
     def close(self, tree: Tree, replaced: bool = False) -> None:
-        """Tell the learner that the tree will emit no more groups, and whether another question
-        takes its place."""
+        """The tree emits no more. replaced: another question takes its place."""
         if replaced:
             self.replaced.add(tree.id)
         self._spawn(self._close(TreeClosed(tree.id, list(tree.groups), replaced)))
 
-    def failure(self) -> BaseException | None:
-        """The error that ended a send, or None."""
-        return self._failure
-
     async def settle(self, timeout: float) -> None:
-        """Wait at most ``timeout`` seconds until every group is marked and the learner knows of
-        every closed tree."""
+        """Wait at most ``timeout`` seconds until the learner has answered everything."""
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=timeout)
 
@@ -101,9 +88,6 @@ class Stream:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    _failure: BaseException | None = None
-    _learner: tuple[str, int] | None = None
-
     def _spawn(self, work: Awaitable[None]) -> None:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
@@ -111,7 +95,7 @@ class Stream:
         def ended(task: asyncio.Future[None]) -> None:
             self._tasks.discard(task)  # pyright: ignore[reportArgumentType]
             if not task.cancelled() and task.exception() is not None:
-                self._failure = task.exception()
+                self.failure = task.exception()
 
         task.add_done_callback(ended)
 
@@ -132,8 +116,8 @@ class Stream:
         self._sent.pop(tree.id, None)
         async with self._order:
             self.journal.mark_trained(group, trained.version)
-            if trained.version not in self.told:
-                self.told.add(trained.version)
+            if trained.version not in self.announced:
+                self.announced.add(trained.version)
                 self.version = max(self.version, trained.version)
                 await self.on_trained(trained)
 

@@ -1,9 +1,6 @@
-"""An endpoint for Prometheus: the newest value of every metric, and the state of queues and
-workers. docs/metrics.md declares the metrics.
-
-A thread answers scrapes from objects that are never changed after they are published, so a scrape
-waits for nothing and nothing waits for it.
-"""
+"""An endpoint for Prometheus: newest metrics, queues and workers, with the help texts of
+docs/metrics.md. A thread answers scrapes from objects that never change after they are published,
+so nobody waits."""
 
 import fnmatch
 import functools
@@ -28,15 +25,14 @@ PAGE = Path(coppice.__file__).with_name("metrics.md")
 
 @functools.cache
 def declared() -> dict[str, tuple[str, str]]:
-    """Return unit and meaning of each metric in the page's tables. A star in a name stands for what
-    a plug-in, a judge or a number fills in. An installation without the documents has none."""
+    """Unit and meaning of each metric in the page's tables; none without the documents."""
     names = PAGE.read_text(encoding="utf-8").partition("## All names")[2] if PAGE.is_file() else ""
     rows = re.findall(r"^\| `(.+?)` \| (.+?) \| (.+) \|$", names, re.MULTILINE)
     return {name: (unit, meaning) for name, unit, meaning in rows}
 
 
 def declaration(name: str) -> tuple[str, str] | None:
-    """Return unit and meaning of a metric, or None if no table has it (a plug-in's own)."""
+    """Unit and meaning of a metric, or None for a plug-in's own."""
     rows = declared()
     matching = (rows[row] for row in rows if fnmatch.fnmatchcase(name, row))
     return rows.get(name) or next(matching, None)
@@ -48,8 +44,9 @@ def exported(name: str) -> str:
 
 
 class Exporter:
-    """Serves from ``start`` to ``close``. metrics: returns the newest values by name; health: the
-    newest report, or None before the first."""
+    """Serves from ``start`` to ``close``. metrics: the newest values; health: the newest report."""
+
+    _server: tuple[Any, Thread] | None = None
 
     def __init__(
         self,
@@ -58,11 +55,9 @@ class Exporter:
         health: Callable[[], Health | None],
     ):
         self.run, self._metrics, self._health = run, metrics, health
-        self._server: tuple[Any, Thread] | None = None
 
     def start(self, address: str) -> None:
-        """Serve at host:port, and write the URL to RUN/prometheus. A place that is not free is
-        told, and the run goes on without the endpoint."""
+        """Serve at host:port, told in RUN/prometheus. A port in use is told and ends no run."""
         from prometheus_client import CollectorRegistry, start_http_server
 
         host, _, port = address.rpartition(":")
@@ -87,13 +82,10 @@ class Exporter:
         gauges: dict[str, Mapping[str, float]] = {k: {"": v} for k, v in self._metrics().items()}
         for name, values in (gauges | (_live(report) if report is not None else {})).items():
             unit, meaning = declaration(name) or ("", "a plug-in's own")
-            gauge = GaugeMetricFamily(
-                exported(name),
-                f"{meaning} [{unit}]",
-                labels=["run"] if "" in values else ["run", "service"],
-            )
+            labels = ["run"] if "" in values else ["run", "service"]
+            gauge = GaugeMetricFamily(exported(name), f"{meaning} [{unit}]", labels=labels)
             for service, value in values.items():
-                gauge.add_metric([self.run.name, service] if service else [self.run.name], value)
+                gauge.add_metric([self.run.name, service][: len(labels)], value)
             yield gauge
 
     def close(self) -> None:
@@ -107,16 +99,14 @@ class Exporter:
 
 def _live(report: Health) -> dict[str, Mapping[str, float]]:
     """The gauges of health: values by service, "" for those that have none."""
-    workers = Counter(
-        service
-        for worker in report.workers
-        if worker.state == "here"
-        for service in worker.services
-    )
-    same = ("done", "evaluations", "growing", "updates", "version")
-    numbers = {name: getattr(report, name) for name in same}
-    numbers |= {"loop_lag": report.lag_s, "idle": time.monotonic() - report.progress_at}
-    live: dict[str, Mapping[str, float]] = {name: {"": n} for name, n in numbers.items()}
-    for name in ("running", "waiting"):
-        live[name] = {service: getattr(queue, name) for service, queue in report.queues.items()}
-    return {f"health/{name}": values for name, values in (live | {"workers": workers}).items()}
+    here = [worker.services for worker in report.workers if worker.state == "here"]
+    live: dict[str, Mapping[str, float]] = {
+        f"health/{name}": {"": getattr(report, name)}
+        for name in ("done", "evaluations", "growing", "updates", "version")
+    }
+    live["health/loop_lag"] = {"": report.lag_s}
+    live["health/idle"] = {"": time.monotonic() - report.progress_at}
+    live["health/running"] = {name: queue.running for name, queue in report.queues.items()}
+    live["health/waiting"] = {name: queue.waiting for name, queue in report.queues.items()}
+    live["health/workers"] = Counter(service for services in here for service in services)
+    return live

@@ -1,10 +1,6 @@
-"""What the scheduler knows of a run's health, in ``RUN/health.json``. The launcher and
-``coppice launch --status`` read it.
-
-The file is written anew every heartbeat, so that a file that grows old means that the scheduler
-itself does not answer. Times that processes of this machine compare are seconds of the monotonic
-clock, which no change of the date moves.
-"""
+"""What the scheduler knows of a run's health, in ``RUN/health.json``, for the launcher. It is
+written every heartbeat: a file that grows old means that the scheduler itself does not answer.
+Times that processes of this machine compare are monotonic seconds."""
 
 import asyncio
 import contextlib
@@ -12,7 +8,8 @@ import itertools
 import os
 import socket
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -68,13 +65,11 @@ class Queue(msgspec.Struct, frozen=True):
     caller: str
     on: list[str]
 
-    def told(self, service: str, now: float) -> str:
+    def describe(self, service: str, now: float) -> str:
         """The queue in words."""
-        where = (
-            f"{self.running} at {', '.join(self.on)}"
-            if self.on
-            else f"none runs ({self.offered} workers offer it)"
-        )
+        where = f"none runs ({self.offered} workers offer it)"
+        if self.on:
+            where = f"{self.running} at {', '.join(self.on)}"
         waiting = f", {self.waiting} waiting" if self.waiting else ""
         caller = f", for {self.caller}" if self.caller else ""
         return f"{service}: {where}{waiting}; the oldest since {now - self.since:.0f} s{caller}"
@@ -115,7 +110,7 @@ class Health(msgspec.Struct, frozen=True):
 
     def waits(self) -> list[str]:
         """What waits for what, one line per service."""
-        return [queue.told(service, self.at) for service, queue in self.queues.items()]
+        return [queue.describe(service, self.at) for service, queue in self.queues.items()]
 
 
 def read(run: Path) -> Health | None:
@@ -132,86 +127,77 @@ def read_all(run: Path) -> list[Health]:
 
 
 def joined(reports: Sequence[Health]) -> Health | None:
-    """Return one report of all schedulers of a run: everybody's workers and calls, and the first
-    one's phase and version."""
+    """Return one report of all schedulers: everybody's workers and calls, the first one's phase."""
     if len(reports) < 2:
         return reports[0] if reports else None
-    by_service: dict[str, list[Queue]] = {}
-    for service, queue in (item for report in reports for item in report.queues.items()):
-        by_service.setdefault(service, []).append(queue)
+    queues: dict[str, list[Queue]] = defaultdict(list)
     workers: dict[tuple[str, int, str], WorkerHealth] = {}
-    for worker in (worker for report in reports for worker in report.workers):
-        key = worker.host, worker.pid, worker.name
-        heard, calls = worker.heard, worker.in_flight
-        if before := workers.get(key):  # the learner answers every scheduler
-            heard, calls = max(heard, before.heard), calls + before.in_flight
-        workers[key] = msgspec.structs.replace(worker, heard=heard, in_flight=calls)
+    for report in reports:
+        for service, queue in report.queues.items():
+            queues[service].append(queue)
+        for worker in report.workers:
+            key = worker.host, worker.pid, worker.name
+            if before := workers.get(key):  # the learner answers every scheduler
+                worker = msgspec.structs.replace(
+                    worker,
+                    heard=max(worker.heard, before.heard),
+                    in_flight=worker.in_flight + before.in_flight,
+                )
+            workers[key] = worker
     return msgspec.structs.replace(
         reports[0],
-        **{
-            name: sum(getattr(r, name) for r in reports)
-            for name in ("growing", "done", "evaluations")
-        },
-        **{name: max(getattr(r, name) for r in reports) for name in ("progress_at", "lag_s")},
+        **_sums(reports, "growing", "done", "evaluations"),
+        progress_at=max(r.progress_at for r in reports),
+        lag_s=max(r.lag_s for r in reports),
         paused=all(r.paused for r in reports),
         fault=max((r.fault for r in reports if r.fault), default=None),
-        queues={service: _joined(queues) for service, queues in by_service.items()},
+        queues={
+            service: msgspec.structs.replace(
+                min(each, key=lambda queue: queue.since),
+                **_sums(each, "running", "waiting", "offered"),
+                on=sorted({name for queue in each for name in queue.on}),
+            )
+            for service, each in queues.items()
+        },
         workers=list(workers.values()),
     )
 
 
-def _joined(queues: Sequence[Queue]) -> Queue:
-    oldest = min(queues, key=lambda queue: queue.since)
-    counts = {
-        name: sum(getattr(queue, name) for queue in queues)
-        for name in ("running", "waiting", "offered")
-    }
-    return msgspec.structs.replace(
-        oldest, **counts, on=sorted({name for queue in queues for name in queue.on})
-    )
+def _sums(parts: Sequence[msgspec.Struct], *names: str) -> dict[str, int]:
+    return {name: sum(getattr(part, name) for part in parts) for name in names}
 
 
-def queues(calls: Iterable[Pending], offered: Callable[[str], int]) -> dict[str, Queue]:
-    """The open calls by service. offered: the number of workers that offer a service."""
-    by_service: dict[str, list[Pending]] = {}
+def _queues(calls: Iterable[Pending], dispatcher: Dispatcher) -> dict[str, Queue]:
+    by_service: dict[str, list[Pending]] = defaultdict(list)
     for call in calls:
-        by_service.setdefault(call.service, []).append(call)
-    return {service: _queue(calls, offered(service)) for service, calls in by_service.items()}
+        by_service[call.service].append(call)
+    queues = {}
+    for service, each in by_service.items():
+        oldest = min(each, key=lambda call: call.since)
+        on = [call.attempt.worker.name for call in each if call.attempt is not None]
+        offered, waiting = len(dispatcher.workers(service)), len(each) - len(on)
+        queues[service] = Queue(
+            len(on), waiting, offered, oldest.since, oldest.caller, sorted(set(on))
+        )
+    return queues
 
 
-def _queue(calls: list[Pending], offered: int) -> Queue:
-    oldest = min(calls, key=lambda call: call.since)
-    running = [call.attempt.worker.name for call in calls if call.attempt is not None]
-    return Queue(
-        len(running),
-        len(calls) - len(running),
-        offered,
-        oldest.since,
-        oldest.caller,
-        sorted(set(running)),
-    )
-
-
-def stuck(calls: Iterable[Pending]) -> str:
-    """The worker with the oldest attempt. The learner counts only if no other worker has a call,
-    because it waits for their answers."""
+def _stuck(calls: Iterable[Pending]) -> str:
+    """The worker with the oldest attempt. The learner waits for others, so it comes last."""
     attempts = [call.attempt for call in calls if call.attempt is not None]
     others = [attempt for attempt in attempts if attempt.pending.service not in LEARNING]
-    return (
-        min(others or attempts, key=lambda attempt: attempt.start).worker.name if attempts else ""
-    )
+    oldest = min(others or attempts, key=lambda attempt: attempt.start, default=None)
+    return oldest.worker.name if oldest is not None else ""
 
 
-def worker_health(worker: Worker, now: float, state: str = "here") -> WorkerHealth:
-    """Describe a worker. state: why it left, if it did."""
+def _worker(worker: Worker, now: float, state: str = "here") -> WorkerHealth:
     calls = [
         f"{event.service}{f' for {event.caller}' if event.caller else ''}: {event.outcome} after {event.end - event.start:.1f} s"
         for event in worker.recent
     ]
-    oldest = itertools.islice(worker.in_flight.values(), 2)
     calls += [
         f"{a.pending.service} for {a.pending.caller}: open since {now - a.start:.1f} s"
-        for a in oldest
+        for a in itertools.islice(worker.in_flight.values(), 2)
     ]
     hello = worker.hello
     return WorkerHealth(
@@ -220,9 +206,8 @@ def worker_health(worker: Worker, now: float, state: str = "here") -> WorkerHeal
     )  # fmt: skip
 
 
-class Standing(msgspec.Struct, frozen=True):
-    """What the run itself adds to a report. marks: a counter that changes with every progress,
-    beside those of the learner's heartbeats."""
+class Progress(msgspec.Struct, frozen=True):
+    """The run's part of a report. marks: a counter that changes with every progress."""
 
     phase: str
     version: int
@@ -235,19 +220,18 @@ class Standing(msgspec.Struct, frozen=True):
 
 class Reporter:
     """Writes the reports, and says on the terminal when nothing has moved for ``watchdog_s``.
-    ``work`` runs until it is cancelled; ``write`` then writes the last report. newest: the newest
-    report. order: the file that pauses the run, if it is not in the folder of the reports."""
+    order: the file that pauses the run, if it is not in the folder of the reports."""
 
     def __init__(
         self,
         run: Path,
         dispatcher: Dispatcher,
-        standing: Callable[[], Standing],
+        progress: Callable[[], Progress],
         watchdog_s: float,
         stall_s: float,
         order: Path | None = None,
     ):
-        self.run, self.dispatcher, self.standing = run, dispatcher, standing
+        self.run, self.dispatcher, self.progress = run, dispatcher, progress
         self.order = order or run / PAUSED
         self.watchdog_s, self.stall_s = watchdog_s, stall_s
         self.began = self.paused = False
@@ -264,9 +248,8 @@ class Reporter:
         self.began = self.began or "train" in worker.hello.services
 
     def left(self, worker: Worker, reason: str) -> None:
-        """A worker is gone. It is remembered until one of its name joins, since a process that left
-        without an end is stuck."""
-        self._gone[worker.name] = worker_health(worker, self.dispatcher.clock(), reason)
+        """A worker is gone. It is remembered until one of its name joins, since it may be stuck."""
+        self._gone[worker.name] = _worker(worker, self.dispatcher.clock(), reason)
         if len(self._gone) > REMEMBERED:
             del self._gone[next(iter(self._gone))]
 
@@ -275,67 +258,59 @@ class Reporter:
         self.fault = time.time(), f"{service}: {fault}"
 
     async def work(self) -> None:
-        """Write a report every heartbeat. A full disk must not end the run here, since the journal
-        tells of it."""
+        """Write a report every heartbeat."""
         while True:
-            self._obey(await asyncio.to_thread(self.order.is_file))
+            self._pause(await asyncio.to_thread(self.order.is_file))
             self._remind(await self.write())
-            self._lag_s = await _rest(self.dispatcher.config.heartbeat_s)
+            self._lag_s = await _longest_delay(self.dispatcher.config.heartbeat_s)
 
     async def write(self) -> Health:
-        """Write the report of this moment, and return it."""
+        """Write the report of this moment, and return it. A full disk is the journal's to tell."""
         report = self.newest = self.report(self.dispatcher.clock())
         with contextlib.suppress(OSError):
             await asyncio.to_thread(write_whole, self.run / NAME, msgspec.json.encode(report))
         return report
 
-    def _obey(self, paused: bool) -> None:
+    def _pause(self, paused: bool) -> None:
         # the first scheduler says it for all
         if paused != self.paused and self.order.parent == self.run:
-            until = (
-                f"; trees in flight finish (resume with coppice watch, or remove {self.order})"
+            terminal.say(
+                f"paused: no new tree begins; trees in flight finish (resume with coppice watch, or remove {self.order})"
                 if paused
-                else ""
+                else "resumed"
             )
-            terminal.say(f"{'paused: no new tree begins' if paused else 'resumed'}{until}")
         self.paused = paused
 
     def report(self, now: float) -> Health:
         """The report of this moment. now: monotonic seconds. A paused run stands still on purpose
         as soon as only the learner's calls are open."""
-        standing, workers, calls = (
-            self.standing(),
-            list(self.dispatcher.everyone()),
-            self.dispatcher.open_calls(),
-        )
-        marks = (
-            standing.phase,
-            standing.marks,
-            *(_learnt(w.stats) for w in workers if "train" in w.hello.services),
-        )
-        if marks != self._marks or (
-            self.paused and all(call.service in LEARNING for call in calls)
-        ):
+        progress, workers = self.progress(), list(self.dispatcher.roster.everyone())
+        calls = self.dispatcher.open_calls()
+        learnt = [
+            (w.stats.get("passes", 0.0), w.stats.get("updates", 0.0))
+            for w in workers
+            if "train" in w.hello.services
+        ]
+        marks = progress.phase, progress.marks, *learnt
+        idle = self.paused and all(call.service in LEARNING for call in calls)
+        if marks != self._marks or idle:
             self._marks, self._progress_at = marks, now
         return Health(
-            os.getpid(), socket.gethostname(), now, time.time(), standing.phase, standing.version, standing.updates,
-            self.began, standing.growing, standing.done, standing.evaluations, self._progress_at, stuck(calls),
-            queues(calls, lambda service: len(self.dispatcher.workers(service))),
-            [worker_health(worker, now) for worker in workers] + list(self._gone.values()),
+            os.getpid(), socket.gethostname(), now, time.time(), progress.phase, progress.version, progress.updates,
+            self.began, progress.growing, progress.done, progress.evaluations, self._progress_at, _stuck(calls),
+            _queues(calls, self.dispatcher), [_worker(w, now) for w in workers] + list(self._gone.values()),
             self.dispatcher.config.replace_after_s, self.stall_s, self.fault, self._lag_s, self.paused,
         )  # fmt: skip
 
     def _remind(self, report: Health) -> None:
-        idle = report.at - max(report.progress_at, self._said_at)
-        if idle > self.watchdog_s:
+        if report.at - max(report.progress_at, self._said_at) > self.watchdog_s:
             self._said_at = report.at
             waits = "; ".join(report.waits()) or "no call is open"
-            terminal.say(
-                f"  no progress for {report.at - report.progress_at:.0f} s ({report.phase}): {waits}"
-            )
+            idle = report.at - report.progress_at
+            terminal.say(f"  no progress for {idle:.0f} s ({report.phase}): {waits}")
 
 
-async def _rest(seconds: float) -> float:
+async def _longest_delay(seconds: float) -> float:
     """Sleep, and return the longest delay of a timer meanwhile, in seconds."""
     loop, longest = asyncio.get_running_loop(), 0.0
     end = loop.time() + seconds
@@ -344,8 +319,3 @@ async def _rest(seconds: float) -> float:
         await asyncio.sleep(pause)
         longest = max(longest, loop.time() - start - pause)
     return longest
-
-
-def _learnt(stats: Mapping[str, float]) -> tuple[float, float]:
-    """The learner's counters that grow within an update and with each update."""
-    return stats.get("passes", 0.0), stats.get("updates", 0.0)

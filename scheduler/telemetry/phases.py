@@ -1,8 +1,5 @@
 """Where the seconds of a run go. Invariant: every moment belongs to one phase, so the phases add up
-to the time since the start.
-
-The module is pure but for the injected clock.
-"""
+to the time since the start. Pure but for the clock."""
 
 import time
 from collections import defaultdict
@@ -21,11 +18,8 @@ LOADING = "time/spread"
 
 
 class Phases:
-    """The phase that is running now, and the seconds of all phases so far.
-
-    ``enter`` ends the previous phase. ``over`` takes the whole time of its block, whatever phases
-    are entered inside the block.
-    """
+    """The running phase, and the seconds of all so far. ``over`` takes the whole time of its block,
+    whatever phases are entered inside."""
 
     def __init__(
         self, first: str, start: float | None = None, clock: Callable[[], float] = time.monotonic
@@ -36,8 +30,7 @@ class Phases:
         self._spent: defaultdict[str, float] = defaultdict(float)
 
     def enter(self, name: str, at: float | None = None) -> None:
-        """Begin the phase ``name`` now, or at the earlier moment ``at``, which must be after the
-        last change."""
+        """Begin the phase ``name`` now, or at the earlier moment ``at`` after the last change."""
         self._book(at)
         self._name = name
 
@@ -57,14 +50,9 @@ class Phases:
         return self._over[-1] if self._over else self._name
 
     def seconds(self) -> dict[str, float]:
-        """Seconds per phase until now, in the order in which the phases first came. Phases that
-        took no time are left out."""
+        """Seconds per phase until now, in the order of their first time, without empty ones."""
         self._book()
         return {name: seconds for name, seconds in self._spent.items() if seconds}
-
-    def spent(self, name: str) -> float:
-        """Seconds of one phase until now."""
-        return self.seconds().get(name, 0.0)
 
     def _book(self, at: float | None = None) -> None:
         now = self._clock() if at is None else at
@@ -73,14 +61,9 @@ class Phases:
 
 
 class Training(msgspec.Struct, frozen=True):
-    """The time from the first tree of this start to its last update in force, including updates
-    during the first evaluation.
-
-    first, last: versions before and after. resumed: whether an earlier start of the run exists.
-    learner: seconds of one rank by activity, which sum to ``seconds``. busy: busy shares by kind of
-    process. without_trees: seconds in which no tree grew. loading: seconds in which the actors were
-    being given new weights.
-    """
+    """The time from this start's first tree to its last update. learner: seconds of one rank by
+    activity, which sum to ``seconds``. busy: shares by kind of process. without_trees: seconds in
+    which no tree grew; loading: in which actors were given weights."""
 
     first: int
     last: int
@@ -95,32 +78,32 @@ class Training(msgspec.Struct, frozen=True):
         """Return the seconds of the learner's and the actors' activities by name; they overlap."""
         rows = {f"learner: {name}": seconds for name, seconds in self.learner.items()}
         rows |= {f"{name}: busy": share * self.seconds for name, share in self.busy.items()}
-        rows |= {"actors: no tree may grow": self.without_trees}
-        return rows | {"actors: new weights on their way": self.loading}
+        rows["actors: no tree may grow"] = self.without_trees
+        rows["actors: new weights on their way"] = self.loading
+        return rows
 
 
 def learner_seconds(sums: Mapping[str, float], seconds: float) -> dict[str, float]:
-    """Return the seconds of one rank by activity, which sum to ``seconds``. sums: of ``LEARNER``'s
-    metrics over all updates."""
+    """Seconds of one rank by activity, which sum to ``seconds``. sums: of ``LEARNER``'s metrics."""
     activities = {name: sums.get(metric, 0.0) for metric, name in LEARNER.items()}
     return activities | {"waiting for trees": max(0.0, seconds - sum(activities.values()))}
 
 
 def table(phases: Mapping[str, float], training: Training) -> list[str]:
-    """Lines of less than 80 characters: the phases of this start, then the time inside its updates."""
+    """Lines of less than 80 characters: the phases, then the time inside the updates."""
     wall, updates = sum(phases.values()), training.last - training.first
     resumed = f" (resumed at version {training.first})" if training.resumed else ""
-    lines = [f"  where the {wall:.1f} s of this start went{resumed}"]
-    lines += [_line(name, seconds, wall) for name, seconds in phases.items()]
-    if not updates:
-        return lines
-    each = training.seconds / updates
-    lines.append(
-        f"  {updates} update{'s' * (updates > 1)} in {training.seconds:.1f} s, {each:.1f} s each; meanwhile, per process"
-    )
-    rows = training.rows().items()
-    return lines + [_line(name, seconds, training.seconds) for name, seconds in rows]
+    lines = [f"  where the {wall:.1f} s of this start went{resumed}", *_lines(phases, wall)]
+    if updates:
+        lines.append(
+            f"  {updates} update{'s' * (updates > 1)} in {training.seconds:.1f} s, {training.seconds / updates:.1f} s each; meanwhile, per process"
+        )
+        lines += _lines(training.rows(), training.seconds)
+    return lines
 
 
-def _line(name: str, seconds: float, whole: float) -> str:
-    return f"    {name:<34} {seconds:>8.1f} s {seconds / max(whole, 1e-9):>6.1%}"
+def _lines(rows: Mapping[str, float], whole: float) -> list[str]:
+    return [
+        f"    {name:<34} {seconds:>8.1f} s {seconds / max(whole, 1e-9):>6.1%}"
+        for name, seconds in rows.items()
+    ]

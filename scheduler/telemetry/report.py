@@ -7,15 +7,17 @@ from pathlib import Path
 
 import msgspec
 
+from coppice.scheduler.alerts import crash_remedy
 from coppice.scheduler.evaluation import best
 from coppice.scheduler.evaluation.evaluation import HeldOut
-from coppice.scheduler.growth import crashes
+from coppice.scheduler.growth import dynamic_sampling
 from coppice.scheduler.ledger.journal import Journal
-from coppice.scheduler.telemetry import nothing_learnt, phases
+from coppice.scheduler.telemetry import phases
 from coppice.scheduler.telemetry.terminal import conclude, say
 
 SUMMARY = "summary.json"
 """This file of the run's folder says that the run has ended."""
+FILES = "config.json journal.sqlite metrics.jsonl tensorboard checkpoints weights best logs".split()
 
 
 def heldout_line(name: str, result: HeldOut, seconds: float) -> str:
@@ -34,8 +36,7 @@ def write(
     spent: dict[str, float],
     training: phases.Training,
 ) -> None:
-    """Write RUN/summary.json and print the closing lines. spent: seconds per phase of this start of
-    the run."""
+    """Write RUN/summary.json and print the closing lines. spent: seconds per phase."""
     evaluations = {name: (version, result) for version, name, result in journal.evaluations()}
     summary = {
         "baselines": baselines,
@@ -58,56 +59,42 @@ def write(
     conclude("\nsummary")
     if "start" in evaluations and "end" in evaluations:
         start, end = (msgspec.convert(evaluations[name][1], HeldOut) for name in ("start", "end"))
-        both = [measure for measure in start.measures if measure in end.measures]
-        for measure in sorted(both, key=lambda measure: (measure != end.headline, measure)):
-            a, b = start.measures[measure], end.measures[measure]
-            verdict = "rose beyond both 95% intervals" if b.low > a.high else "within the intervals"
-            if b.high < a.low:
-                verdict = "fell beyond both 95% intervals"
-            conclude(f"  held-out {measure:<14} {a} -> {b}   {verdict}")
-        for name, value in baselines.items():
-            conclude(f"  baseline {name:<22} {value:.3f} {end.headline}")
-        if start.headline in start.measures:  # not if every held-out task was quarantined
-            conclude(
-                f"  baseline start of the run       {start.measures[start.headline].mean:.3f} {start.headline}"
-            )
+        _compare(start, end, baselines)
     if kept is not None:
         conclude(
             f"  best held-out {kept[0].measure}: version {kept[0].version}, {kept[0].value:.3f} (coppice export --version best)"
         )
-    if spread := nothing_learnt.summary(counts):
-        conclude(f"  {spread}")
+    if equal := dynamic_sampling.summary(counts):
+        conclude(f"  {equal}")
     judged, invalid = counts["judged_scores"], counts["invalid_judgements"]
-    if judged and invalid:
-        say(
-            f"  {invalid} of {judged} scores of the judge were invalid ({1 - invalid / judged:.3f} valid): see coppice trees {shlex.quote(str(run))}"
-        )
-    if counts["outgrown_trajectories"]:
-        say(
-            f"  {counts['outgrown_trajectories']} trajectories outgrew actors.max_context and ended there as failures"
-        )
-    if counts["refused_episodes"]:
-        say(
-            f"  {counts['refused_episodes']} episodes have no outcome: their agents ended when a request was refused"
-        )
-    if counts["crashed_episodes"]:
-        say(
-            f"  {counts['crashed_episodes']} training episodes crashed and score 0: {crashes.remedy(run)}"
-        )
-    if summary["quarantined"]:
-        say(f"  {len(summary['quarantined'])} tasks quarantined: see {SUMMARY}")
+    quarantined, run_name = summary["quarantined"], shlex.quote(str(run))
+    warnings = (
+        (invalid, f"{invalid} of {judged} scores of the judge were invalid ({1 - invalid / max(1, judged):.3f} valid): see coppice trees {run_name}"),
+        (outgrown := counts["outgrown_trajectories"], f"{outgrown} trajectories outgrew actors.max_context and ended there as failures"),
+        (refused := counts["refused_episodes"], f"{refused} episodes have no outcome: their agents ended when a request was refused"),
+        (crashed := counts["crashed_episodes"], f"{crashed} training episodes crashed and score 0: {crash_remedy(run)}"),
+        (len(quarantined), f"{len(quarantined)} tasks quarantined: see {SUMMARY}"),
+    )  # fmt: skip
+    for count, warning in warnings:
+        if count:
+            say(f"  {warning}")
     conclude("\n".join(phases.table(spent, training)))
-    files = (
-        "config.json",
-        "journal.sqlite",
-        "metrics.jsonl",
-        "tensorboard",
-        "checkpoints",
-        "weights",
-        "best",
-        "logs",
-    )
-    for name in files:
+    for name in FILES:
         if (run / name).exists():
             conclude(f"  {name:<15} {run / name}")
-    conclude(f"look at a tree: coppice trees {shlex.quote(str(run))}")
+    conclude(f"look at a tree: coppice trees {run_name}")
+
+
+def _compare(start: HeldOut, end: HeldOut, baselines: dict[str, float]) -> None:
+    both = [measure for measure in start.measures if measure in end.measures]
+    for measure in sorted(both, key=lambda measure: (measure != end.headline, measure)):
+        a, b = start.measures[measure], end.measures[measure]
+        verdict = "rose beyond both 95% intervals" if b.low > a.high else "within the intervals"
+        if b.high < a.low:
+            verdict = "fell beyond both 95% intervals"
+        conclude(f"  held-out {measure:<14} {a} -> {b}   {verdict}")
+    for name, value in baselines.items():
+        conclude(f"  baseline {name:<22} {value:.3f} {end.headline}")
+    if start.headline in start.measures:  # not if every held-out task was quarantined
+        mean = start.measures[start.headline].mean
+        conclude(f"  baseline start of the run       {mean:.3f} {start.headline}")

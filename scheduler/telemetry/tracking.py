@@ -1,11 +1,6 @@
 """Trackers follow RUN/metrics.jsonl, each in a process of its own: ``python -m coppice.scheduler.telemetry.tracking
-NAME RUN`` follows it until its stdin ends.
-
-The run never waits for a tracker: the file is the source of truth, and a tracker that hangs or dies
-takes only its own process along. Invariant: each record is given to a tracker at most once, and
-only when a checkpoint holds its update, because a crash takes later updates back. Of several
-schedulers an update's record is that of all of them, and given when all have recorded it.
-"""
+NAME RUN``. A tracker that hangs or dies takes only itself along. Invariant: each record is given at
+most once, and only when a checkpoint holds its update, because a crash takes later ones back."""
 
 import fcntl
 import importlib.util
@@ -18,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 
@@ -33,8 +28,6 @@ LOOK_S = 1.0
 FINISH_S, STOP_S = 25.0, 10.0
 """The longest that a finished and a stopped run wait for trackers, in seconds; less than the
 launcher waits for a scheduler that it asked to stop."""
-
-
 Tracked = Any
 """A run of W&B or Trackio: ``log(values, step=version)``, then ``finish()``."""
 
@@ -42,16 +35,14 @@ Tracked = Any
 def _wandb(run: Path, identity: str, config: dict[str, Any]) -> Tracked:
     import wandb
 
-    project = os.environ.get("WANDB_PROJECT", PROJECT)
-    settings = wandb.Settings(console="off")
     return wandb.init(
-        project=project,
+        project=os.environ.get("WANDB_PROJECT", PROJECT),
         id=identity,
         name=run.name,
         dir=run / "tracking",
         config=config,
         resume="allow",
-        settings=settings,
+        settings=wandb.Settings(console="off"),
     )
 
 
@@ -82,9 +73,8 @@ def check_installed(names: list[str]) -> None:
             )
 
 
-class Place(msgspec.Struct, frozen=True):
-    """How far a tracker has come: its run's identity, and the number of records of metrics.jsonl
-    that it was given."""
+class Delivered(msgspec.Struct, frozen=True):
+    """How far a tracker has come: its run's identity, and the records that it was given."""
 
     identity: str
     records: int = 0
@@ -96,68 +86,51 @@ def durable(run: Path) -> int:
 
 
 def follow(name: str, run: Path, ended: Callable[[float], bool]) -> None:
-    """Give the records to the tracker ``name`` until ``ended``, which is asked with the seconds
-    that it may wait. Raises what the tracker raises."""
+    """Give records to a tracker until ``ended``, asked with the seconds that it may wait."""
     state = run / "tracking" / f"{name}.json"
     state.parent.mkdir(exist_ok=True)
-    with state.with_suffix(".lock").open("w") as lock:
+    with (
+        state.with_suffix(".lock").open("w") as lock,
+        (run / "metrics.jsonl").open("rb") as file,
+    ):
         fcntl.flock(lock, fcntl.LOCK_EX)  # one of an earlier start may still be finishing
-        place = (
-            msgspec.json.decode(state.read_bytes(), type=Place)
-            if state.exists()
-            else Place(secrets.token_hex(4))
-        )
-        write_whole(state, msgspec.json.encode(place))
-        tracked = TRACKERS[name](
-            run, place.identity, msgspec.json.decode((run / "config.json").read_bytes())
-        )
-        reader = Reader(run)
-        with (run / "metrics.jsonl").open("rb") as file:
-            for _ in range(place.records):
-                file.readline()
-            last = False
-            while not last:
-                last = ended(LOOK_S)
-                newest, wholes = (
-                    durable(run),
-                    {int(record["version"]): record for record in reader.read()},
-                )
-                place = _pass_on(file, place, tracked, newest, wholes, state)
+        delivered = Delivered(secrets.token_hex(4))
+        if state.exists():
+            delivered = msgspec.json.decode(state.read_bytes(), type=Delivered)
+        write_whole(state, msgspec.json.encode(delivered))
+        config = msgspec.json.decode((run / "config.json").read_bytes())
+        tracked, reader = TRACKERS[name](run, delivered.identity, config), Reader(run)
+        for _ in range(delivered.records):
+            file.readline()
+        last = False
+        while not last:
+            last = ended(LOOK_S)
+            newest = durable(run)
+            updates = {int(record["version"]): record for record in reader.read()}
+            while record := _next(file, newest, updates):
+                delivered = Delivered(delivered.identity, delivered.records + 1)
+                # before it is given, so that no crash lets it be given twice
+                write_whole(state, msgspec.json.encode(delivered))
+                version = int(record.pop("version"))
+                tracked.log(record, step=version)
         tracked.finish()
 
 
-def _pass_on(
-    file: Any,
-    place: Place,
-    tracked: Tracked,
-    newest: int,
-    wholes: Mapping[int, Record],
-    state: Path,
-) -> Place:
-    """Give the records of versions up to ``newest`` to the tracker, and return its new place. The
-    file then stands at the next record. wholes: the updates' records, by version."""
-    while True:
-        start, line = file.tell(), file.readline()
-        record = (
-            msgspec.json.decode(line, type=dict[str, float | None]) if line.endswith(b"\n") else {}
-        )
-        version = record.get("version")
-        whole = wholes.get(int(version or 0)) if UPDATE in record else record
-        if version is None or version > newest or whole is None:
-            file.seek(start)
-            return place
-        place = Place(place.identity, place.records + 1)
-        # before it is given, so that no crash lets it be given twice
-        write_whole(state, msgspec.json.encode(place))
-        values = {
-            key: value for key, value in whole.items() if value is not None and key != "version"
-        }
-        tracked.log(values, step=int(version))
+def _next(file: BinaryIO, newest: int, updates: Mapping[int, Record]) -> Record | None:
+    """The next record up to version ``newest``, an update's from ``updates``, or None."""
+    start, line = file.tell(), file.readline()
+    own = msgspec.json.decode(line, type=dict[str, float | None]) if line.endswith(b"\n") else {}
+    version = own.get("version")
+    if version is not None and version <= newest:
+        record = updates.get(int(version)) if UPDATE in own else own
+        if record is not None:
+            return {key: value for key, value in record.items() if value is not None}
+    file.seek(start)
+    return None
 
 
 class Trackers:
-    """The processes of a run's trackers, from ``start`` to ``close``. ``check`` tells once of each
-    that died."""
+    """The processes of a run's trackers, from ``start`` to ``close``."""
 
     def __init__(self, run: Path, names: list[str], say: Callable[[str], None] = terminal.say):
         self.run, self.names, self._say = run, names, say
@@ -166,16 +139,15 @@ class Trackers:
     def start(self) -> None:
         """Start them. Must be called when no earlier record of metrics.jsonl changes any more."""
         for name in self.names:
-            command = [
-                sys.executable,
-                "-m",
-                "coppice.scheduler.telemetry.tracking",
-                name,
-                str(self.run),
-            ]
             with (self.run / "logs" / f"{name}.log").open("ab") as log:
                 self._processes[name] = subprocess.Popen(
-                    command,
+                    [
+                        sys.executable,
+                        "-m",
+                        "coppice.scheduler.telemetry.tracking",
+                        name,
+                        str(self.run),
+                    ],
                     stdin=subprocess.PIPE,
                     stdout=log,
                     stderr=log,

@@ -32,7 +32,8 @@ from coppice.judges.pprm import parse_final_score
 from coppice.judges.slate import parse_score
 from coppice.learner.main import pack_batch, unpack_batch
 from coppice.learner.update.trainer import Batch
-from coppice.scheduler.growth.tree import Node, decode_node, encode_node
+from coppice.scheduler.growth.tree import Node
+from coppice.scheduler.node_codec import decode_node, encode_node
 from coppice.tools.launching import config
 from coppice.wire import arrays
 from coppice.wire.faults import InfrastructureFault, WireError

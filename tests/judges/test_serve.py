@@ -177,7 +177,7 @@ async def test_several_judges_share_one_worker_with_counters_of_their_own(tmp_pa
         (worker,) = b.dispatcher.workers()
         assert worker.hello.services == ["judge.exact_match", "judge.slate_rules"]
         assert worker.hello.capacity == sum(judge.concurrency for judge in judges)
-        await b.dispatcher.drain()
+        await b.dispatcher.roster.drain()
         await asyncio.wait_for(serving, 10)
 
 
@@ -204,7 +204,7 @@ async def test_a_judge_is_started_before_it_scores_and_closed_after_the_worker_l
         )
         await b.dispatcher.wait_for("judge.length", 1, 10)
         await ask(b, "judge.length", "x")
-        await b.dispatcher.drain()
+        await b.dispatcher.roster.drain()
         await asyncio.wait_for(serving, 10)
     assert happened == ["start", "score", "close"]
 

@@ -51,7 +51,7 @@ async def update(dispatcher: Dispatcher, some: list[TrainGroup]) -> list[int]:
     for group in some:
         await dispatcher.call("close", TreeClosed(group.tree, [group.id]), deadline=LONG_S)
     answers = await asyncio.gather(*calls)
-    await dispatcher.drain()
+    await dispatcher.roster.drain()
     return [answer.version for answer in answers]
 
 

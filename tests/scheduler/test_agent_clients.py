@@ -5,12 +5,10 @@ import asyncio
 import importlib.util
 import itertools
 import json
-from collections.abc import AsyncIterator, Callable
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-import pytest_asyncio
 
 from coppice.actors.environments.agents.gateway import Session
 from coppice.scheduler.growth.strategies import chain, full
@@ -24,32 +22,6 @@ def needs(package: str) -> None:
     """Skip a test whose client is not installed."""
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} is not installed: expected the extra `agents`")
-
-
-@pytest_asyncio.fixture
-async def stage(
-    tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch
-) -> AsyncIterator[Callable[..., Stage]]:
-    """Makes stages; ends what they have started."""
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(__file__).parents[2]}")
-    stages: list[Stage] = []
-
-    def make(reply: Callable[[str, int], str], name: str, **options: Any) -> Stage:
-        stages.append(
-            Stage(
-                tmp_path,
-                llama,
-                reply,
-                name if ":" in name else f"tests.agent_clients:{name}",
-                **options,
-            )
-        )
-        return stages[-1]
-
-    yield make
-    for one in stages:
-        await one.environment.close()
-        one.journal.close()
 
 
 def is_one_path(tree: Tree, trajectory: int = 0) -> bool:
@@ -73,7 +45,7 @@ async def test_the_conversation_of_a_client_is_one_path_of_what_was_read_and_sam
     stage: Callable[..., Stage], name: str
 ) -> None:
     needs(FAITHFUL[name])
-    s = stage(adds, name)
+    s = stage(adds, f"tests.agent_clients:{name}")
     tree = await s.grow(full, k=2)
     s.check(tree)
     for trajectory in range(2):
@@ -97,17 +69,6 @@ def structured(prompt: str, i: int) -> str:
     )
 
 
-async def test_a_structured_result_is_a_required_call(stage: Callable[..., Stage]) -> None:
-    needs("pydantic_ai")
-    s = stage(structured, "pydantic_structured")
-    tree = await s.grow(full, k=2)
-    s.check(tree)
-    for trajectory in range(2):
-        actions = tree.actions(trajectory)
-        assert is_one_path(tree, trajectory) and actions[-1].scores["outcome"] == 1.0
-        assert [tree.state_before(action)["must_call"] for action in actions] == [True] * 3
-
-
 async def test_a_text_where_a_structured_result_is_required_is_invalid_and_the_client_asks_again(
     stage: Callable[..., Stage],
 ) -> None:
@@ -116,7 +77,7 @@ async def test_a_text_where_a_structured_result_is_required_is_invalid_and_the_c
         lambda prompt, i: (
             structured(prompt, i) if prompt.count("assistant\n") > 1 else "Let me see."
         ),
-        "pydantic_structured",
+        "tests.agent_clients:pydantic_structured",
     )
     tree = await s.grow(chain)
     s.check(tree)
@@ -143,7 +104,7 @@ async def test_a_client_that_writes_its_calls_as_text_has_a_branch_for_every_ste
     stage: Callable[..., Stage], name: str, reply: Callable[[str, int], str], steps: int
 ) -> None:
     needs("smolagents")
-    s = stage(reply, name)
+    s = stage(reply, f"tests.agent_clients:{name}")
     tree = await s.grow(full, k=2)
     s.check(tree)
     for trajectory in range(2):
@@ -177,7 +138,7 @@ async def test_a_client_that_tries_again_gets_the_reply_that_was_sampled_for_its
         tried.clear()
 
     monkeypatch.setattr(Session, "ask", noted)
-    s = stage(lambda prompt, i: f"reply {next(numbers)}", "retried")
+    s = stage(lambda prompt, i: f"reply {next(numbers)}", "tests.agent_clients:retried")
     s.policy.before = until_tried_again
     tree = await s.grow(chain)
     s.check(tree)
@@ -189,7 +150,10 @@ async def test_a_client_is_told_that_a_limit_has_cut_the_reply_and_its_own_limit
     stage: Callable[..., Stage],
 ) -> None:
     needs("openai")
-    s = stage(lambda prompt, i: "one two three four five six seven eight nine ten", "cut")
+    s = stage(
+        lambda prompt, i: "one two three four five six seven eight nine ten",
+        "tests.agent_clients:cut",
+    )
     tree = await s.grow(chain)
     s.check(tree)
     actions = tree.actions()
@@ -210,7 +174,7 @@ async def test_a_required_call_that_is_not_made_is_an_invalid_action_which_the_c
     stage: Callable[..., Stage], reply: str, valid: list[float], outcome: float
 ) -> None:
     needs("openai")
-    s = stage(lambda prompt, i: reply, "required")
+    s = stage(lambda prompt, i: reply, "tests.agent_clients:required")
     tree = await s.grow(chain)
     s.check(tree)
     assert [action.scores["valid"] for action in tree.actions()] == valid

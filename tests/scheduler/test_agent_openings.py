@@ -2,14 +2,13 @@
 has the policy's own log-probabilities."""
 
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
-import pytest_asyncio
 import torch
 import transformers
 
@@ -25,7 +24,7 @@ from coppice.tools.evaluating.in_process import InProcess
 from coppice.wire.messages import Constraint, GenerateRequest, Sampling, TrainGroup
 from tests.agent_stage import Stage
 
-AGENT = '''
+AGENTS = '''
 import json, os, urllib.request
 
 def tool(name):
@@ -49,32 +48,16 @@ NAMED = '<tool_call>\n{"name": "add", "arguments":'
 ANY = '<tool_call>\n{"name":'
 
 
-@pytest_asyncio.fixture
-async def stage(
-    tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch
-) -> AsyncIterator[Callable[..., Stage]]:
-    """Makes stages whose runs open calls; ends what they have started."""
-    (tmp_path / "requiring_agent.py").write_text(AGENT)
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(__file__).parents[2]}")
-    stages: list[Stage] = []
+@pytest.fixture
+def stage(stage: Callable[..., Stage]) -> Callable[..., Stage]:
+    """Makes stages whose runs open calls."""
 
     def make(reply: Callable[[str, int], str], **options: Any) -> Stage:
-        stages.append(
-            Stage(
-                tmp_path,
-                llama,
-                reply,
-                "requiring_agent:requiring",
-                **{"open_calls": True, **options},
-            )
-        )
-        stages[-1].task = msgspec.structs.replace(stages[-1].task, golds=["{}"])
-        return stages[-1]
+        made = stage(reply, "requiring", **{"open_calls": True, **options})
+        made.task = msgspec.structs.replace(made.task, golds=["{}"])
+        return made
 
-    yield make
-    for one in stages:
-        await one.environment.close()
-        one.journal.close()
+    return make
 
 
 def goes_on(prompt: str, i: int) -> str:
@@ -118,32 +101,6 @@ async def test_a_required_call_is_opened_and_the_agent_receives_it_whole(
         holds(s, action, opening)
 
 
-async def test_without_the_option_nothing_is_opened(stage: Callable[..., Stage]) -> None:
-    s = stage(goes_on, open_calls=False)
-    tree = await s.grow(chain)
-    assert [action.text for action in tree.actions()] == ["done"] * 3
-    assert [action.scores["valid"] for action in tree.actions()] == [0, 0, 1]
-
-
-async def test_what_follows_an_opening_may_still_be_no_call(stage: Callable[..., Stage]) -> None:
-    s = stage(lambda prompt, i: " I would rather not.")
-    tree = await s.grow(chain)
-    actions = tree.actions()
-    assert [action.scores["valid"] for action in actions] == [0, 0, 1]
-    assert actions[0].text == NAMED + " I would rather not."
-
-
-async def test_an_opening_counts_towards_the_limit_of_a_reply_and_leaves_it_a_token(
-    stage: Callable[..., Stage],
-) -> None:
-    s = stage(goes_on)
-    s.task = msgspec.structs.replace(s.task, golds=['{"max_tokens": 3}'])
-    tree = await s.grow(chain)
-    assert [
-        int(action.sampled.sum()) for action in tree.actions() if action.sampled is not None
-    ] == [1, 1, 3]
-
-
 async def test_an_opening_is_not_trained_and_what_follows_is(stage: Callable[..., Stage]) -> None:
     s = stage(goes_on)
     tree = await s.grow(full, k=2)
@@ -160,7 +117,7 @@ async def test_a_fork_keeps_the_opening_and_so_do_continuations_outside_the_tree
 ) -> None:
     s = stage(goes_on)
     tree = await s.grow(chain)
-    context = Context(s.shop, s.task, tree, random.Random(2))
+    context = Context(s.runtime, s.task, tree, random.Random(2))
     await context.plant()
     first = tree.actions()[0]
     given = len(s.text.encode(NAMED))
@@ -193,9 +150,9 @@ async def test_samples_after_an_opening_have_the_log_probabilities_of_the_whole_
         settings = msgspec.structs.replace(
             s.settings, judge="none", max_action_tokens=60, top_p=0.9
         )
-        s.shop = msgspec.structs.replace(s.shop, dispatcher=services, settings=settings)
-        context = Context(s.shop, s.task, s.tree, random.Random(1))
-        context.top = 3
+        s.runtime = msgspec.structs.replace(s.runtime, dispatcher=services, settings=settings)
+        context = Context(s.runtime, s.task, s.tree, random.Random(1))
+        context.services.top = 3
         await context.plant()
         place = await context.tip()
         (action,) = await context.generate(place, 1)

@@ -5,12 +5,10 @@ import asyncio
 import gc
 import random
 import weakref
-from collections.abc import AsyncIterator, Callable
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-import pytest_asyncio
 
 from coppice.actors.environments.agents.episode import Episode
 from coppice.actors.environments.agents.gateway import Session
@@ -54,25 +52,6 @@ def lasting(task):
         messages += [call(messages), user("on")]
     return 1.0
 '''
-
-
-@pytest_asyncio.fixture
-async def stage(
-    tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch
-) -> AsyncIterator[Callable[..., Stage]]:
-    """Makes stages over ``AGENTS``; ends what they have started."""
-    (tmp_path / "agents_of_a_test.py").write_text(AGENTS)
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(__file__).parents[2]}")
-    stages: list[Stage] = []
-
-    def make(reply: Callable[[str, int], str], name: str, **options: Any) -> Stage:
-        stages.append(Stage(tmp_path, llama, reply, name, **options))
-        return stages[-1]
-
-    yield make
-    for one in stages:
-        await one.environment.close()
-        one.journal.close()
 
 
 def parts(prompt: str, i: int) -> str:
@@ -133,7 +112,7 @@ async def test_parallel_calls_are_given_their_replies_again_in_a_replay(
 
 async def test_of_calls_whose_agent_is_gone_nothing_goes_on(stage: Callable[..., Stage]) -> None:
     s = stage(parts, "hasty")
-    context = Context(s.shop, s.task, s.tree, random.Random(1))
+    context = Context(s.runtime, s.task, s.tree, random.Random(1))
     await context.plant()
     await chain.grow(s.tree, context)
     assert not context.ahead._begun

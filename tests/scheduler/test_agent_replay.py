@@ -6,17 +6,17 @@ import asyncio
 import os
 import random
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import pytest_asyncio
 
 from coppice.actors.environments.agents import environment
 from coppice.actors.environments.base import Task
 from coppice.common import loop
 from coppice.scheduler.growth.context import Context
+from coppice.scheduler.growth.scoring import finish
 from coppice.scheduler.growth.strategies import chain, full, mc_value
 from coppice.scheduler.growth.text import Text
 from coppice.scheduler.growth.tree import Tree
@@ -89,27 +89,8 @@ def searching(task):
 '''
 
 
-@pytest_asyncio.fixture
-async def stage(
-    tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch
-) -> AsyncIterator[Callable[..., Stage]]:
-    """Makes stages over ``AGENTS``; ends what they have started."""
-    (tmp_path / "agents_of_a_test.py").write_text(AGENTS)
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(__file__).parents[2]}")
-    stages: list[Stage] = []
-
-    def make(reply: Callable[[str, int], str], name: str, **options: Any) -> Stage:
-        stages.append(Stage(tmp_path, llama, reply, name, **options))
-        return stages[-1]
-
-    yield make
-    for one in stages:
-        await one.environment.close()
-        one.journal.close()
-
-
 def context(stage: Stage) -> Context:
-    return Context(stage.shop, stage.task, stage.tree, random.Random(1))
+    return Context(stage.runtime, stage.task, stage.tree, random.Random(1))
 
 
 async def test_monte_carlo_values_of_an_agent(stage: Callable[..., Stage]) -> None:
@@ -174,7 +155,7 @@ async def test_an_episode_that_cannot_be_reached_again_is_dropped_and_its_task_s
     s.environment._waiting.clear()
     assert await ctx.step(action) is None
     assert action.invalid == ["outcome"] and "asks something else" in action.notes["dropped"]
-    assert not await ctx.finish()
+    assert not await finish(ctx)
     assert s.counts["dropped_branches"] == 1
     assert await ctx.step(action) is None, "a resumed tree does not try again"
 
@@ -243,12 +224,6 @@ async def test_an_agent_asks_the_runs_retriever_and_a_judge_sees_queries_results
     (seen,) = last.past_observations
     assert '"Peru"\nCapital: Peru capital?' in seen
     assert "Peru capital" in last.context
-
-
-async def test_an_agent_without_a_retriever_is_told_so(stage: Callable[..., Stage]) -> None:
-    s = stage(looks, "searching")
-    tree = await s.grow(chain)
-    assert "this run has no retriever" in tree.actions()[-1].notes["dropped"]
 
 
 async def test_calls_and_thoughts_in_special_tokens_are_read(

@@ -3,16 +3,13 @@ after a crash, limits and budgets."""
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Callable
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-import pytest_asyncio
 
-from coppice.actors.environments.agents import environment
 from coppice.scheduler.growth.context import Context
-from coppice.scheduler.growth.strategies import chain, full, slate
+from coppice.scheduler.growth.strategies import chain, slate
 from coppice.wire.faults import DataFault
 from tests.agent_stage import Stage, adds
 
@@ -84,25 +81,6 @@ def unscored(task):
 '''
 
 
-@pytest_asyncio.fixture
-async def stage(
-    tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch
-) -> AsyncIterator[Callable[..., Stage]]:
-    """Makes stages; ends what they have started."""
-    (tmp_path / "agents_of_a_test.py").write_text(AGENTS)
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(__file__).parents[2]}")
-    made: list[Stage] = []
-
-    def make(reply: Callable[[str, int], str], name: str, **options: Any) -> Stage:
-        made.append(Stage(tmp_path, llama, reply, name, **options))
-        return made[-1]
-
-    yield make
-    for one in made:
-        await one.environment.close()
-        one.journal.close()
-
-
 async def test_a_conversation_is_one_path_of_exactly_the_tokens_that_were_read_and_sampled(
     stage: Callable[..., Stage],
 ) -> None:
@@ -138,15 +116,6 @@ async def test_slate_samples_candidates_for_an_agent_that_knows_nothing_of_it(
     assert s.environment.replayed == 0
 
 
-async def test_trajectories_of_one_task_are_episodes_of_their_own(
-    stage: Callable[..., Stage],
-) -> None:
-    s = stage(adds, "counting")
-    tree = await s.grow(full, k=3)
-    assert [[a.step for a in tree.actions(t)] for t in range(3)] == [[1, 2, 3]] * 3
-    assert len(s.groups) == 1 and len({turn.trajectory for turn in s.groups[0]}) == 3
-
-
 async def test_another_conversation_is_a_branch_and_the_first_one_goes_on_where_it_was(
     stage: Callable[..., Stage],
 ) -> None:
@@ -164,7 +133,7 @@ async def test_another_conversation_is_a_branch_and_the_first_one_goes_on_where_
 
 async def test_a_half_grown_tree_goes_on_by_replay(stage: Callable[..., Stage]) -> None:
     s = stage(adds, "counting")
-    context = Context(s.shop, s.task, s.tree, random.Random(1))
+    context = Context(s.runtime, s.task, s.tree, random.Random(1))
     await context.plant()
     node = await context.tip()
     for _ in range(2):
@@ -181,21 +150,6 @@ async def test_a_half_grown_tree_goes_on_by_replay(stage: Callable[..., Stage]) 
     assert again.environment.replayed == 2
     assert tree.actions()[-1].scores["outcome"] == 1.0
     assert again.policy.prompts[0].startswith(expected)
-
-
-async def test_an_agent_that_does_not_repeat_itself_is_told_in_a_replay(
-    stage: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(environment, "PATIENCE_S", 0.0)
-    s = stage(lambda prompt, i: "r", "random_one")
-    context = Context(s.shop, s.task, s.tree, random.Random(1))
-    first = await s.environment.open(s.environment.initial(s.task), context)
-    await s.environment.close()
-    s.environment._waiting.clear()
-    s.environment._started = None
-    s.environment.gateway = type(s.environment.gateway)()
-    with pytest.raises(DataFault, match="asks something else at the end of a replay"):
-        await s.environment.step(first, s.environment.read(first, "r"), context)
 
 
 @pytest.mark.parametrize(
@@ -229,19 +183,10 @@ async def test_an_agent_that_asks_nothing_is_a_fault_of_the_task(
         await stage(lambda prompt, i: "r", "silent").grow(chain)
 
 
-async def test_a_call_that_cannot_be_read_is_data(stage: Callable[..., Stage]) -> None:
-    s = stage(
-        lambda prompt, i: '<tool_call>{"name": "divide", "arguments": {}}</tool_call>', "counting"
-    )
-    tree = await s.grow(chain)
-    (action,) = tree.actions()
-    assert (action.scores["valid"], action.scores["outcome"]) == (0.0, 0.0)
-
-
 async def test_no_process_is_left(stage: Callable[..., Stage]) -> None:
     s = stage(adds, "counting")
     await s.environment.open(
-        s.environment.initial(s.task), Context(s.shop, s.task, s.tree, random.Random(1))
+        s.environment.initial(s.task), Context(s.runtime, s.task, s.tree, random.Random(1)).services
     )
     ((_, episode, _),) = s.environment._waiting
     await s.environment.close()

@@ -14,12 +14,14 @@ import msgspec
 import numpy as np
 import pytest
 
+from coppice.common import frontier
 from coppice.scheduler.config import EvaluationConfig, SchedulerConfig, SchedulerProcess
 from coppice.scheduler.dispatch.dispatcher import DispatchConfig
 from coppice.scheduler.ledger.journal import Journal
+from coppice.scheduler.ledger.records import UPDATE
 from coppice.scheduler.main import Run
 from coppice.scheduler.telemetry import health
-from coppice.scheduler.telemetry.spread import Weights
+from coppice.scheduler.weight_sync import Weights
 from coppice.wire import published
 from coppice.wire.faults import DataFault
 from coppice.wire.keys import RunKeys
@@ -47,19 +49,14 @@ class House:
         self,
         folder: Path,
         model: Path,
-        held: Callable[["House"], bool],
+        held: Callable[["House"], bool] = lambda house: False,
         version: int = 0,
         **more: Any,
     ):
         settings = SchedulerConfig(
-            strategy="chain",
-            judge="none",
-            updates=UPDATES,
-            questions_per_update=QUESTIONS,
-            max_action_tokens=4,
-            dispatch=DispatchConfig(heartbeat_s=600.0, dead_after_s=6000.0),
-            evaluation=EvaluationConfig(questions=HELD_OUT),
-        )
+            strategy="chain", judge="none", updates=UPDATES, questions_per_update=QUESTIONS, max_action_tokens=4,
+            dispatch=DispatchConfig(heartbeat_s=600.0, dead_after_s=6000.0), evaluation=EvaluationConfig(questions=HELD_OUT),
+        )  # fmt: skip
         options = {"prompt": "tictactoe_compact", "opponents": {"random": 1.0}}
         process = SchedulerProcess(
             "scheduler",
@@ -109,14 +106,11 @@ class House:
     async def close(self, closed: TreeClosed, call: Call) -> Closed:
         return Closed()
 
-    async def live(self, until: Callable[["House"], bool]) -> None:
+    async def live(self, until: Callable[[Any], bool] = lambda house: False) -> None:
         """The whole run, or its beginning: it is dropped as soon as ``until`` is true."""
-        keys, endpoint = (
-            RunKeys.load(self.folder / "keys").mint(
-                "tests", ("generate", "load", "train", "close")
-            ),
-            self.run.dispatcher.endpoint,
-        )
+        services = "generate", "load", "train", "close"
+        keys = RunKeys.load(self.folder / "keys").mint("tests", services)
+        endpoint = self.run.dispatcher.endpoint
         actor = Service("actor-0", {"generate": self.generate, "load": self.load}, 16)
         learner = Service("learner", {"train": self.train, "close": self.close}, 64)
         main = asyncio.create_task(self.run.main())
@@ -125,7 +119,7 @@ class House:
             for each in (actor, learner)
         ]
         try:
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(300):
                 while not main.done() and not until(self):
                     await asyncio.sleep(0.001)
                 if main.done():
@@ -189,7 +183,7 @@ async def test_the_first_update_is_made_beside_the_first_evaluation_which_still_
         return not house.run.stream.version  # until the scheduler knows of version 1
 
     house = House(tmp_path, llama, held)
-    await house.live(until=lambda house: False)
+    await house.live()
     check(tmp_path)
     assert grown[0] == QUESTIONS  # the trees of one update, no more
     assert ended.exists()
@@ -212,8 +206,8 @@ async def test_a_run_that_died_between_its_first_update_and_its_first_evaluation
         "trained": [group for row in journal.trees() for group, _ in journal.groups(row.id)],
     }
     (tmp_path / "checkpoints" / "v000001" / "state.json").write_bytes(msgspec.json.encode(state))
-    resumed = House(tmp_path, llama, held=lambda house: False, version=1)
-    await resumed.live(until=lambda house: False)
+    resumed = House(tmp_path, llama, version=1)
+    await resumed.live()
     check(tmp_path)
     assert resumed.loads == [(1, ["start"]), (2, ["start"])]
 
@@ -225,16 +219,16 @@ async def test_weights_without_a_journal_are_refused_before_anything_is_written_
     (tmp_path / "checkpoints" / "v000004" / "state.json").write_bytes(
         b'{"version": 4, "trained": []}'
     )
-    house = House(tmp_path, llama, held=lambda house: False)
+    house = House(tmp_path, llama)
     with pytest.raises(DataFault, match="weights of version 4 and an empty journal"):
-        await house.live(until=lambda house: False)
+        await house.live()
     assert not Journal(tmp_path / "journal.sqlite", readonly=True).trees()
 
 
 async def test_a_journal_that_is_older_than_the_checkpoint_is_refused_before_anything_is_sent_or_marked(
     tmp_path: Path, llama: Path
 ) -> None:
-    dead = House(tmp_path, llama, held=lambda house: False)
+    dead = House(tmp_path, llama)
     await dead.live(until=lambda house: house.run.stream.version == 1)
     journal = Journal(tmp_path / "journal.sqlite", readonly=True)
     before = {row.id: journal.groups(row.id) for row in journal.trees()}
@@ -244,11 +238,61 @@ async def test_a_journal_that_is_older_than_the_checkpoint_is_refused_before_any
     (folder / "state.json").write_bytes(
         msgspec.json.encode({"version": 1, "trained": [0, 1, lost, lost + 1]})
     )
-    resumed = House(tmp_path, llama, held=lambda house: False, version=1)
+    resumed = House(tmp_path, llama, version=1)
     with pytest.raises(
         DataFault,
         match=rf"lacks 2 groups \(first group {lost}\) .* version 1 .* restore its newest copy",
     ):
-        await resumed.live(until=lambda house: False)
+        await resumed.live()
     assert resumed.waiting == []
     assert {row.id: journal.groups(row.id) for row in journal.trees()} == before
+
+
+class OneUpdate(House):
+    """A run whose learner answers one update and no other, however long the run lives on."""
+
+    async def train(self, group: TrainGroup, call: Call) -> Trained:
+        if self.trained:
+            await asyncio.get_running_loop().create_future()
+        return await super().train(group, call)
+
+
+class Outlived(House):
+    """A run beside a learner that has trained the groups ``known`` and has written no checkpoint."""
+
+    known: dict[int, int] = {}
+    again: list[int] = []
+
+    async def train(self, group: TrainGroup, call: Call) -> Trained:
+        if group.id not in self.known:
+            return await super().train(group, call)
+        self.again.append(group.id)
+        weights = self.folder / "weights" / "v000001"
+        return Trained(self.known[group.id], str(weights), "digest", {UPDATE: 2.0}, [])
+
+
+async def test_an_update_whose_record_was_lost_is_recorded_and_its_trees_take_no_place_of_the_next(
+    tmp_path: Path, llama: Path
+) -> None:
+    dead = OneUpdate(tmp_path, llama)
+    await dead.live(until=lambda house: house.run.stream.version == 1)
+    journal = Journal(tmp_path / "journal.sqlite", readonly=True)
+    rows = journal.trees("split='train'")[:QUESTIONS]
+    trained = {group: 1 for row in rows for group, _ in journal.groups(row.id)}
+    # a mark, and no record of it
+    assert 1 in {version for row in rows for _, version in journal.groups(row.id)}
+    (tmp_path / "metrics.jsonl").write_bytes(b"")
+    announced = msgspec.json.decode((tmp_path / "learner.json").read_bytes()) | {
+        "trained": frontier.runs(trained)
+    }
+    (tmp_path / "learner.json").write_bytes(msgspec.json.encode(announced))
+    resumed = Outlived(tmp_path, llama, version=1)
+    resumed.known, resumed.again, resumed.in_force = trained, [], 1
+    await resumed.live()
+    check(tmp_path)
+    assert sorted(resumed.again) == sorted(trained)
+    lines = [
+        msgspec.json.decode(line) for line in (tmp_path / "metrics.jsonl").read_bytes().splitlines()
+    ]
+    told = [line for line in lines if not any(name.startswith("heldout/") for name in line)]
+    assert [int(line["version"]) for line in told] == list(range(1, UPDATES + 1))

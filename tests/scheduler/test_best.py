@@ -1,6 +1,5 @@
 """The best version's weights outlive the learner's clearing up, and the tools find them."""
 
-import argparse
 import os
 import shutil
 from pathlib import Path
@@ -8,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from coppice.scheduler.evaluation import best
-from coppice.scheduler.telemetry.spread import Weights
+from coppice.scheduler.weight_sync import Weights
 from coppice.tools.evaluating import versions
 from coppice.wire.published import Manifest
 
@@ -48,18 +47,6 @@ def test_the_best_of_all_evaluated_versions_is_there_at_the_end(tmp_path: Path) 
         versions.chosen(tmp_path, 3)
 
 
-def test_a_run_that_only_got_worse_has_its_start_as_best(tmp_path: Path) -> None:
-    after(tmp_path, [0.4, 0.3, 0.2])
-    assert versions.chosen(tmp_path, "best") == (0, None)
-
-
-def test_without_an_evaluation_there_is_no_best(tmp_path: Path) -> None:
-    published(tmp_path, 1)
-    with pytest.raises(ValueError, match="no held-out evaluation"):
-        versions.chosen(tmp_path, "best")
-    assert versions.chosen(tmp_path, None)[0] == 1
-
-
 def test_what_is_cut_off_while_it_is_written_is_not_taken_for_the_best(tmp_path: Path) -> None:
     after(tmp_path, [0.1, 0.3])
     draft = tmp_path / "best" / "v000002.draft"
@@ -88,17 +75,6 @@ def test_a_disk_that_takes_nothing_costs_the_copy_and_not_the_run(
     assert found is not None
     assert found[0].version == 1
     assert sorted(path.name for path in (tmp_path / "best").iterdir()) == ["v000001"]
-
-
-def test_without_hard_links_the_files_are_copied(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def none(*_: object) -> None:
-        raise OSError(95, "not supported")
-
-    monkeypatch.setattr(os, "link", none)
-    assert best.keep(tmp_path, published(tmp_path, 1), "em", 0.4)
-    assert (tmp_path / "best" / "v000001" / "model.safetensors").read_bytes() == b"weights 1"
 
 
 def test_weights_that_were_never_a_file_cannot_be_kept_and_that_is_said(
@@ -131,14 +107,3 @@ def test_a_torn_record_ends_no_run_and_gives_way_to_the_next_that_is_kept(tmp_pa
     found = best.read(tmp_path)
     assert found is not None
     assert found[0] == best.Best(1, "em", 0.3)
-
-
-@pytest.mark.parametrize(("text", "version"), [("best", "best"), ("12", 12), ("0", 0)])
-def test_a_version_on_the_command_line(text: str, version: int | str) -> None:
-    assert versions.argument(text) == version
-
-
-@pytest.mark.parametrize("text", ["newest", "-1", "", "1.5"])
-def test_what_is_no_version_is_refused_with_what_was_expected(text: str) -> None:
-    with pytest.raises(argparse.ArgumentTypeError, match="expected a version's number, or best"):
-        versions.argument(text)

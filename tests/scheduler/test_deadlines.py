@@ -76,21 +76,3 @@ def test_a_call_expires_never_before_its_time_and_at_most_one_part_of_it_later(
         assert ended[pending] >= begun + seconds - 1e-9
         # the clock moves by up to a second here
         assert ended[pending] <= begun + seconds * (1 + 1 / PARTS) + 1.0
-
-
-def test_ten_thousand_calls_of_one_length_need_few_timers_and_none_is_left(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    pendings, clock = _pendings(10_000), Clock()
-    monkeypatch.setattr(
-        "coppice.scheduler.dispatch.deadlines.asyncio.get_running_loop", lambda: clock
-    )
-    deadlines = Deadlines(lambda pending, _: None)
-    moments = []
-    for pending in pendings:
-        moments.append(deadlines.add(pending, 300.0))
-        clock.now += 0.01
-    assert clock.made <= 100 / (256 / PARTS) + 2
-    for pending, moment in zip(pendings, moments, strict=True):
-        deadlines.discard(pending, moment)
-    assert not clock.timers

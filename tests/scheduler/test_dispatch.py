@@ -1,7 +1,6 @@
 """Every dispatched call reaches exactly one outcome."""
 
 import asyncio
-import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,7 @@ import pytest
 from coppice.scheduler.dispatch.dispatcher import DispatchConfig
 from coppice.scheduler.dispatch.placement import Load, Place
 from coppice.wire.faults import DataFault, Fault, InfrastructureFault
-from coppice.wire.messages import Closed, Trained, TrainGroup, TreeClosed
-from coppice.wire.service import UNBOUNDED, Call, Service
+from coppice.wire.service import Call, Service
 from tests.services import EchoRequest, EchoResult, Prefer, bench
 
 QUICK = DispatchConfig(heartbeat_s=0.05, dead_after_s=0.4)
@@ -31,73 +29,6 @@ async def hang(request: Any, call: Call) -> Any:
     await asyncio.Event().wait()
 
 
-async def test_a_call_returns_the_workers_result(tmp_path: Path) -> None:
-    async with bench(tmp_path) as b:
-        await b.work("w", {"echo": echo})
-        result: EchoResult = await b.dispatcher.call("echo", ask(3), deadline=5)
-        assert result.tokens.tolist() == [6]
-
-
-async def test_in_flight_never_exceeds_the_declared_capacity(tmp_path: Path) -> None:
-    running, most = 0, 0
-
-    async def count(request: EchoRequest, call: Call) -> EchoResult:
-        nonlocal running, most
-        running += 1
-        most = max(most, running)
-        await asyncio.sleep(0.002)
-        running -= 1
-        return EchoResult(request.tokens, 0)
-
-    async with bench(tmp_path) as b:
-        await b.work("w", {"echo": count}, capacity=3)
-        await asyncio.gather(*(b.dispatcher.call("echo", ask(), deadline=10) for _ in range(40)))
-    assert most == 3
-
-
-async def test_an_infrastructure_fault_is_retried_on_another_worker(tmp_path: Path) -> None:
-    async def broken(request: EchoRequest, call: Call) -> EchoResult:
-        raise InfrastructureFault("no luck")
-
-    async with bench(tmp_path) as b:
-        await b.work("broken", {"echo": broken})
-        await b.work("sound", {"echo": echo})
-        for _ in range(6):
-            assert (await b.dispatcher.call("echo", ask(), deadline=5)).tokens.tolist() == [2]
-        assert b.dispatcher.counters["retries"] >= 1
-
-
-async def test_a_data_fault_is_not_retried(tmp_path: Path) -> None:
-    calls = 0
-
-    async def refuse(request: EchoRequest, call: Call) -> EchoResult:
-        nonlocal calls
-        calls += 1
-        raise DataFault("cannot work anywhere")
-
-    async with bench(tmp_path) as b:
-        await b.work("w", {"echo": refuse})
-        with pytest.raises(DataFault, match="w: cannot work anywhere"):
-            await b.dispatcher.call("echo", ask(), deadline=5)
-    assert calls == 1
-
-
-async def test_a_deadline_names_the_worker_that_hangs_and_cancels_it(tmp_path: Path) -> None:
-    cancelled = asyncio.Event()
-
-    async def watch(request: Any, call: Call) -> Any:
-        try:
-            await asyncio.Event().wait()
-        finally:
-            cancelled.set()
-
-    async with bench(tmp_path) as b:
-        await b.work("slow", {"echo": watch})
-        with pytest.raises(InfrastructureFault, match="slow"):
-            await b.dispatcher.call("echo", ask(), deadline=0.3)
-        await asyncio.wait_for(cancelled.wait(), 5)
-
-
 async def test_a_call_nobody_can_serve_ends_at_its_deadline_and_says_so(tmp_path: Path) -> None:
     async with bench(tmp_path) as b:
         with pytest.raises(InfrastructureFault, match="no free worker"):
@@ -112,20 +43,6 @@ async def test_a_deadline_names_the_workers_that_are_full_or_rest_and_those_that
         for state in ["hanger"] * 5 + ["hanger rests after 5 failed calls"]:
             with pytest.raises(InfrastructureFault, match=f"echo took over 0.1 s .*{state}"):
                 await b.dispatcher.call("echo", ask(), deadline=0.1)
-
-
-async def test_a_call_that_waited_for_a_full_worker_says_how_full(tmp_path: Path) -> None:
-    async with bench(tmp_path) as b:
-        await b.work("full", {"echo": hang}, capacity=1)
-        held, waits = (
-            asyncio.create_task(b.dispatcher.call("echo", ask(), deadline=d)) for d in (60, 0.2)
-        )
-        with pytest.raises(
-            InfrastructureFault, match="no free worker: full has 1 requests in flight of at most 1"
-        ):
-            await waits
-        held.cancel()
-        await asyncio.gather(held, return_exceptions=True)
 
 
 async def test_cancelling_the_caller_reaches_the_worker_and_frees_its_room(tmp_path: Path) -> None:
@@ -148,23 +65,6 @@ async def test_cancelling_the_caller_reaches_the_worker_and_frees_its_room(tmp_p
         caller.cancel()
         await asyncio.wait_for(cancelled.wait(), 5)
         await b.dispatcher.call("echo", ask(1), deadline=5)
-
-
-async def test_the_calls_of_a_worker_that_dies_move_to_another(tmp_path: Path) -> None:
-    entered = asyncio.Event()
-
-    async def stuck(request: Any, call: Call) -> Any:
-        entered.set()
-        await asyncio.Event().wait()
-
-    async with bench(tmp_path, QUICK) as b:
-        await b.work("mortal", {"echo": stuck})
-        caller = asyncio.create_task(b.dispatcher.call("echo", ask(5), deadline=30))
-        await asyncio.wait_for(entered.wait(), 5)
-        await b.work("heir", {"echo": echo})
-        await b.kill("mortal")
-        assert (await caller).tokens.tolist() == [10]
-        assert b.dispatcher.counters["dead_workers"] == 1
 
 
 async def test_a_call_runs_where_its_place_says_and_the_place_learns_of_every_attempt(
@@ -240,18 +140,6 @@ async def test_a_call_that_is_held_back_stops_no_other_and_is_tried_again_by_its
     assert started == [1, 0]
 
 
-async def test_a_held_call_still_ends_at_its_deadline_and_leaves_nothing_behind(
-    tmp_path: Path,
-) -> None:
-    async with bench(tmp_path) as b:
-        await b.work("w", {"echo": echo})
-        with pytest.raises(InfrastructureFault, match="took over"):
-            await b.dispatcher.call(
-                "echo", ask(), deadline=0.2, place=Ranked(0, [], asyncio.Event())
-            )
-        assert b.dispatcher.waiting() == {}
-
-
 class Kin(Ranked):
     """One of many calls that wait together. asked: how often any of them was asked; begun: the
     families of which one has started."""
@@ -297,49 +185,11 @@ async def test_of_calls_that_wait_together_one_is_asked_and_all_start_by_family(
     assert started == [number + 20 * sibling for number in range(20) for sibling in range(3)]
 
 
-async def test_calls_that_wait_and_are_cancelled_leave_the_queue_in_any_order(
-    tmp_path: Path,
-) -> None:
-    async with bench(tmp_path) as b:
-        calls = [
-            asyncio.create_task(b.dispatcher.call("echo", ask(), deadline=30)) for _ in range(100)
-        ]
-        await asyncio.sleep(0)
-        for call in calls[1::2] + calls[98::-2]:
-            call.cancel()
-        await asyncio.gather(*calls, return_exceptions=True)
-        assert not b.dispatcher._waiting["echo"] and not b.dispatcher.open_calls()
-
-
 async def test_a_worker_that_joins_a_run_at_its_end_is_asked_to_leave(tmp_path: Path) -> None:
     async with bench(tmp_path) as b:
-        await b.dispatcher.drain()
+        await b.dispatcher.roster.drain()
         service = Service("late", {"echo": echo}, 1)
         await asyncio.wait_for(service.run(b.dispatcher.endpoint, b.keys, signals=False), 30)
-
-
-@pytest.mark.slow
-async def test_a_learner_that_holds_thousands_of_groups_still_hears_that_a_tree_has_closed(
-    tmp_path: Path,
-) -> None:
-    async def train(group: TrainGroup, call: Call) -> Trained:
-        await asyncio.Event().wait()
-        raise AssertionError
-
-    async def close(closed: TreeClosed, call: Call) -> Closed:
-        return Closed()
-
-    async with bench(tmp_path) as b:
-        await b.work("learner", {"train": train, "close": close}, UNBOUNDED)
-        groups = [TrainGroup(number, 0, [], []) for number in range(4200)]  # the capacity was 4096
-        open_calls = [
-            asyncio.create_task(b.dispatcher.call("train", group, deadline=600)) for group in groups
-        ]
-        await asyncio.sleep(0)
-        await b.dispatcher.call("close", TreeClosed(0, []), deadline=60)
-        for call in open_calls:
-            call.cancel()
-        await asyncio.gather(*open_calls, return_exceptions=True)
 
 
 async def test_a_joining_worker_gets_no_work_before_its_hook_returns(tmp_path: Path) -> None:
@@ -363,64 +213,8 @@ async def test_a_joining_worker_gets_no_work_before_its_hook_returns(tmp_path: P
                 await prepare(worker)
             order.append("prepared")
 
-        b.dispatcher.on_join = joined
+        b.dispatcher.roster.on_join = joined
         caller = asyncio.create_task(b.dispatcher.call("echo", ask(), deadline=10))
         await b.work("w", {"echo": note, "load": load})
         await caller
     assert order == ["prepared", "work"]
-
-
-async def test_a_draining_worker_finishes_its_calls_and_leaves(tmp_path: Path) -> None:
-    entered, gate = asyncio.Event(), asyncio.Event()
-
-    async def wait(request: EchoRequest, call: Call) -> EchoResult:
-        entered.set()
-        await gate.wait()
-        return EchoResult(request.tokens, 0)
-
-    async with bench(tmp_path) as b:
-        service = await b.work("w", {"echo": wait})
-        caller = asyncio.create_task(b.dispatcher.call("echo", ask(), deadline=10))
-        await asyncio.wait_for(entered.wait(), 5)
-        service.drain()
-        gate.set()
-        await caller
-        await asyncio.wait_for(b.tasks["w"], 5)
-
-
-async def test_every_call_has_exactly_one_outcome_among_workers_that_fail_hang_and_die(
-    tmp_path: Path,
-) -> None:
-    rng = random.Random(0)
-
-    async def moody(request: EchoRequest, call: Call) -> EchoResult:
-        mood = rng.random()
-        if mood < 0.15:
-            raise InfrastructureFault("mood")
-        if mood < 0.2:
-            raise DataFault("mood")
-        if mood < 0.25:
-            await asyncio.Event().wait()
-        await asyncio.sleep(rng.random() * 0.01)
-        return EchoResult(request.tokens, 0)
-
-    async with bench(tmp_path, QUICK) as b:
-        for name in ("a", "b", "c"):
-            await b.work(name, {"echo": moody}, capacity=8)
-
-        async def one(index: int) -> str:
-            try:
-                result = await b.dispatcher.call("echo", ask(index), deadline=1.5)
-            except Fault as fault:
-                return fault.kind
-            assert result.tokens.tolist() == [index]
-            return "ok"
-
-        calls = [asyncio.create_task(one(i)) for i in range(150)]
-        await asyncio.sleep(0.05)
-        await b.kill("b")
-        outcomes = await asyncio.wait_for(asyncio.gather(*calls), 20)
-        assert len(outcomes) == 150
-        assert set(outcomes) <= {"ok", "data", "infrastructure"}
-        assert outcomes.count("ok") > 75
-        assert b.dispatcher.waiting() == {}

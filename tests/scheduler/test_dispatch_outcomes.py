@@ -18,9 +18,8 @@ from hypothesis import strategies as st
 from coppice.common import loop
 from coppice.scheduler.dispatch.dispatcher import DispatchConfig, Dispatcher, Event
 from coppice.wire.faults import DataFault, Fault, InfrastructureFault, WireError
-from coppice.wire.messages import Message, Result
 from coppice.wire.service import Call, Service
-from tests.services import Bench, EchoRequest, EchoResult, Prefer, bench
+from tests.services import Bench, EchoRequest, EchoResult, bench
 
 QUICK = DispatchConfig(heartbeat_s=0.05, dead_after_s=0.4)
 DEADLINE_S = 0.5
@@ -115,9 +114,9 @@ async def outcomes(plan: list[tuple[str, str]], fates: list[str], folder: Path) 
         elif fate == "drains":
             service.drain()
     ended = await asyncio.wait_for(asyncio.gather(*callers, return_exceptions=True), 20 * deadline)
-    assert dispatcher.waiting() == {}
+    assert dispatcher.open_calls() == []
     assert all(not worker.in_flight for worker in dispatcher.workers())
-    assert dispatcher.failure() is None
+    assert dispatcher.roster.failure is None
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
@@ -180,22 +179,6 @@ async def test_closing_ends_calls_that_run_that_wait_and_that_back_off(tmp_path:
             await b.dispatcher.call("echo", ask(), deadline=1)
 
 
-async def test_the_only_worker_is_tried_again(tmp_path: Path) -> None:
-    tries = 0
-
-    async def third_time(request: EchoRequest, call: Call) -> EchoResult:
-        nonlocal tries
-        tries += 1
-        if tries < 3:
-            raise InfrastructureFault("not yet")
-        return EchoResult(request.tokens, 0)
-
-    async with bench(tmp_path) as b:
-        await b.work("w", {"echo": third_time})
-        await b.dispatcher.call("echo", ask(), deadline=10)
-        assert b.dispatcher.counters["retries"] == 2
-
-
 async def test_a_call_whose_answer_cannot_be_right_moves_to_another_worker_and_says_whose_it_was(
     tmp_path: Path,
 ) -> None:
@@ -215,29 +198,6 @@ async def test_a_call_whose_answer_cannot_be_right_moves_to_another_worker_and_s
             await b.dispatcher.call("echo", ask(), deadline=10, check=check) for _ in range(4)
         ]
         assert [float(answer.tokens[0]) for answer in answers] == [1.0] * 4
-
-
-async def test_a_connection_that_loses_all_open_calls_at_once_gives_the_worker_no_rest(
-    tmp_path: Path,
-) -> None:
-    async with bench(tmp_path, QUICK) as b:
-        service = await b.work("w", {"echo": echo}, capacity=16)
-        send, lost = service.send, []
-
-        def loses(header: Message, body: Any = None) -> None:
-            if isinstance(header, Result) and len(lost) < 8:
-                lost.append(header.id)
-            else:
-                send(header, body)
-
-        service.send = loses
-        answers = await asyncio.gather(
-            *(b.dispatcher.call("echo", ask(), deadline=60) for _ in range(8))
-        )
-        assert [float(answer.tokens[0]) for answer in answers] == [1.0] * 8
-        assert b.dispatcher.counters["lost_calls"] == len(lost) == 8
-        (worker,) = b.dispatcher.workers()
-        assert worker.breaker.open_until == float("-inf")
 
 
 async def test_attempts_are_bounded_and_the_last_fault_is_the_outcome(tmp_path: Path) -> None:
@@ -280,36 +240,6 @@ async def test_a_failed_call_leaves_nothing_that_waits_for_the_garbage_collector
             gc.enable()
 
 
-async def test_a_retried_call_that_waits_for_a_busy_worker_does_not_hold_up_the_others(
-    tmp_path: Path,
-) -> None:
-    entered = asyncio.Event()
-
-    async def first_fails(request: EchoRequest, call: Call) -> EchoResult:
-        if request.tokens[0] == 0:
-            raise InfrastructureFault("elsewhere, please")
-        return EchoResult(request.tokens, 0)
-
-    async def busy(request: EchoRequest, call: Call) -> EchoResult:
-        entered.set()
-        return await forever(request, call)
-
-    async with bench(tmp_path) as b:
-        await b.work("busy", {"echo": busy}, capacity=1)
-        held = asyncio.create_task(b.dispatcher.call("echo", ask(), deadline=60))
-        await asyncio.wait_for(entered.wait(), 5)
-        await b.work("picky", {"echo": first_fails}, capacity=1)
-        retried = asyncio.create_task(b.dispatcher.call("echo", ask(0), deadline=60))
-        for value in range(1, 30):
-            assert (await b.dispatcher.call("echo", ask(value), deadline=5)).tokens.tolist() == [
-                value
-            ]
-        assert not retried.done()
-        held.cancel()
-        retried.cancel()
-        await asyncio.gather(held, retried, return_exceptions=True)
-
-
 async def test_a_call_pinned_to_a_worker_that_is_not_here_fails_at_once_and_names_those_that_are(
     tmp_path: Path,
 ) -> None:
@@ -317,24 +247,6 @@ async def test_a_call_pinned_to_a_worker_that_is_not_here_fails_at_once_and_name
         await b.work("here", {"echo": echo})
         with pytest.raises(InfrastructureFault, match=r"no worker 'gone' is here, only \['here'\]"):
             await b.dispatcher.call("echo", ask(), deadline=60, worker="gone")
-
-
-async def test_a_pinned_call_goes_through_to_a_full_worker(tmp_path: Path) -> None:
-    entered = asyncio.Event()
-
-    async def first_hangs(request: EchoRequest, call: Call) -> EchoResult:
-        if request.tokens[0]:
-            return EchoResult(request.tokens, 0)
-        entered.set()
-        return await forever(request, call)
-
-    async with bench(tmp_path) as b:
-        await b.work("w", {"echo": first_hangs}, capacity=1)
-        held = asyncio.create_task(b.dispatcher.call("echo", ask(0), deadline=60))
-        await asyncio.wait_for(entered.wait(), 5)
-        await b.dispatcher.call("echo", ask(1), deadline=5, worker="w")
-        held.cancel()
-        await asyncio.gather(held, return_exceptions=True)
 
 
 async def test_a_request_that_cannot_be_sent_is_the_callers_error_and_harms_no_worker(
@@ -347,7 +259,7 @@ async def test_a_request_that_cannot_be_sent_is_the_callers_error_and_harms_no_w
         with pytest.raises(WireError, match="unknown service 'sing'"):
             await b.dispatcher.call("sing", ask(), deadline=5)
         await b.dispatcher.call("echo", ask(), deadline=5)
-        assert b.dispatcher.waiting() == {}
+        assert b.dispatcher.open_calls() == []
 
 
 async def test_an_answer_that_comes_after_its_call_ended_is_counted_and_ignored(
@@ -416,27 +328,12 @@ async def test_a_rested_worker_is_used_when_its_rest_ends_and_not_only_at_its_ne
         assert worker.breaker.open_until > 0
 
 
-async def test_a_worker_that_keeps_failing_is_rested(tmp_path: Path) -> None:
-    served: list[str] = []
-
-    async def broken(request: EchoRequest, call: Call) -> EchoResult:
-        served.append("broken")
-        raise InfrastructureFault("always")
-
-    async with bench(tmp_path) as b:
-        await b.work("broken", {"echo": broken})
-        await b.work("sound", {"echo": echo})
-        for _ in range(40):
-            await b.dispatcher.call("echo", ask(), deadline=10, place=Prefer("broken"))
-    assert len(served) == 5
-
-
 async def test_a_second_process_of_the_same_name_replaces_the_first_for_good(
     tmp_path: Path,
 ) -> None:
     left: list[str] = []
     async with bench(tmp_path) as b:
-        b.dispatcher.on_leave = lambda worker, reason: left.append(reason)
+        b.dispatcher.roster.on_leave = lambda worker, reason: left.append(reason)
         await b.work("w", {"echo": echo})
         first = b.tasks.pop("w")
         again = Service("w", {"echo": echo}, 4)

@@ -7,7 +7,6 @@ and the learner trains nothing.
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -18,26 +17,22 @@ from coppice.actors.environments.base import SPLIT, Action, Environment, Task, T
 from coppice.common import frontier
 from coppice.learner.update.batches import Inbox
 from coppice.learner.update.trainer import Batch
-from coppice.scheduler.config import EvaluationConfig, SchedulerConfig, SchedulerProcess
+from coppice.scheduler.config import EvaluationConfig, SchedulerConfig
 from coppice.scheduler.dispatch.dispatcher import DispatchConfig
 from coppice.scheduler.growth.dynamic_sampling import differs
 from coppice.scheduler.ledger.journal import Journal
-from coppice.scheduler.main import Run
-from coppice.wire.keys import RunKeys
 from coppice.wire.messages import (
     Closed,
     GenerateRequest,
     GenerateResult,
-    LoadRequest,
-    LoadResult,
     Sample,
     Trained,
     TrainGroup,
     TreeClosed,
     Turn,
 )
-from coppice.wire.service import Call, Service
-from tests.scheduler.test_begin import publish
+from coppice.wire.service import Call
+from tests.scheduler.test_begin import House, publish
 
 QUESTIONS, UPDATES, BUDGET = 2, 4, 2
 
@@ -70,9 +65,9 @@ class Coin(Environment):
         return Transition(state, "", True, float(action.text == "B"))
 
 
-class House:
-    """A run with an actor and a learner whose updates take two questions. most: it makes no more
-    updates than these."""
+class Learning(House):
+    """A run whose learner takes batches as rank 0 does, with a checkpoint after each update. most:
+    it makes no more updates than these."""
 
     def __init__(
         self,
@@ -83,35 +78,15 @@ class House:
         budget: int = BUDGET,
     ):
         settings = SchedulerConfig(
-            strategy="full",
-            strategy_options={"k": 2},
-            judge="none",
-            updates=UPDATES,
-            questions_per_update=QUESTIONS,
-            dynamic_sampling_budget=budget,
-            max_action_tokens=4,
-            evaluation=EvaluationConfig(questions=0),
-            # all share one thread, which a busy machine may hold up
-            dispatch=DispatchConfig(dead_after_s=300.0),
-        )
-        process = SchedulerProcess(
-            "scheduler",
-            str(folder),
-            0,
-            str(model),
-            f"{__name__}:Coin",
-            {},
-            "",
-            "",
-            1,
-            [],
-            16,
-            settings,
-            reward="outcome",
-        )
-        self.folder, self.run, self.version, self.loaded = folder, Run(process), version, 0
+            strategy="full", strategy_options={"k": 2}, judge="none", updates=UPDATES, questions_per_update=QUESTIONS,
+            dynamic_sampling_budget=budget, max_action_tokens=4, evaluation=EvaluationConfig(questions=0),
+            dispatch=DispatchConfig(dead_after_s=300.0),  # all share one thread, which a busy machine may hold up
+        )  # fmt: skip
+        super().__init__(
+            folder, model, version=version, scheduler=settings, environment=f"{__name__}:Coin", options={}, reward="outcome"
+        )  # fmt: skip
         self.inbox = Inbox(QUESTIONS, {**(trained or {})})
-        self.waiting: dict[int, asyncio.Future[Trained]] = {}
+        self.answers: dict[int, asyncio.Future[Trained]] = {}
         self.batches: list[Batch] = []
         self.most = UPDATES
         self.asked: defaultdict[str, int] = defaultdict(int)
@@ -119,23 +94,19 @@ class House:
     async def generate(self, request: GenerateRequest, call: Call) -> GenerateResult:
         """The trajectories of a mixed task alternate between A and B; those of a flat task all say
         A."""
-        text, samples = self.run.shop.text, []
+        text, samples = self.run.runtime.text, []
         for _ in range(request.n):
             prompt = text.decode(request.tokens)
             tokens = text.encode("B" if "mixed" in prompt and self.asked[prompt] % 2 else "A")
             self.asked[prompt] += 1
-            versions = np.full(len(tokens), self.loaded, np.int32)
+            versions = np.full(len(tokens), self.in_force, np.int32)
             samples.append(Sample(tokens, np.zeros(len(tokens), np.float32), versions, "stop"))
         return GenerateResult(samples, len(request.tokens), 0)
 
-    async def load(self, request: LoadRequest, call: Call) -> LoadResult:
-        self.loaded = request.version
-        return LoadResult(request.version, request.digest, 0.0)
-
     async def train(self, group: TrainGroup, call: Call) -> Trained:
-        if not self.inbox.add(group) and group.id not in self.waiting:
+        if not self.inbox.add(group) and group.id not in self.answers:
             return self.answer()
-        future = self.waiting.setdefault(group.id, asyncio.get_running_loop().create_future())
+        future = self.answers.setdefault(group.id, asyncio.get_running_loop().create_future())
         self.update()
         return await asyncio.shield(future)
 
@@ -145,53 +116,20 @@ class House:
         return Closed()
 
     def answer(self) -> Trained:
-        weights = publish(self.folder, self.version)
+        weights = publish(self.folder, self.trained)
         return Trained(weights.version, weights.path, weights.digest, {}, [])
 
     def update(self) -> None:
-        """As the learner's rank 0, with a checkpoint after each update."""
         while len(self.batches) < self.most and (trees := self.inbox.ready()) is not None:
-            batch = self.inbox.take(trees, self.version)
+            batch = self.inbox.take(trees, self.trained)
             self.batches.append(batch)
-            self.version += 1
-            folder = self.folder / "checkpoints" / f"v{self.version:06d}"
+            self.trained += 1
+            folder = self.folder / "checkpoints" / f"v{self.trained:06d}"
             folder.mkdir(parents=True)
-            state = {"version": self.version, "trained": frontier.runs(self.inbox.trained)}
+            state = {"version": self.trained, "trained": frontier.runs(self.inbox.trained)}
             (folder / "state.json").write_bytes(msgspec.json.encode(state))
             for group in [*(group.id for group in batch.groups), *batch.replaced]:
-                self.waiting.pop(group).set_result(self.answer())
-
-    async def live(self, until: Callable[["House"], bool] = lambda house: False) -> None:
-        """The whole run, or its beginning: it is dropped as soon as ``until`` is true."""
-        keys, endpoint = (
-            RunKeys.load(self.folder / "keys").mint(
-                "tests", ("generate", "load", "train", "close")
-            ),
-            self.run.dispatcher.endpoint,
-        )
-        actor = Service("actor-0", {"generate": self.generate, "load": self.load}, 16)
-        learner = Service("learner", {"train": self.train, "close": self.close}, 64)
-        main = asyncio.create_task(self.run.main())
-        workers = [
-            asyncio.create_task(each.run(endpoint, keys, signals=False))
-            for each in (actor, learner)
-        ]
-        try:
-            async with asyncio.timeout(300):
-                while not main.done() and not until(self):
-                    await asyncio.sleep(0.001)
-                if main.done():
-                    main.result()
-        finally:
-            for task in (main, *workers):
-                task.cancel()
-            await asyncio.gather(main, *workers, return_exceptions=True)
-            await self.run.close()
-            await asyncio.sleep(
-                1
-                # the closed sockets leave the event loop; the next run of a real one is another
-                # process
-            )
+                self.answers.pop(group).set_result(self.answer())
 
 
 def check(folder: Path, batches: list[Batch], budget: int = BUDGET) -> None:
@@ -254,7 +192,7 @@ def test_a_group_has_a_spread_if_its_returns_or_for_some_schemes_its_turns_diffe
 async def test_questions_without_spread_are_replaced_up_to_the_budget_and_trained_once(
     tmp_path: Path, llama: Path
 ) -> None:
-    house = House(tmp_path, llama)
+    house = Learning(tmp_path, llama)
     await house.live()
     check(tmp_path, house.batches)
     replaced = sum(len(batch.replaced) for batch in house.batches)
@@ -263,30 +201,11 @@ async def test_questions_without_spread_are_replaced_up_to_the_budget_and_traine
     assert summary["counts"]["replaced"] == replaced
 
 
-async def test_without_a_budget_nothing_is_replaced(tmp_path: Path, llama: Path) -> None:
-    house = House(tmp_path, llama, budget=0)
-    await house.live()
-    check(tmp_path, house.batches, budget=0)
-
-
-async def test_a_budget_that_suffices_leaves_only_questions_with_spread(
-    tmp_path: Path, llama: Path
-) -> None:
-    house = House(tmp_path, llama, budget=1000)
-    await house.live()
-    check(tmp_path, house.batches, budget=1000)
-    rows = Journal(tmp_path / "journal.sqlite", readonly=True).trees("split='train'")
-    assert {(row.task.split("-")[0], row.status) for row in rows} == {
-        ("mixed", "closed"),
-        ("flat", "replaced"),
-    }
-
-
 @pytest.mark.parametrize("updates_before", [0, 1, 2])
 async def test_a_run_that_dies_with_a_replaced_tree_waiting_loses_and_repeats_nothing(
     tmp_path: Path, llama: Path, updates_before: int
 ) -> None:
-    dead = House(tmp_path, llama)
+    dead = Learning(tmp_path, llama)
     dead.most = updates_before  # the learner then waits, so that the moment is not missed
     await dead.live(
         until=lambda house: (
@@ -295,6 +214,6 @@ async def test_a_run_that_dies_with_a_replaced_tree_waiting_loses_and_repeats_no
     )
     journal = Journal(tmp_path / "journal.sqlite", readonly=True)
     assert any(row.status == "replaced" for row in journal.untrained_trees())
-    resumed = House(tmp_path, llama, dead.inbox.trained, dead.version)
+    resumed = Learning(tmp_path, llama, dead.inbox.trained, dead.trained)
     await resumed.live()
     check(tmp_path, [*dead.batches, *resumed.batches])

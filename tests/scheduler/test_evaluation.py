@@ -3,20 +3,24 @@ without a model."""
 
 import random
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from coppice.actors.environments.base import HELD_OUT_SEEDS, Task
+from coppice.actors.environments.base import Task
 from coppice.actors.environments.search_qa import SearchQA
-from coppice.actors.environments.tictactoe import TicTacToe, optimal
+from coppice.actors.environments.tictactoe import TicTacToe
 from coppice.scheduler.config import SchedulerConfig
-from coppice.scheduler.evaluation.evaluation import estimate, summarise, trivial_baselines
-from coppice.scheduler.growth import baselines
-from coppice.scheduler.growth.context import Context
-from coppice.scheduler.growth.services import Shop
+from coppice.scheduler.evaluation.evaluation import (
+    estimate,
+    play_baselines,
+    summarise,
+    trivial_baselines,
+)
+from coppice.scheduler.growth.services import Runtime, Services
 from coppice.scheduler.growth.tasks import GeneratedTasks
 from coppice.scheduler.growth.text import Text
 from coppice.scheduler.growth.tree import Tree
@@ -36,14 +40,6 @@ def test_one_seed_gives_the_same_tasks_in_any_order_and_another_gives_others() -
     assert not {task.id for task in made} & {
         GeneratedTasks(GAME.task, 4).at(position).id for position in range(50)
     }
-
-
-def test_training_seeds_lie_below_the_held_out_ones_which_are_those_of_every_run() -> None:
-    first, second = GeneratedTasks(GAME.task, 0), GeneratedTasks(GAME.task, 1)
-    seeds = [first.at(position).seed for position in range(2000)]
-    assert 2**29 < max(seeds) < HELD_OUT_SEEDS.start == 2**30  # the whole range is used
-    assert first.held_out(4) == second.held_out(6)[:4]
-    assert [task.seed for task in first.held_out(3)] == [2**30, 2**30 + 1, 2**30 + 2]
 
 
 # ------------------------------------------------------------------------------------------
@@ -153,66 +149,25 @@ def test_the_best_constant_answer_is_found_on_the_held_out_tasks() -> None:
 # without a model
 
 
-class Stage:
-    """Contexts without services: random opponents need none."""
-
-    def __init__(self, tmp_path: Path, llama: Path, environment: Any):
-        services: Any = None
-        self.counts: Counter[str] = Counter()
-        journal, text = Journal(tmp_path / "journal"), Text(str(llama))
-        self.shop = Shop(
-            services,
-            journal,
-            text,
-            environment,
-            SchedulerConfig(),
-            self.counts,
-            lambda tree, turns: None,
-        )
-
-    def context(self, task: Task, place: int) -> Context:
-        return Context(self.shop, task, Tree(-1, task.id, "baseline"), random.Random(f"b/{place}"))
+def services(tmp_path: Path, llama: Path, environment: Any) -> Callable[[Task, int], Services]:
+    """Services without workers: random opponents need none."""
+    runtime = Runtime(
+        None, Journal(tmp_path / "journal"), Text(str(llama)), environment, SchedulerConfig(), Counter(), lambda *_: None  # pyright: ignore[reportArgumentType]
+    )  # fmt: skip
+    return lambda task, place: Services(
+        runtime, task, Tree(-1, task.id, "baseline"), random.Random(f"b/{place}")
+    )
 
 
 async def test_players_without_a_model_are_known_by_their_returns(
     tmp_path: Path, llama: Path
 ) -> None:
-    stage = Stage(tmp_path, llama, GAME)
+    tools = services(tmp_path, llama, GAME)
     tasks = GeneratedTasks(GAME.task, 0).held_out(1500)
-    found = await baselines.play(GAME, tasks, stage.context)
+    found = await play_baselines(GAME, tasks, tools)
     assert set(found) == {"random_legal_move", "first_legal_move"}
     assert (
         abs(found["random_legal_move"]) < 0.08
     )  # random against random, either side begins; 3 standard errors are 0.07
     assert found["first_legal_move"] > 0.08  # it fills a row
-    assert await baselines.play(GAME, tasks, stage.context) == found
-
-
-async def test_a_player_that_knows_the_game_never_loses(
-    tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Every episode is played to its end, with both sides' moves in the state that the player is
-    shown."""
-    game = TicTacToe(prompt="tictactoe_compact", opponents={"random": 1.0}, second=1.0)
-    boards: list[str] = []
-    moves = game.moves
-
-    def best(state: Any) -> list[tuple[int, ...]]:
-        boards.append(state.board)
-        assert set(optimal(state.board)) <= {cell for (cell,) in moves(state)}
-        return [(cell,) for cell in optimal(state.board)]
-
-    monkeypatch.setattr(game, "moves", best)
-    tasks = GeneratedTasks(game.task, 0).held_out(60)
-    found = await baselines.play(game, tasks, Stage(tmp_path, llama, game).context)
-    assert min(found.values()) > 0.5
-    # the opponent began and X has moved
-    assert {board.count("X") - board.count("O") for board in boards} == {1}
-    assert {board.count("X") for board in boards} >= {1, 2, 3}
-
-
-async def test_an_environment_without_a_list_of_moves_has_no_such_players(
-    tmp_path: Path, llama: Path
-) -> None:
-    stage = Stage(tmp_path, llama, SearchQA("short"))
-    assert await baselines.play(SearchQA("short"), [Task("t", "?", ["x"])], stage.context) == {}
+    assert await play_baselines(GAME, tasks, tools) == found

@@ -55,12 +55,7 @@ def test_a_scrape_has_the_newest_value_of_every_metric_and_the_queues(tmp_path: 
     assert [
         values[f"coppice_health_{name}", ""]
         for name in ("growing", "loop_lag", "version", "updates")
-    ] == [
-        5,
-        0.25,
-        7,
-        20,
-    ]
+    ] == [5, 0.25, 7, 20]
     assert values["coppice_health_idle", ""] >= 3.0
     exporter.close()
     metrics.close()

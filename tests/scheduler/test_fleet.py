@@ -32,10 +32,10 @@ class World:
         ]
 
     def call(
-        self, tree: int, prompt: list[int], n: int = 1, longest: int = 10, beside: bool = False
+        self, tree: int, prompt: list[int], n: int = 1, longest: int = 10, background: bool = False
     ) -> Place:
         request = GenerateRequest(np.array(prompt, np.int32), n, Sampling(longest))
-        return self.fleet.call(tree, request, beside)
+        return self.fleet.call(tree, request, background)
 
     def start(self, place: Place, avoid: frozenset[str] = frozenset()) -> str | None:
         worker = place.choose(self.loads(), avoid)
@@ -80,15 +80,6 @@ def test_new_trees_spread_over_the_actors_though_one_holds_their_common_head() -
     ]
 
 
-def test_a_new_tree_goes_where_fewer_trees_live_when_nobody_works() -> None:
-    world = World()
-    for tree in range(3):
-        place = world.call(tree, HEAD + own(tree, 5))
-        worker = world.start(place)
-        world.end(place, [[1, 2]])
-        assert worker == "aba"[tree]
-
-
 def test_a_tree_goes_on_where_its_prefix_is_until_that_actor_is_overloaded() -> None:
     world = World(workers="ab", room=8)
     first = world.call(0, HEAD + own(0, 5))
@@ -97,14 +88,6 @@ def test_a_tree_goes_on_where_its_prefix_is_until_that_actor_is_overloaded() -> 
     assert [world.start(world.call(0, HEAD + own(0, 5) + [7, 8, tree])) for tree in range(7)] == [
         "a"
     ] * 5 + ["b"] * 2
-
-
-def test_siblings_that_are_too_many_for_one_actor_fill_the_next_together() -> None:
-    world = World(workers="abc", room=4)
-    first = world.call(0, HEAD)
-    assert world.start(first) == "a"
-    world.end(first, [[7]])
-    assert [world.start(world.call(0, [*HEAD, 7, 9])) for _ in range(8)] == [*"aaabbbcc"]
 
 
 def test_a_retried_call_avoids_the_actor_that_failed_it_though_it_holds_the_prefix() -> None:
@@ -171,11 +154,6 @@ def test_an_actor_that_has_decoded_less_than_a_batch_for_a_while_takes_what_its_
     assert world.start(places[2]) == "a"
 
 
-def test_without_a_known_capacity_nobody_waits() -> None:
-    world = World(workers="a", room=50)
-    assert all(world.start(world.call(tree, own(tree, 500))) for tree in range(40))
-
-
 def test_the_order_is_trained_turns_then_trees_that_have_begun_by_age_and_depth_with_siblings_side_by_side() -> (
     None
 ):
@@ -190,39 +168,12 @@ def test_the_order_is_trained_turns_then_trees_that_have_begun_by_age_and_depth_
         world.call(5, own(5, 9)),
         world.call(1, own(1, 9)),  # not begun
         world.call(4, own(4, 3)),
-        world.call(3, own(3, 9), beside=True),
-        world.call(5, own(5, 3), beside=True),
+        world.call(3, own(3, 9), background=True),
+        world.call(5, own(5, 3), background=True),
     ]
     shuffled = random.Random(0).sample(wanted, len(wanted))
     ranks = [place.rank() for place in wanted]
     assert sorted(place.rank() for place in shuffled) == ranks
-
-
-def test_a_dead_actor_is_forgotten_with_its_prefixes() -> None:
-    world = World()
-    first = world.call(0, HEAD)
-    assert world.start(first) == "a"
-    world.end(first)
-    prompt = np.array(HEAD, np.int32).tobytes()
-    assert world.fleet.residency.expect("a", prompt) > 0
-    world.fleet.left("a")
-    assert world.fleet.residency.expect("a", prompt) == 0
-    assert world.start(world.call(0, [*HEAD, 1])) in ("a", "b")
-
-
-def test_predicted_and_reported_cached_tokens_are_compared_for_served_calls_only() -> None:
-    world = World(workers="a")
-    first, second = world.call(0, HEAD), world.call(0, [*HEAD, 7, 8, 9])
-    world.start(first)
-    world.end(first, [[7, 8]], cached=0)
-    world.start(second)
-    world.end(second, [[1]], cached=21)
-    failed = world.call(0, HEAD)
-    world.start(failed)
-    world.end(failed)
-    forecast = world.fleet.residency.take()
-    # the head and the 7; the 8 was never computed
-    assert (forecast.predicted, forecast.reported) == (21, 21)
 
 
 SHAPES = st.lists(
@@ -259,17 +210,3 @@ def test_every_call_is_served_in_the_end_whatever_the_caches_hold(
                 world.fleet.ended(tree)
     assert not waiting and not running
     assert not any(world.running.values())
-
-
-def test_a_thousand_waiting_trees_cost_one_look_at_the_caches_and_a_begun_tree_passes_them() -> (
-    None
-):
-    world = World(capacity=100.0, workers="a")
-    first = world.call(0, own(0, 60))
-    assert world.start(first) == "a"
-    waiting = [world.call(tree, own(tree, 60)) for tree in range(1, 1000)]
-    assert waiting[0].choose(world.loads(), frozenset()) is None
-    # so the dispatcher asks for the first of them alone
-    assert {place.waits_with() for place in waiting} == {"new"}
-    world.end(first, [own(0, 5)])
-    assert world.call(0, own(0, 70)).waits_with() is None

@@ -4,8 +4,6 @@ legal moves."""
 import asyncio
 import inspect
 import random
-from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +11,16 @@ import msgspec
 import numpy as np
 import pytest
 
-from coppice.actors.environments.base import Task
 from coppice.actors.environments.game import Game
 from coppice.actors.environments.sudoku import Sudoku
 from coppice.actors.environments.tictactoe import TicTacToe
 from coppice.judges.oracles.sudoku import SudokuOracle
 from coppice.judges.oracles.tictactoe import MinimaxPlayer, TicTacToeOracle
+from coppice.scheduler.concurrency import TaskGroup, gather
 from coppice.scheduler.config import SchedulerConfig
-from coppice.scheduler.growth.context import Context
-from coppice.scheduler.growth.services import Shop
 from coppice.scheduler.growth.strategies import chain, full, mc_value
 from coppice.scheduler.growth.text import Text
 from coppice.scheduler.growth.tree import Tree
-from coppice.scheduler.ledger.journal import Journal
-from coppice.scheduler.telemetry.together import Beside, together
 from coppice.wire.faults import InfrastructureFault
 from coppice.wire.messages import (
     GenerateRequest,
@@ -36,8 +30,8 @@ from coppice.wire.messages import (
     PlayRequest,
     PlayResult,
     Sample,
-    Turn,
 )
+from tests.agent_stage import Staged
 from tests.scheduler.test_strategies import GOOD, RIGHT, WRONG
 from tests.scheduler.test_strategies import Stage as SearchStage
 
@@ -88,41 +82,26 @@ class Services:
         )
 
 
-class Stage:
-    """A context over those services."""
+class Stage(Staged):
+    """A context over those services. A strategy gets the settings that are options of it."""
+
+    services: Any
 
     def __init__(self, tmp_path: Path, llama: Path, game: Game, seed: int = 3, script: list[str] | None = None, **settings: Any):  # fmt: skip
         text = Text(str(llama))
-        self.services = Services(text, game, script or [])
-        self.groups: list[list[Turn]] = []
         self.options = {key: settings.pop(key) for key in ("k", "continuations") if key in settings}
-        self.settings = msgspec.structs.replace(
+        chosen = msgspec.structs.replace(
             SchedulerConfig(judge="oracle", max_action_tokens=40), **settings
         )
-        self.journal = Journal(tmp_path / "journal")
-        self.counts: Counter[str] = Counter()
-        services: Any = self.services
-        self.shop = Shop(
-            services, self.journal, text, game, self.settings, self.counts, self._emit, most=8
+        services = Services(text, game, script or [])
+        super().__init__(
+            tmp_path / "journal", text, services, game, game.task(seed), chosen, most=8
         )
-        self.task = game.task(seed)
-        self.tree = Tree(0, self.task.id)
-        self.journal.start_tree(self.tree, 0, 0)
 
-    def _emit(self, tree: Tree, turns: list[Turn]) -> None:
-        self.journal.save_group(tree, len(self.groups), turns)
-        self.groups.append(turns)
-
-    async def grow(self, strategy: Any, tree: Tree | None = None) -> None:
-        context = Context(self.shop, self.task, tree or self.tree, random.Random(1))
-        await context.plant()
+    async def grow(self, strategy: Any, tree: Tree | None = None, **_: Any) -> Tree:
         takes = inspect.signature(strategy.grow).parameters
         options = {key: value for key, value in self.options.items() if key in takes}
-        await strategy.grow(tree or self.tree, context, **options)
-
-    def reread(self) -> Tree:
-        (row,) = self.journal.trees()
-        return self.journal.tree(row)
+        return await super().grow(strategy, tree, **options)
 
 
 def tictactoe(**options: Any) -> TicTacToe:
@@ -167,17 +146,7 @@ async def test_each_turn_is_a_fresh_prompt_below_what_all_turns_share(
     for request, node in zip(stage.services.generated, prompts, strict=True):
         assert request.tokens.tolist() == [*root.tokens.tolist(), *node.tokens.tolist()]
         state = stage.journal.tree(stage.journal.trees()[0]).nodes[node.id].state
-        assert state["board"][:3] in stage.shop.text.decode(request.tokens)
-
-
-async def test_the_first_prompt_shows_the_move_of_an_opponent_that_begins(
-    tmp_path: Path, llama: Path
-) -> None:
-    stage = Stage(tmp_path, llama, tictactoe(second=1.0, opponents={"tictactoe_minimax": 1.0}))
-    await stage.grow(chain)
-    assert stage.tree.nodes[1].state["board"].count("X") == 1
-    assert stage.counts["opponent_moves"] >= 2
-    assert stage.groups[0][-1].scores["outcome"] <= 0  # nobody beats minimax
+        assert state["board"][:3] in stage.runtime.text.decode(request.tokens)
 
 
 @pytest.mark.parametrize(
@@ -244,20 +213,6 @@ async def test_a_group_is_emitted_once_whatever_comes_between_it_and_the_end_of_
     assert len(stage.groups) == 1
 
 
-async def test_a_finished_game_is_not_played_again_after_a_crash(
-    tmp_path: Path, llama: Path
-) -> None:
-    stage = Stage(tmp_path, llama, tictactoe(opponents={"tictactoe_minimax": 1.0}))
-    await stage.grow(chain)
-    (turns,) = stage.groups
-    asked = len(stage.services.generated)
-    tree = stage.reread()
-    tree.groups.clear()  # as if the crash had come just before the group
-    await stage.grow(chain, tree)
-    assert len(stage.services.generated) == asked
-    assert stage.groups[1] == turns
-
-
 async def test_continuations_do_not_change_the_episode(tmp_path: Path, llama: Path) -> None:
     """The opponent's draws of the chain are the same whether its states are valued or not."""
     boards = []
@@ -271,16 +226,6 @@ async def test_continuations_do_not_change_the_episode(tmp_path: Path, llama: Pa
             [node.state["board"] for node in stage.tree.nodes.values() if node.kind == "prompt"]
         )
     assert boards[0] == boards[1]
-
-
-async def test_full_grows_several_episodes_of_one_task(tmp_path: Path, llama: Path) -> None:
-    stage = Stage(tmp_path, llama, tictactoe(), k=3)
-    await stage.grow(full)
-    (turns,) = stage.groups
-    for trajectory in range(3):
-        own = [turn for turn in turns if turn.trajectory == trajectory]
-        assert [turn.turn for turn in own] == list(range(1, len(own) + 1))
-        assert "outcome" in own[-1].scores
 
 
 async def test_monte_carlo_values_of_every_state_with_their_errors(
@@ -300,15 +245,6 @@ async def test_monte_carlo_values_of_every_state_with_their_errors(
     assert stage.counts["environment_steps"] == len(turns)
 
 
-async def test_a_value_is_the_mean_outcome_of_the_policy(tmp_path: Path, llama: Path) -> None:
-    """A policy that always writes nonsense loses from every state: V = -1 exactly, and the error is
-    0."""
-    stage = Stage(tmp_path, llama, tictactoe(), continuations=12, script=["nonsense"] * 13)
-    await stage.grow(mc_value)
-    ((turn,),) = stage.groups
-    assert (turn.scores["mc_value"], turn.scores["mc_error"]) == (-1, 0)
-
-
 async def test_all_continuations_of_a_state_are_asked_for_together(
     tmp_path: Path, llama: Path
 ) -> None:
@@ -322,42 +258,6 @@ async def test_all_continuations_of_a_state_are_asked_for_together(
     assert total == stage.counts["environment_steps"] + stage.counts["continuation_steps"]
 
 
-async def test_continuations_that_meet_go_on_as_one_request(tmp_path: Path, llama: Path) -> None:
-    """In Sudoku a wrong digit is refused, so continuations often stand in the same state."""
-    stage = Stage(tmp_path, llama, sudoku(max_turns=3), continuations=8)
-    await stage.grow(mc_value)
-    assert any(1 < r.n < 8 for r in stage.services.generated)
-
-
-async def test_a_resumed_tree_keeps_the_values_it_has(tmp_path: Path, llama: Path) -> None:
-    stage = Stage(tmp_path, llama, tictactoe(), continuations=4)
-    await stage.grow(mc_value)
-    steps = stage.counts["continuation_steps"]
-    tree = stage.reread()
-    tree.groups.clear()
-    await stage.grow(mc_value, tree)
-    assert stage.counts["continuation_steps"] == steps
-    assert stage.groups[0] == stage.groups[1]
-
-
-async def test_continuations_are_asked_without_thinking(tmp_path: Path, llama: Path) -> None:
-    stage = Stage(tmp_path, llama, tictactoe(), continuations=2)
-    seen: list[bool] = []
-    plain = stage.shop.text.prompt
-
-    def prompt(
-        messages: list[dict[str, str]], thinking: bool = True, tools: Sequence[Any] = ()
-    ) -> str:
-        seen.append(thinking)
-        return plain(messages, thinking, tools)
-
-    stage.shop.text.prompt = prompt  # pyright: ignore[reportAttributeAccessIssue]
-    await stage.grow(mc_value)
-    assert seen.count(False) > 0
-    # the root and each turn of the chain
-    assert seen.count(True) == 1 + stage.counts["environment_steps"]
-
-
 async def test_monte_carlo_values_of_a_conversation(tmp_path: Path, llama: Path) -> None:
     """Search appends its observations: continuations start from the growing text, and a judge gives
     their outcomes."""
@@ -367,7 +267,7 @@ async def test_monte_carlo_values_of_a_conversation(tmp_path: Path, llama: Path)
 
     async def call(service: str, request: Any, **kept: Any) -> Any:
         if isinstance(request, GenerateRequest):
-            searched = stage.shop.text.decode(request.tokens).count("Capital: Sofia") > 0
+            searched = stage.runtime.text.decode(request.tokens).count("Capital: Sofia") > 0
             stage.services.script = [(texts[searched] * request.n)[: request.n]]
         return await scripted(service, request, **kept)
 
@@ -391,33 +291,17 @@ async def test_concurrent_work_has_one_fate() -> None:
         done.append(number)
         return number
 
-    assert await together(work(i) for i in (2, 1)) == [2, 1]
+    assert await gather(work(i) for i in (2, 1)) == [2, 1]
     with pytest.raises(InfrastructureFault, match="three"):
-        await together(work(i) for i in (1, 3, 200))
+        await gather(work(i) for i in (1, 3, 200))
     assert 200 not in done
     started: list[asyncio.Task[int]] = []
 
     async def fails() -> None:
-        async with Beside() as beside:
-            started.append(beside.start(work(500)))
+        async with TaskGroup() as group:
+            started.append(group.start(work(500)))
             raise ValueError("body")
 
     with pytest.raises(ValueError, match="body"):
         await fails()
     assert started[0].cancelled()
-
-
-def test_a_task_names_its_game() -> None:
-    assert tictactoe().task(7) == Task("tictactoe-7", seed=7)
-
-
-async def test_a_game_whose_next_prompt_has_no_room_in_the_context_is_lost(
-    tmp_path: Path, llama: Path
-) -> None:
-    stage = Stage(tmp_path, llama, sudoku())
-    stage.shop = msgspec.structs.replace(stage.shop, longest=1)
-    await stage.grow(chain)
-    ((turn,),) = stage.groups
-    assert (turn.scores["outcome"], turn.scores["success"]) == (-1, 0)
-    assert turn.scores["completion"] < 1
-    assert len(stage.reread().actions()) == 1

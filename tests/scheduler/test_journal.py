@@ -11,10 +11,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from coppice.actors.environments.base import Rejected
-from coppice.common.support import encode
-from coppice.scheduler.growth.tree import Tree, decode_node, encode_node
+from coppice.scheduler.growth.tree import Tree
 from coppice.scheduler.ledger.journal import Journal, JournalError
+from coppice.scheduler.node_codec import decode_node, encode_node
 from coppice.wire.arrays import decode_body, encode_body
 from coppice.wire.messages import GenerateResult, Sample, TrainGroup, Turn
 
@@ -42,16 +41,6 @@ def small(number: int) -> Tree:
         chosen=True,
     )
     return tree
-
-
-def test_a_node_comes_back_as_it_was() -> None:
-    node = small(0).nodes[1]
-    back = decode_node(encode_node(node))
-    assert back.scores == node.scores
-    assert back.chosen
-    for field in ("tokens", "logprobs", "versions", "sampled"):
-        np.testing.assert_array_equal(getattr(back, field), getattr(node, field))
-        assert getattr(back, field).dtype == getattr(node, field).dtype
 
 
 def test_a_state_is_stored_as_what_it_has_beside_the_one_above_and_comes_back_whole(
@@ -87,12 +76,6 @@ def test_a_state_is_stored_as_what_it_has_beside_the_one_above_and_comes_back_wh
         journal.close()
 
 
-def test_what_was_left_to_sample_is_durable_and_reaches_the_learner() -> None:
-    node = small(0).nodes[1]
-    node.support = encode([[7, 300], []])
-    assert decode_node(encode_node(node)).support == node.travels({}).support == node.support
-
-
 def test_a_node_and_messages_from_before_there_was_a_support_are_read() -> None:
     node = small(0).nodes[1]
     plain = msgspec.msgpack.decode(encode_node(node))
@@ -110,19 +93,6 @@ def test_a_node_and_messages_from_before_there_was_a_support_are_read() -> None:
         np.testing.assert_array_equal(part.tokens, node.tokens)
 
 
-def test_a_tree_is_read_back_with_its_groups_and_spine(tmp_path: Path) -> None:
-    journal = Journal(tmp_path / "j")
-    tree = small(3)
-    journal.start_tree(tree, position=5, version=2)
-    journal.save_group(tree, 11, [Turn(1, 0, 1, {"reward": 1.0})])
-    (row,) = journal.trees()
-    back = journal.tree(row)
-    assert (row.position, row.version, row.status) == (5, 2, "growing")
-    assert back.groups == [11]
-    assert back.tip().id == 1
-    assert journal.turns(11)[0].scores == {"reward": 1.0}
-
-
 def test_untrained_trees_are_those_that_grow_or_have_a_group_no_version_holds(
     tmp_path: Path,
 ) -> None:
@@ -138,25 +108,6 @@ def test_untrained_trees_are_those_that_grow_or_have_a_group_no_version_holds(
     journal.forget_training_after(3)  # the checkpoint that is resumed is older than version 4
     assert [row.id for row in journal.untrained_trees()] == [0, 1, 2]
     assert journal.next_position() == 3
-
-
-def test_what_a_quarantined_tree_had_given_is_still_to_be_trained(tmp_path: Path) -> None:
-    journal = Journal(tmp_path / "j")
-    for number in range(2):
-        journal.start_tree(tree := small(number), number, 0)
-        journal.close_tree(tree, "quarantined", "a judge refused it")
-    journal.save_group(small(1), 7, [])
-    assert [row.id for row in journal.untrained_trees()] == [1]
-    journal.mark_trained(7, 1)
-    assert journal.untrained_trees() == []
-
-
-def test_quarantined_tasks_keep_their_reasons(tmp_path: Path) -> None:
-    journal = Journal(tmp_path / "j")
-    journal.reject([Rejected("file:3", "no gold answer")])
-    journal.start_tree(tree := small(0), 0, 0)
-    journal.close_tree(tree, "quarantined", "too long")
-    assert journal.quarantined() == [("file:3", "no gold answer"), ("task task-0", "too long")]
 
 
 _WRITER = """
@@ -190,11 +141,6 @@ def test_after_kill_9_everything_that_was_reported_is_there_once(tmp_path: Path)
         assert row.status == "closed"
         assert [group for group, _ in journal.groups(row.id)] == [row.id]
         assert len(journal.tree(row).nodes) == 2
-
-
-def test_reading_a_folder_without_a_journal_says_so(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="run folder"):
-        Journal(tmp_path / "none", readonly=True)
 
 
 def test_a_group_the_checkpoint_holds_is_trained_although_its_answer_was_lost(

@@ -60,16 +60,6 @@ def test_after_a_crash_each_update_that_is_not_lost_has_exactly_one_record(tmp_p
     assert all(line["learner/groups"] == 3.0 for line in lines if "heldout/em" not in line)
 
 
-def test_a_record_with_a_metric_that_is_no_number_outlives_a_crash(tmp_path: Path) -> None:
-    first = Metrics(tmp_path)
-    first.record(1, {"learner/groups": 3.0, "learner/kl": float("nan"), "count/calls": 7.0})
-    first.close()
-    again = Metrics(tmp_path)
-    assert again.last(["calls"]) == {"calls": 7}
-    assert again.resume(Frontier(1), 1) == {1}
-    again.close()
-
-
 def drawn(run: Path, name: str) -> list[tuple[int, float]]:
     """What TensorBoard draws of a metric: its steps and values."""
     board = EventAccumulator(str(run / "tensorboard")).Reload()
@@ -162,17 +152,4 @@ def test_busy_shares_are_of_the_time_between_heartbeats_however_short_the_update
     beat(learner, 5.0, busy_s=1.0)
     found = metrics.counters(workers)
     assert (found["busy/engine"], found["busy/learner"]) == (0.25, 0.25)
-    metrics.close()
-
-
-def test_a_busy_share_is_a_mean_over_engines_none_of_which_counts_more_than_all_its_time(
-    tmp_path: Path,
-) -> None:
-    metrics, actors = Metrics(tmp_path), [worker(f"actor-{i}", "generate") for i in range(2)]
-    for actor in actors:
-        beat(actor, 0.0, busy_s=5.0)
-    metrics.counters(actors)
-    beat(actors[0], 2.0, busy_s=13.0)  # four requests side by side
-    beat(actors[1], 2.0, busy_s=0.0)  # was started anew
-    assert metrics.counters(actors)["busy/engine"] == 0.5
     metrics.close()

@@ -8,16 +8,9 @@ import msgspec
 import pytest
 
 from coppice.learner.update.trainer import Batch
+from coppice.scheduler.alerts import UPDATES, Fruitless
+from coppice.scheduler.growth.dynamic_sampling import LATEST_STEP, counted, summary
 from coppice.scheduler.growth.tasks import Tasks
-from coppice.scheduler.telemetry.nothing_learnt import (
-    LATEST_STEP,
-    UPDATES,
-    Fruitless,
-    counted,
-    summary,
-)
-from coppice.tools.launching.config import DEFAULT_CONFIG, load
-from coppice.tools.launching.processes import reads_evidence
 from coppice.wire.messages import Turn
 from tests.updates import batch, episodes, trainer
 
@@ -57,13 +50,6 @@ def test_a_column_that_the_last_turns_lack_is_told_at_the_first_update(
     assert "'process'" in first[0]
 
 
-def test_a_policy_without_a_valid_action_is_told_first(tmp_path: Path, llama: Path) -> None:
-    *before, last = told(tmp_path, llama, {"reward": -1.0, "valid": 0.0})
-    assert before == [[]] * (UPDATES - 1)
-    assert last[0].startswith("no action was valid")
-    assert "coppice sft" in last[0]
-
-
 @pytest.mark.parametrize("evidence", [[], [{"title": "Peru", "field": "Capital", "value": "Lima"}]])
 def test_questions_without_evidence_are_told_at_the_first_update(
     tmp_path: Path, evidence: list[object]
@@ -81,12 +67,6 @@ def test_questions_without_evidence_are_told_at_the_first_update(
     assert [("evidence" in line, "query = 'format'" in line) for line in lines] == [
         (True, True)
     ] * (not evidence)
-
-
-def test_the_default_judge_reads_evidence_unless_it_is_told_not_to() -> None:
-    default = load(DEFAULT_CONFIG, [])
-    formal = load(DEFAULT_CONFIG, ["judges.use.slate_rules.query='format'"])
-    assert (reads_evidence(default), reads_evidence(formal)) == (True, False)
 
 
 def test_a_condition_must_hold_in_updates_that_follow_each_other() -> None:

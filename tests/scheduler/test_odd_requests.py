@@ -7,18 +7,15 @@ other.
 
 import json
 import shutil
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import pytest_asyncio
 
 from coppice.common.dialogue import DEEPEST
 from coppice.scheduler.config import EvaluationConfig, SchedulerConfig
-from coppice.scheduler.growth.context import Context
-from coppice.scheduler.growth.strategies import chain, full, slate
-from coppice.scheduler.growth.text import Text
+from coppice.scheduler.growth.strategies import chain, full
 from coppice.scheduler.ledger.journal import Journal
 from coppice.wire.faults import DataFault
 from tests.agent_stage import THINKING, Stage
@@ -28,6 +25,7 @@ ALTERNATING = (
     "{% for m in messages %}{% if not loop.first and m.role == loop.previtem.role %}"
     "{{ raise_exception('roles must alternate') }}{% endif %}{% endfor %}" + THINKING
 )
+CHAT = ALTERNATING
 AGENTS = r'''
 import json, os, urllib.error, urllib.request
 from pathlib import Path
@@ -129,21 +127,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest_asyncio.fixture
-async def stage(folder: Path, llama: Path) -> AsyncIterator[Callable[..., Stage]]:
-    """Makes stages of ``AGENTS``; ends what they have started."""
-    stages: list[Stage] = []
-
-    def make(reply: Callable[[str, int], str], name: str, **options: Any) -> Stage:
-        stages.append(Stage(folder, llama, reply, name, ALTERNATING, **options))
-        return stages[-1]
-
-    yield make
-    for one in stages:
-        await one.environment.close()
-        one.journal.close()
-
-
 async def run_of(folder: Path, llama: Path, agent: str) -> Journal:
     """The journal of a whole run of an agent, with an odd task among its tasks and among the
     held-out ones."""
@@ -171,9 +154,7 @@ async def run_of(folder: Path, llama: Path, agent: str) -> Journal:
         "heldout": str(folder / "heldout.jsonl"),
         "scheduler": settings,
     }
-    await House(folder / "run", model, held=lambda house: False, **more).live(
-        until=lambda house: False
-    )
+    await House(folder / "run", model, **more).live(until=lambda house: False)
     return Journal(folder / "run" / "journal.sqlite", readonly=True)
 
 
@@ -220,16 +201,6 @@ async def test_a_task_whose_agent_dies_of_a_refusal_trains_nothing_and_another_t
     assert max(record.get("count/refused_episodes", 0) for record in records) >= 1
 
 
-async def test_the_outcome_of_a_dropped_episode_is_not_judged(
-    stage: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    judged: list[Any] = []
-    monkeypatch.setattr(Context, "log_outcome", lambda self, node: judged.append(node))
-    s = stage(lambda prompt, i: "bad", "dying", outcome_judge="exact_match")
-    await s.grow(slate, k=2)
-    assert s.counts["refused_episodes"] == 1 and not judged
-
-
 async def test_an_agent_that_dies_of_a_refusal_has_no_outcome_and_the_others_of_its_group_do(
     stage: Callable[..., Stage], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -260,19 +231,6 @@ async def test_an_agent_that_goes_on_after_a_refusal_is_scored_as_any_other(
     tree = await s.grow(chain)
     assert tree.actions()[-1].scores["outcome"] == outcome
     assert s.counts["refused_episodes"] == 0
-
-
-async def test_a_prompt_that_was_proven_is_not_tokenized_again(
-    stage: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    s, encode = stage(lambda prompt, i: "r", "dying"), Text.encode
-    encoded: list[str] = []
-    monkeypatch.setattr(
-        Text, "encode", lambda self, text, *more: encoded.append(text) or encode(self, text, *more)
-    )
-    tree = await s.grow(chain)
-    (action,) = tree.actions()
-    assert encoded.count(tree.nodes[action.parent].text) == 1
 
 
 async def test_an_agent_whose_first_request_is_refused_says_so_in_the_fault_of_its_task(

@@ -1,7 +1,6 @@
 """What scheduler/ledger/pacing.py says of the staleness, at the moment of training, under any order of
 events."""
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -105,32 +104,3 @@ def test_a_tree_that_grows_on_while_later_ones_are_trained_is_trained_however_ol
     sim.close(0)
     sim.begin()
     assert sim.ages == {0: 5, 1: 0, 2: 0, 3: 0, 4: 0, 5: 0}
-
-
-def test_staleness_zero_is_synchronous() -> None:
-    sim = Simulation(3, 0, updates=2)
-    sim.admit()
-    assert len(sim.growing) == 3
-    for _ in range(3):
-        assert sim.pacing.version == 0
-        sim.close(0)
-        sim.admit()
-    for event in (2, 3, 4):
-        sim.play(event)
-    sim.admit()
-    assert [sim.admitted[tree] for tree in sim.growing] == [1, 1, 1]
-
-
-def test_a_withdrawn_tree_makes_room() -> None:
-    pacing = Pacing(1, 0, 3)
-    pacing.start()
-    assert not pacing.may_start()
-    pacing.withdraw()
-    assert pacing.may_start()
-
-
-def test_starting_beyond_the_bound_is_an_error() -> None:
-    pacing = Pacing(1, 0, 3)
-    pacing.start()
-    with pytest.raises(RuntimeError, match="bound"):
-        pacing.start()

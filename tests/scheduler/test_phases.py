@@ -55,34 +55,10 @@ def test_what_covers_a_phase_takes_its_time_and_gives_way_to_the_phase_of_the_mo
     }
 
 
-def test_a_phase_counts_while_any_of_its_blocks_is_open() -> None:
-    clock = [0.0]
-    growth = Phases("no trees", clock=lambda: clock[0])
-    first, second = growth.over("trees"), growth.over("trees")
-    for moment, step in ((2.0, first.__enter__), (3.0, second.__enter__)):
-        clock[0] = moment
-        step()
-    for moment, block in ((5.0, first), (9.0, second)):
-        clock[0] = moment
-        block.__exit__(None, None, None)
-    clock[0] = 10.0
-    assert growth.seconds() == {"no trees": 3.0, "trees": 7.0}
-
-
 def trained(first: int, last: int) -> Training:
     sums = Counter({"learner/seconds": 30.0, "time/publish": 2.0, "time/checkpoint": 4.0})
     busy = {"actors": 0.75, "judges": 0.01}
     return Training(first, last, first > 0, 60.0, learner_seconds(sums, 60.0), busy, 12.0, 1.5)
-
-
-def test_what_a_learner_did_in_its_updates_adds_up_to_their_time() -> None:
-    made = trained(0, 10)
-    assert made.learner == {
-        "updates": 30.0,
-        "publishing weights": 2.0,
-        "checkpoints": 4.0,
-        "waiting for trees": 24.0,
-    }
 
 
 PHASES = {
@@ -113,14 +89,6 @@ def test_the_table_has_every_phase_with_its_share_and_fits_a_terminal() -> None:
     ]
     assert lines[11].split()[-3:] == ["45.0", "s", "75.0%"]
     assert max(map(len, lines)) < 80
-
-
-def test_a_resumed_start_says_where_it_went_on_and_counts_its_own_updates() -> None:
-    lines = table(PHASES, trained(6, 10))
-    assert lines[0].endswith("(resumed at version 6)")
-    assert lines[6].startswith("  4 updates in 60.0 s, 15.0 s each")
-    finished = table(PHASES, Training(10, 10, True, 0.0, {}, {}, 0.0, 0.0))
-    assert len(finished) == 1 + len(PHASES)
 
 
 def test_busy_shares_are_of_all_the_time_that_heartbeats_cover(tmp_path: Path) -> None:

@@ -1,26 +1,22 @@
 """Pictures from the environment to the engine and the learner: tokens, journal, resume, messages."""
 
 import random
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 
 from coppice.common import vision
 from coppice.scheduler.config import SchedulerConfig
-from coppice.scheduler.growth.context import Context
 from coppice.scheduler.growth.rollouts import outcomes, position_before
-from coppice.scheduler.growth.services import Shop
 from coppice.scheduler.growth.strategies import chain
 from coppice.scheduler.growth.text import Text
-from coppice.scheduler.growth.tree import Tree
 from coppice.scheduler.ledger.journal import Journal
 from coppice.scheduler.ledger.stream import Stream
 from coppice.wire import arrays
-from coppice.wire.messages import GenerateRequest, GenerateResult, Request, Sample, TrainGroup, Turn
+from coppice.wire.messages import GenerateRequest, GenerateResult, Request, Sample, TrainGroup
+from tests.agent_stage import Staged
 from tests.pictures import Colours, squares
 
 GOAL = squares(100, 2, 3)
@@ -45,38 +41,19 @@ class Services:
         )
 
 
-class Stage:
+class Stage(Staged):
+    services: Any
+
     def __init__(self, run: Path, model: Path):
-        self.journal, self.text = Journal(run / "journal"), Text(str(model))
-        self.services: Any = Services(self.text)
-        self.groups: list[list[Turn]] = []
-        self.settings = msgspec.structs.replace(SchedulerConfig(), judge="none")
-        self.shop = Shop(
-            self.services,
-            self.journal,
-            self.text,
-            Colours(turns=3),
-            self.settings,
-            Counter(),
-            self._emit,
-        )
-
-    def _emit(self, tree: Tree, turns: list[Turn]) -> None:
-        self.journal.save_group(tree, len(self.groups), turns)
-        self.groups.append(turns)
-
-    async def grow(self, tree: Tree) -> Context:
-        context = Context(self.shop, self.shop.environment.task(3), tree, random.Random(1))  # pyright: ignore
-        await context.plant()
-        await chain.grow(tree, context)
-        return context
+        environment, text = Colours(turns=3), Text(str(model))
+        super().__init__(
+            run / "journal", text, Services(text), environment, environment.task(3), SchedulerConfig(judge="none")
+        )  # fmt: skip
 
 
 @pytest.fixture
 def stage(tmp_path: Path, seeing: Path) -> Stage:
-    stage = Stage(tmp_path, seeing)
-    stage.journal.start_tree(Tree(0, "colours-3"), 0, 0)
-    return stage
+    return Stage(tmp_path, seeing)
 
 
 def test_a_placeholder_becomes_the_tokens_of_its_picture(seeing: Path) -> None:
@@ -97,27 +74,8 @@ def test_a_placeholder_becomes_the_tokens_of_its_picture(seeing: Path) -> None:
         text.encode(shown, [(1, GOAL)])
 
 
-def test_parts_of_text_alone_are_the_text_for_every_model(seeing: Path, llama: Path) -> None:
-    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    for folder in (seeing, llama):
-        assert (
-            Text(str(folder)).prompt([{"role": "user", "content": parts}])
-            == "<|user|>ab<|assistant|>"
-        )
-
-
-def test_a_model_that_reads_text_only_is_refused(llama: Path) -> None:
-    with pytest.raises(
-        ValueError, match="cannot read: expected a model of type qwen2_vl or qwen2_5_vl"
-    ):
-        Text(str(llama)).prompt(
-            Colours().prompt(Colours().task(1), Colours().initial(Colours().task(1)))
-        )
-
-
 async def test_every_request_has_the_pictures_of_its_prefix_and_no_others(stage: Stage) -> None:
-    tree = Tree(0, "colours-3")
-    await stage.grow(tree)
+    tree = await stage.grow(chain)
     assert len(stage.services.requests) == 3
     for request, node in zip(stage.services.requests, tree.actions(), strict=True):
         prompt = tree.parent(node)
@@ -134,8 +92,7 @@ async def test_every_request_has_the_pictures_of_its_prefix_and_no_others(stage:
 async def test_a_picture_is_stored_once_and_keeps_its_number_after_a_restart(
     stage: Stage, tmp_path: Path, seeing: Path
 ) -> None:
-    tree = Tree(0, "colours-3")
-    await stage.grow(tree)
+    tree = await stage.grow(chain)
     first = {n: stage.journal.pictures(node.tokens) for n, node in tree.nodes.items()}
     stage.journal.close()
     again = Stage(tmp_path, seeing)
@@ -154,8 +111,9 @@ async def test_a_picture_is_stored_once_and_keeps_its_number_after_a_restart(
 async def test_continuations_outside_the_tree_see_the_pictures_of_their_states(
     stage: Stage,
 ) -> None:
-    tree = Tree(0, "colours-3")
-    context = await stage.grow(tree)
+    tree = await stage.grow(chain)
+    context = stage.anew(tree)
+    await context.plant()
     stage.services.requests.clear()
     action = tree.actions()[0]
     values = await outcomes(context, position_before(context, action), 4)
@@ -167,8 +125,7 @@ async def test_continuations_outside_the_tree_see_the_pictures_of_their_states(
 
 
 async def test_the_learner_gets_each_picture_with_the_node_that_shows_it(stage: Stage) -> None:
-    tree = Tree(0, "colours-3")
-    await stage.grow(tree)
+    tree = await stage.grow(chain)
     sent = list[TrainGroup]()
 
     class Learner:

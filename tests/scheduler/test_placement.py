@@ -28,10 +28,6 @@ def test_a_full_worker_is_never_chosen_and_a_failed_one_only_when_it_is_alone(
     assert free[name].share == min(load.share for load in free.values())
 
 
-def test_the_least_loaded_worker_relative_to_its_capacity_is_chosen() -> None:
-    assert choose([Load("small", 1, 2), Load("large", 3, 8)]) == "large"
-
-
 def test_a_retry_waits_for_another_worker_rather_than_going_back_to_the_one_that_failed() -> None:
     loads = [Load("failed", 0, 4), Load("busy", 4, 4)]
     assert choose(loads, avoid=frozenset({"failed"})) is None

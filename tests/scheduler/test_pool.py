@@ -10,7 +10,7 @@ import pytest
 
 from coppice.scheduler.dispatch.calls import Pending, Worker
 from coppice.scheduler.dispatch.placement import Load, choose
-from coppice.scheduler.dispatch.pool import FEW, LOOKED_AT, Pool, Queue
+from coppice.scheduler.dispatch.pool import FEW, LOOKED_AT, Pool, WaitingCalls
 from coppice.wire.messages import Register
 
 
@@ -115,20 +115,8 @@ def test_a_call_that_chooses_sees_all_of_few_and_of_many_the_least_loaded_and_it
     assert sizes == {True, False}
 
 
-def test_a_worker_that_names_its_service_twice_is_there_once_and_leaves_whole() -> None:
-    pool, worker = Pool(), Worker(b"w", Register("w", ["s", "s"], 1, 1, "here"), 0.0, "")
-    worker.ready = True
-    for _ in worker.hello.services:
-        pool.add(worker)
-    assert len(pool.loads(0.0, (), frozenset())) == 1
-    worker.ready = False
-    for _ in worker.hello.services:
-        pool.discard(worker)
-    assert (pool.loads(0.0, (), frozenset()), pool.least(0.0)) == ([], None)
-
-
 async def test_the_queue_is_a_sorted_list_and_keeps_no_call_that_was_taken() -> None:
-    rng, queue = random.Random(1), Queue()
+    rng, queue = random.Random(1), WaitingCalls()
     plain: list[Pending] = []
     pending: Pending | None = None
     for number in range(3000):

@@ -3,14 +3,11 @@
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
-from coppice.actors.environments.search_qa import INVALID_NOTICE
-from coppice.scheduler.growth import strategies
-from coppice.scheduler.growth.strategies import full, ppr
+from coppice.scheduler.growth.strategies import ppr
 from coppice.wire.messages import JudgedTurn, Judgement, JudgeRequest, JudgeResult
-from tests.scheduler.test_strategies import BAD, GOOD, NOTHING, RIGHT, TASK, Services, Stage
+from tests.scheduler.test_strategies import BAD, GOOD, RIGHT, TASK, Services, Stage
 
 FOUND = "\n<information>Doc 1(Title: Bulgaria) Capital: Sofia</information>\n"
 
@@ -46,13 +43,9 @@ def staged(
     budget: int = 3,
 ) -> Stage:
     stage = Stage(tmp_path, llama, script, budget=budget, judge="pprm")
-    stage.context.shop = stage.shop = _with(stage, scores)
-    return stage
-
-
-def _with(stage: Stage, scores: list[float | None]) -> Any:
     stage.services = Judged(stage, scores)
-    return msgspec.structs.replace(stage.shop, dispatcher=stage.services)
+    stage.use(dispatcher=stage.services)
+    return stage
 
 
 async def test_all_turns_but_the_last_are_judged_with_what_their_search_found(
@@ -81,16 +74,6 @@ async def test_the_budget_ends_the_rounds_and_no_answer_is_forced(
     assert group[-1].scores["searches"] == 2
 
 
-async def test_an_unusable_action_consumes_its_turn_and_is_judged(
-    tmp_path: Path, llama: Path
-) -> None:
-    stage = staged(tmp_path, llama, [[NOTHING], [RIGHT]], [0.0])
-    await stage.grow(ppr)
-    (group,) = stage.groups
-    assert [turn.scores["valid"] for turn in group] == [0, 1]
-    assert stage.services.shown[0].observation == INVALID_NOTICE  # type: ignore[attr-defined]
-
-
 async def test_an_invalid_judgement_leaves_no_score(tmp_path: Path, llama: Path) -> None:
     stage = staged(tmp_path, llama, [[GOOD], [RIGHT]], [None])
     await stage.grow(ppr)
@@ -98,17 +81,6 @@ async def test_an_invalid_judgement_leaves_no_score(tmp_path: Path, llama: Path)
     assert "process" not in group[0].scores
     assert group[0].scores["judge_valid"] == 0
     assert stage.counts["invalid_judgements"] == 1
-
-
-async def test_the_extent_counts_sampled_and_observed_tokens(tmp_path: Path, llama: Path) -> None:
-    stage = staged(tmp_path, llama, [[GOOD], [RIGHT]], [1.0])
-    await stage.grow(ppr)
-    scores = stage.groups[0][-1].scores
-    length = {text: len(stage.shop.text.encode(text)) for text in (GOOD, RIGHT, FOUND)}
-    assert scores["turns"] == 2
-    assert scores["searches"] == 1
-    assert scores["sampled_tokens"] == length[GOOD] + length[RIGHT]
-    assert scores["response_tokens"] == sum(length.values())
 
 
 @pytest.mark.parametrize("kept", [2, 3, 4, 5])
@@ -123,24 +95,13 @@ async def test_a_tree_cut_off_anywhere_ends_with_every_turn_judged_once(
         node.scores = {"valid": 1.0} if node.kind == "action" else {}
     left = [[[BAD], [RIGHT]], [[BAD], [RIGHT]], [[RIGHT]], [[RIGHT]]][kept - 2]
     stage = staged(tmp_path, llama, left, [0.25] * 3)
-    stage.tree.__init__(0, TASK.id, "train", nodes)
+    stage.tree.__init__(0, TASK.id)
+    for node in nodes:
+        stage.tree.put(node)
     await stage.grow(ppr)
     (group,) = stage.groups
     assert [turn.scores["process"] for turn in group[:-1]] == [0.25 if kept < 4 else 0.5, 0.25]
     assert [turn.turn for turn in group] == [1, 2, 3]
-
-
-async def test_a_turn_that_was_noted_before_a_fault_is_counted_once(
-    tmp_path: Path, llama: Path
-) -> None:
-    stage = staged(tmp_path, llama, [[GOOD], [RIGHT]], [])  # the judge has nothing to say: a fault
-    with pytest.raises(IndexError):
-        await stage.grow(ppr)
-    stage.services.scores = [0.5]  # type: ignore[attr-defined]
-    await stage.grow(ppr)
-    (group,) = stage.groups
-    assert [turn.scores.get("process") for turn in group] == [0.5, None]
-    assert (stage.counts["actions"], stage.counts["invalid_actions"]) == (2, 0)
 
 
 async def test_without_a_judge_nothing_is_said_of_any_turn(tmp_path: Path, llama: Path) -> None:
@@ -153,32 +114,3 @@ async def test_without_a_judge_nothing_is_said_of_any_turn(tmp_path: Path, llama
     )
     assert "return" not in measures
     assert measures["answered"] == [1.0]
-
-
-async def test_whole_trajectories_without_a_judge_have_an_outcome_and_no_reward(
-    tmp_path: Path, llama: Path
-) -> None:
-    stage = Stage(tmp_path, llama, [[RIGHT]], k=1, judge="none")
-    await stage.grow(full)
-    ((turn,),) = stage.groups
-    assert "reward" not in turn.scores
-    assert (turn.scores["outcome"], turn.scores["valid"]) == (1, 1)
-
-
-async def test_a_budget_that_ends_on_a_search_has_answered_nothing(
-    tmp_path: Path, llama: Path
-) -> None:
-    stage = staged(tmp_path, llama, [[GOOD]], [], budget=1)
-    await stage.grow(ppr)
-    (group,) = stage.groups
-    measures = stage.context.environment.measures(
-        TASK, [{**turn.scores, "forced": 0.0} for turn in group]
-    )
-    assert measures["answered"] == [0.0]
-
-
-def test_held_out_tasks_are_done_as_they_are_trained() -> None:
-    assert strategies.evaluation("ppr", {}).function is ppr.grow
-    assert strategies.evaluation("slate", {"k": 3, "bonus": 0.5}) == strategies.load(
-        "chain", {"bonus": 0.5}
-    )

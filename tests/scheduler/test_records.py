@@ -49,12 +49,6 @@ def test_counts_are_summed_means_weighted_and_the_rest_is_the_first_ones() -> No
     assert joined([FIRST]) == FIRST
 
 
-def test_a_mean_of_nothing_or_without_its_weight_is_plain() -> None:
-    nothing = {"cache/hit_rate": 0.25, "cache/prompt_tokens": 0.0}
-    assert joined([nothing, nothing | {"cache/hit_rate": 0.75}])["cache/hit_rate"] == 0.5
-    assert joined([{"cache/hit_rate": 0.25}, {"cache/hit_rate": 0.75}])["cache/hit_rate"] == 0.5
-
-
 def test_every_rule_is_of_declared_metrics() -> None:
     assert [name for name in JOINED if declaration(name) is None] == ["count/*"]
     weights = {rule for rule in JOINED.values() if rule not in (SUM, LARGEST)}

@@ -1,28 +1,16 @@
 """The model of the actors' prefix caches, against a set of prefixes that cannot be wrong."""
 
-import math
-
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coppice.scheduler.dispatch.residency import STRETCH, Forecast, Prefixes, Residency, common
+from coppice.scheduler.dispatch.residency import STRETCH, Forecast, Prefixes, Residency
 
 SEQUENCES = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), min_size=1, max_size=12)
 
 
 def packed(tokens: list[int]) -> bytes:
     return np.array(tokens, np.int32).tobytes()
-
-
-@given(st.lists(st.integers(0, 2), max_size=9), st.lists(st.integers(0, 2), max_size=9))
-def test_the_common_length_is_that_of_a_comparison_token_by_token(
-    a: list[int], b: list[int]
-) -> None:
-    expected = next(
-        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
-    )
-    assert common(packed(a), packed(b)) == expected
 
 
 @given(SEQUENCES, st.lists(st.integers(0, 2), max_size=12))
@@ -63,15 +51,6 @@ def test_the_least_recently_used_branch_goes_first_and_the_trunk_last() -> None:
     assert cache.tokens == 9
 
 
-def test_asking_leaves_no_trace() -> None:
-    cache = Prefixes(4)
-    cache.insert(packed([1, 1]))
-    cache.insert(packed([2, 2]))
-    assert cache.match(packed([1, 1])) == 2
-    cache.insert(packed([3, 3]))
-    assert [cache.match(packed([n, n])) for n in (1, 2, 3)] == [0, 2, 2]
-
-
 def test_a_prompt_counts_as_resident_from_the_moment_it_is_sent_but_for_its_last_token() -> None:
     residency = Residency()
     assert residency.started("a", packed([1, 2, 3])) == 0
@@ -92,19 +71,6 @@ def test_a_sample_of_older_weights_is_not_resident_and_new_weights_empty_a_cache
     residency.sampled("a", packed([5]), 1)
     assert residency.expect("a", packed([1, 2, 9])) == 2
     assert residency.expect("a", packed([5, 9])) == 0
-
-
-def test_a_capacity_that_becomes_known_late_holds_from_then_on() -> None:
-    residency = Residency()
-    residency.sampled("a", packed([1, 2, 3, 4]), 0)
-    residency.sampled("a", packed([5, 6]), 0)
-    assert residency.capacity("a") == math.inf
-    residency.limit("a", 3)
-    assert residency.expect("a", packed([5, 6, 9])) == 2
-    assert residency.expect("a", packed([1, 2, 9])) == 0
-    residency.forget("a")
-    assert residency.capacity("a") == math.inf
-    assert residency.expect("a", packed([1, 2, 3, 4])) == 0
 
 
 def test_the_forecast_is_shares_of_the_prompt_tokens_since_it_was_taken() -> None:

@@ -5,7 +5,6 @@ from collections import Counter
 from pathlib import Path
 
 import msgspec
-import pytest
 
 from coppice.actors.config import ActorsConfig
 from coppice.actors.engines.local import LocalEngine
@@ -14,12 +13,11 @@ from coppice.actors.environments.search_qa import SearchQA
 from coppice.judges.base import Speaker
 from coppice.scheduler.config import SchedulerConfig
 from coppice.scheduler.growth.context import Context
-from coppice.scheduler.growth.services import Shop
+from coppice.scheduler.growth.services import Runtime
 from coppice.scheduler.growth.text import Text
 from coppice.scheduler.growth.tree import Tree
 from coppice.scheduler.ledger.journal import Journal
 from coppice.tools.evaluating.in_process import InProcess
-from coppice.wire.faults import InfrastructureFault
 from coppice.wire.messages import SpeakRequest
 
 ASKED = [{"role": "user", "content": f"rules{SPLIT}now"}]
@@ -43,12 +41,14 @@ class Stage:
         )
         self.counts: Counter[str] = Counter()
         self.settings = SchedulerConfig(temperature=0.9)
-        self.shop = Shop(
+        self.runtime = Runtime(
             self.services,  # pyright: ignore[reportArgumentType]
             Journal(folder / f"journal-{seed}"), Text(str(llama)), SearchQA("short"), self.settings, self.counts, lambda *_: None,
         )  # fmt: skip
         self.tree = Tree(0, "t")
-        self.context = Context(self.shop, Task("t", "Who?", ["me"]), self.tree, random.Random(seed))
+        self.context = Context(
+            self.runtime, Task("t", "Who?", ["me"]), self.tree, random.Random(seed)
+        )
 
 
 async def test_the_policy_replies_as_its_seed_says_and_nothing_enters_the_tree(
@@ -60,7 +60,7 @@ async def test_the_policy_replies_as_its_seed_says_and_nothing_enters_the_tree(
         folder.mkdir()
         stage = Stage(folder, llama, seed)
         await stage.services.start()
-        replies.append(await stage.context.say("policy", ASKED, 12, []))
+        replies.append(await stage.context.services.say("policy", ASKED, 12, []))
         assert not stage.tree.nodes
         assert stage.counts["spoken_replies"] == 1
         assert 0 < stage.counts["generated_tokens"] <= 12
@@ -73,10 +73,10 @@ async def test_a_stop_string_ends_the_reply_and_is_not_part_of_it(
 ) -> None:
     stage = Stage(tmp_path, llama)
     await stage.services.start()
-    whole = await stage.context.say("policy", ASKED, 12, [])
+    whole = await stage.context.services.say("policy", ASKED, 12, [])
     stop = whole[3]
-    again = Context(stage.shop, stage.context.task, stage.tree, random.Random(0))
-    assert await again.say("policy", ASKED, 12, [stop]) == whole[: whole.index(stop)]
+    again = Context(stage.runtime, stage.context.task, stage.tree, random.Random(0))
+    assert await again.services.say("policy", ASKED, 12, [stop]) == whole[: whole.index(stop)]
     await stage.services.close()
 
 
@@ -85,16 +85,9 @@ async def test_a_served_speaker_gets_the_messages_without_the_mark_of_the_shared
 ) -> None:
     stage = Stage(tmp_path, llama)
     echoed = msgspec.json.decode(
-        await stage.context.say("echo", ASKED, 5, ["x"]), type=SpeakRequest
+        await stage.context.services.say("echo", ASKED, 5, ["x"]), type=SpeakRequest
     )
     assert echoed.messages == [{"role": "user", "content": "rulesnow"}]
     assert (echoed.max_tokens, echoed.temperature, echoed.stop) == (5, 0.9, ["x"])
     assert ASKED[0]["content"] == f"rules{SPLIT}now"
     assert stage.counts == {"spoken_replies": 1}
-
-
-async def test_a_speaker_that_nobody_serves_is_a_fault_that_names_it(
-    tmp_path: Path, llama: Path
-) -> None:
-    with pytest.raises(InfrastructureFault, match=r"speaker\.nobody"):
-        await Stage(tmp_path, llama).context.say("nobody", ASKED, 5, [])

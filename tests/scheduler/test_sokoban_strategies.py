@@ -4,14 +4,11 @@ import random
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from coppice.actors.environments.registry import load
-from coppice.actors.environments.sokoban import State
 from coppice.judges.oracles.sokoban import SokobanOracle
-from coppice.scheduler.evaluation.evaluation import summarise
-from coppice.scheduler.growth.strategies import chain, full, mc_value
+from coppice.scheduler.growth.strategies import chain, full
 from tests.scheduler.test_game_strategies import Services, Stage
 
 
@@ -58,25 +55,3 @@ async def test_a_chain_is_judged_by_the_oracle_and_ends_with_the_shown_room(
     last = its.reread().nodes[max(its.reread().nodes)]
     assert last.kind == "observation"
     assert last.text.splitlines()[0] == "# # # # # #"
-
-
-async def test_a_run_without_a_judge_has_no_measure_of_the_oracle(
-    tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    its = stage(tmp_path, llama, monkeypatch, judge="none")
-    await its.grow(chain)
-    result = summarise(0, its.shop.environment, [(its.task, its.tree)])
-    assert set(result.measures) == {"completion", "return", "success", "turns", "valid"}
-
-
-async def test_monte_carlo_values_of_every_position(
-    tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    its = stage(tmp_path, llama, monkeypatch, continuations=3, judge="none")
-    await its.grow(mc_value)
-    (turns,) = its.groups
-    assert all(-1.5 - 1e-9 <= turn.scores["mc_value"] <= 11 for turn in turns)
-    prompts = [node for node in its.tree.nodes.values() if node.kind == "prompt"]
-    assert [msgspec.convert(node.state, State).turn for node in prompts[1:]] == list(
-        range(len(turns))
-    )

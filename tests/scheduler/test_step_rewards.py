@@ -21,15 +21,6 @@ def test_slate_known_answer_of_advantages_and_selection() -> None:
     )
 
 
-def test_equal_rewards_give_no_advantage_and_a_uniform_choice() -> None:
-    assert advantages([1, 1, 1]) == [0, 0, 0]
-    np.testing.assert_allclose(selection([0, 0, 0], 0.7), [1 / 3] * 3)
-
-
-def test_a_single_candidate_keeps_its_reward() -> None:
-    assert advantages([-2.0]) == [-2.0]
-
-
 def test_choices_follow_the_selection_probabilities() -> None:
     rng, scores = random.Random(0), advantages([2, 1, 0, 0, -2])
     counts = np.bincount(

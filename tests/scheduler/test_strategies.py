@@ -16,11 +16,9 @@ from coppice.learner.schemes import slate as slate_scheme
 from coppice.learner.update.table import TurnTable
 from coppice.scheduler.config import SchedulerConfig
 from coppice.scheduler.growth.context import Context
-from coppice.scheduler.growth.services import Shop
 from coppice.scheduler.growth.strategies import chain, full, ppr, slate
 from coppice.scheduler.growth.text import Text
 from coppice.scheduler.growth.tree import Tree
-from coppice.scheduler.ledger.journal import Journal
 from coppice.wire.messages import (
     GenerateRequest,
     GenerateResult,
@@ -33,6 +31,7 @@ from coppice.wire.messages import (
     Sample,
     Turn,
 )
+from tests.agent_stage import Staged
 
 GOOD, BAD = (
     "<think> t </think> <search> good </search>",
@@ -43,6 +42,7 @@ RIGHT, WRONG = (
     "<think> t </think> <answer> Rome </answer>",
 )
 NOTHING = "I do not know."
+OPTIONS = "k", "eta", "selection", "bonus", "ddof", "eps", "continuations"
 TASK = Task("t1", "What is the capital of Bulgaria?", ["Sofia"])
 
 
@@ -96,8 +96,10 @@ class Services:
         )
 
 
-class Stage:
-    """A context over scripted services."""
+class Stage(Staged):
+    """A context over scripted services. A strategy gets the settings that are options of it."""
+
+    services: Any
 
     def __init__(
         self,
@@ -107,39 +109,25 @@ class Stage:
         invalid: list[str] | None = None,
         **settings: Any,
     ):
+        own = {name: settings.pop(name) for name in [*settings] if name in OPTIONS}
+        self.options = {"k": 3, **own}
         text = Text(str(llama))
-        self.services = Services(text, script, invalid)
-        self.groups: list[list[Turn]] = []
-        self.counts: Counter[str] = Counter()
-        self.options = {"k": 3} | {
-            key: settings.pop(key)
-            for key in ("k", "eta", "selection", "bonus", "ddof", "eps", "continuations")
-            if key in settings
-        }
-        self.settings = msgspec.structs.replace(SchedulerConfig(budget=2), **settings)
-        self.journal = Journal(tmp_path / "journal")
-        self.shop = Shop(
-            self.services,  # pyright: ignore[reportArgumentType]
-            self.journal,
-            text,
-            SearchQA("short", 1),
-            self.settings,
-            self.counts,
-            self._emit,
-        )
-        self.tree = Tree(0, TASK.id)
-        self.context = Context(self.shop, TASK, self.tree, random.Random(0))
-        self.journal.start_tree(self.tree, 0, 0)
+        chosen = msgspec.structs.replace(SchedulerConfig(budget=2), **settings)
+        services = Services(text, script, invalid)
+        super().__init__(tmp_path / "journal", text, services, SearchQA("short", 1), TASK, chosen)
+        self.context = self.anew(seed=0)
 
-    def _emit(self, tree: Tree, turns: list[Turn]) -> None:
-        self.journal.save_group(tree, len(self.groups), turns)
-        self.groups.append(turns)
+    def use(self, **changes: Any) -> None:
+        """Begin the context anew with these changes of the runtime."""
+        self.runtime = msgspec.structs.replace(self.runtime, **changes)
+        self.context = self.anew(seed=0)
 
-    async def grow(self, strategy: Any) -> None:
+    async def grow(self, strategy: Any, tree: Tree | None = None, **_: Any) -> Tree:
         await self.context.plant()
         takes = inspect.signature(strategy.grow).parameters
         options = {key: value for key, value in self.options.items() if key in takes}
         await strategy.grow(self.tree, self.context, **options)
+        return self.tree
 
     def rewards(self) -> list[list[float]]:
         return [[turn.scores["reward"] for turn in group] for group in self.groups]
@@ -156,48 +144,6 @@ async def test_slate_emits_all_candidates_of_every_step_and_continues_one(
     assert tip.scores["outcome"] == 1
     kinds = [node.kind for node in stage.tree.path(tip)]
     assert kinds == ["prompt", "action", "observation", "action"]
-
-
-async def test_siblings_are_asked_for_in_one_request_from_one_prefix(
-    tmp_path: Path, llama: Path
-) -> None:
-    stage = Stage(tmp_path, llama, [[RIGHT, WRONG, RIGHT]])
-    await stage.grow(slate)
-    asked = [r for r in stage.services.requests if isinstance(r, GenerateRequest)]
-    assert len(asked) == (1 if stage.tree.tip().step == 1 else 2)
-    assert asked[0].n == 3
-    assert asked[0].tokens.tolist() == stage.tree.nodes[0].tokens.tolist()
-
-
-async def test_the_second_prefix_is_exactly_what_the_policy_saw(
-    tmp_path: Path, llama: Path
-) -> None:
-    stage = Stage(tmp_path, llama, [[GOOD, NOTHING, NOTHING], [RIGHT, RIGHT, RIGHT]])
-    await stage.grow(slate)
-    second = [r for r in stage.services.requests if isinstance(r, GenerateRequest)][1]
-    text = stage.shop.text.decode(second.tokens)
-    expected = (
-        stage.tree.nodes[0].text
-        + GOOD
-        + "\n<information>Doc 1(Title: Bulgaria) Capital: Sofia</information>\n"
-    )
-    assert text == expected
-
-
-async def test_an_invalid_candidate_is_never_continued_while_a_valid_one_exists(
-    tmp_path: Path, llama: Path
-) -> None:
-    for seed in range(20):
-        folder = tmp_path / str(seed)
-        folder.mkdir()
-        stage = Stage(folder, llama, [[NOTHING, BAD, NOTHING], [WRONG, WRONG, WRONG]])
-        stage.context.rng.seed(seed)
-        await stage.grow(slate)
-        assert [
-            n.text
-            for n in stage.tree.nodes.values()
-            if n.chosen and n.step == 1 and n.kind == "action"
-        ] == [BAD]
 
 
 async def test_when_all_fail_the_notice_is_shown_and_the_step_is_used_up(
@@ -222,13 +168,6 @@ async def test_a_used_up_budget_forces_an_answer_that_is_logged_and_not_trained(
     assert tip.scores["outcome"] == 1
     assert "reward" not in tip.scores
     assert tip.id not in {turn.node for group in stage.groups for turn in group}
-
-
-async def test_one_candidate_has_its_reward_as_advantage(tmp_path: Path, llama: Path) -> None:
-    stage = Stage(tmp_path, llama, [[RIGHT]], k=1)
-    await stage.grow(slate)
-    (turn,) = stage.groups[0]
-    assert turn.scores["advantage"] == turn.scores["reward"] == 1 + 0.1 / 2
 
 
 async def test_slate_selects_by_the_advantage_on_which_it_trains(
@@ -269,7 +208,7 @@ async def test_a_tree_grown_halfway_goes_on_where_it_stood(tmp_path: Path, llama
     (row,) = stage.journal.trees()
     tree = stage.journal.tree(row)
     stage.services.script = [[RIGHT, WRONG, NOTHING]]
-    again = Context(stage.shop, TASK, tree, random.Random(1))
+    again = Context(stage.runtime, TASK, tree, random.Random(1))
     await again.plant()
     await slate.grow(tree, again, 3)
     assert len(stage.groups) == 2
@@ -296,11 +235,11 @@ async def test_a_trajectory_that_outgrows_the_context_ends_as_a_failure_and_take
     await stage.context.plant()
     prompt = len(stage.tree.nodes[0].tokens)
     room = (
-        len(stage.shop.text.encode(GOOD))
+        len(stage.runtime.text.encode(GOOD))
         + 8
-        + len(stage.shop.text.encode(stage.shop.environment.forced_prefix))
+        + len(stage.runtime.text.encode(stage.runtime.environment.forced_prefix))
     )
-    stage.shop = stage.context.shop = msgspec.structs.replace(stage.shop, longest=prompt + room)
+    stage.use(longest=prompt + room)
     await stage.grow(strategy)
     (group,) = stage.groups
     assert len(group) == {slate: 3, full: 2}.get(strategy, 1)
@@ -312,18 +251,10 @@ async def test_a_trajectory_that_outgrows_the_context_ends_as_a_failure_and_take
     asked = len(stage.services.requests)  # a restart finds the tree as ended
     stage.journal.close_tree(stage.tree)
     (row,) = stage.journal.trees()
-    again = Context(stage.shop, TASK, stage.journal.tree(row), random.Random(1))
+    again = Context(stage.runtime, TASK, stage.journal.tree(row), random.Random(1))
     await again.plant()
     assert await again.onward(await again.tip()) is None
     assert len(stage.services.requests) == asked
-
-
-async def test_full_emits_one_group_of_whole_trajectories(tmp_path: Path, llama: Path) -> None:
-    stage = Stage(tmp_path, llama, [[GOOD], [RIGHT], [RIGHT]], k=2)
-    await stage.grow(full)
-    (group,) = stage.groups
-    by_trajectory = {i: [turn.turn for turn in group if turn.trajectory == i] for i in (0, 1)}
-    assert sorted(by_trajectory.values(), key=len) == [[1], [1, 2]]
 
 
 def written(stage: Stage) -> tuple[list[str], Counter[int]]:
@@ -382,31 +313,11 @@ async def test_a_step_of_a_chain_is_one_transaction(
     }
 
 
-async def test_an_action_is_parsed_once_and_again_only_after_a_restart(
-    tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    read, texts = SearchQA.read, list[str]()
-
-    def noted(self: SearchQA, state: Any, text: str) -> Any:
-        texts.append(text)
-        return read(self, state, text)
-
-    monkeypatch.setattr(SearchQA, "read", noted)
-    stage = Stage(tmp_path, llama, [[GOOD, BAD, NOTHING], [RIGHT, WRONG, NOTHING]])
-    await stage.grow(slate)
-    assert len(texts) == sum(node.kind == "action" for node in stage.tree.nodes.values())
-    (row,) = stage.journal.trees()
-    back = stage.journal.tree(row)
-    again = Context(stage.shop, TASK, back, random.Random(0))
-    await again.plant()
-    assert [again.action(node) for node in back.actions()] == [
-        stage.context.action(n) for n in stage.tree.actions()
-    ]
-
-
 def test_nodes_that_the_journal_lacks_leave_their_numbers_unused() -> None:
     tree = Tree(0, "t")
     root = tree.add(None, "prompt", np.zeros(1, np.int32), "")
     *_, kept = [tree.add(root, "action", np.zeros(1, np.int32), "") for _ in range(3)]
-    back = Tree(0, "t", "train", [root, kept])
+    back = Tree(0, "t")
+    for node in (root, kept):
+        back.put(node)
     assert back.add(root, "action", np.zeros(1, np.int32), "").id == kept.id + 1

@@ -39,7 +39,7 @@ async def test_each_version_is_told_once_even_one_that_arrives_after_a_newer_one
         told.append((trained.version, stream.version))
 
     stream = Stream(cast(Any, learner), journal, on_trained)
-    stream.version, stream.told = 1, {0, 1}
+    stream.version, stream.announced = 1, {0, 1}
     tree = Tree(0, "task")
     tree.add(None, "prompt", np.arange(3, dtype=np.int32), "prompt")
     journal.start_tree(tree, 0, 1)
@@ -131,7 +131,7 @@ async def test_a_group_that_could_not_be_written_is_never_sent(tmp_path: Path) -
     stream.emit(tree, [Turn(0, 0, 1, {})])
     await stream.settle(30.0)
     assert not learner.answers
-    assert isinstance(stream.failure(), JournalError) and isinstance(journal.failure, JournalError)
+    assert isinstance(stream.failure, JournalError) and isinstance(journal.failure, JournalError)
     with pytest.raises(JournalError, match="free some space"):
         journal.close_tree(tree)
 
@@ -147,6 +147,6 @@ async def test_a_second_learner_process_in_one_start_ends_the_run_and_a_reconnec
 
     for pid, service in ((7, "train"), (8, "generate"), (7, "train")):
         joined(pid, service)
-        assert stream.failure() is None
+        assert stream.failure is None
     joined(9)
-    assert "the learner was started anew (process 9 on here)" in str(stream.failure())
+    assert "the learner was started anew (process 9 on here)" in str(stream.failure)

@@ -17,7 +17,7 @@ from wandb.proto.wandb_internal_pb2 import Record  # pyright: ignore[reportAttri
 
 from coppice.common import shards
 from coppice.scheduler.telemetry import tracking
-from coppice.scheduler.telemetry.tracking import Place, Trackers, follow
+from coppice.scheduler.telemetry.tracking import Trackers, follow
 
 Point = tuple[int, float | None]
 """Step and loss of a record; None for an evaluation."""
@@ -247,12 +247,3 @@ def test_no_tracker_outlives_a_killed_scheduler(run: Path) -> None:
     os.waitpid(child, 0)
     psutil.wait_procs([tracker], timeout=30)
     assert not tracker.is_running() or tracker.status() == psutil.STATUS_ZOMBIE
-
-
-def test_the_place_of_a_tracker_is_readable(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(tracking.TRACKERS, "trackio", lambda *_: Kept())  # pyright: ignore[reportArgumentType]
-    write(run, [(1, 0.1)], checkpoint=1)
-    follow("trackio", run, lambda _: True)
-    place = msgspec.json.decode((run / "tracking" / "trackio.json").read_bytes(), type=Place)
-    assert place.records == 1
-    assert len(place.identity) == 8

@@ -81,7 +81,7 @@ async def rows_of(folder: Path, model: Path, heldout: int = 0) -> list[TreeRow]:
     """The trees of a whole run whose environment is ``Failing``."""
     settings = msgspec.structs.replace(SETTINGS, evaluation=EvaluationConfig(questions=heldout))
     more = {"environment": f"{__name__}:Failing", "options": {}, "scheduler": settings}
-    await House(folder, model, held=lambda house: False, **more).live(until=lambda house: False)
+    await House(folder, model, **more).live()
     return Journal(folder / "journal.sqlite", readonly=True).trees()
 
 
@@ -120,24 +120,6 @@ async def test_a_task_that_cannot_be_made_quarantines_its_tree_and_the_run_goes_
         "LookupError: no room for seed" in str(row.reason) and "Traceback" in str(row.reason)
         for row in odd
     )
-
-
-async def test_tasks_of_which_none_can_be_made_end_the_run_which_says_so(
-    tmp_path: Path, llama: Path, failing: type[Failing]
-) -> None:
-    failing.unmakeable = set(range(1000))
-    with pytest.raises(
-        Fault, match=rf"^{ALIKE} trees in a row failed alike.*LookupError: no room for seed"
-    ):
-        await rows_of(tmp_path, llama)
-
-
-async def test_a_held_out_task_that_cannot_be_made_is_told_with_its_seed(
-    tmp_path: Path, llama: Path, failing: type[Failing]
-) -> None:
-    failing.unmakeable = {0}
-    with pytest.raises(Fault, match=r"cannot make its held-out task of seed \d+: LookupError"):
-        await rows_of(tmp_path, llama, HELD_OUT)
 
 
 async def test_an_exception_of_one_held_out_tree_leaves_the_evaluation_to_the_others(

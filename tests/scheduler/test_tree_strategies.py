@@ -9,12 +9,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 
 from coppice.scheduler.growth import strategies
 from coppice.scheduler.growth.context import Context
+from coppice.scheduler.growth.strategies import chain
 from coppice.scheduler.growth.strategies.chain import episode
 from coppice.scheduler.growth.tree import Fork, Node, Tree
 from coppice.wire.messages import GenerateRequest, GenerateResult, Sample
@@ -72,7 +72,7 @@ def played(tmp_path: Path, llama: Path, says: list[str] = SAYS, budget: int = 3)
     """A stage whose engine plays, without a judge of turns: the outcome is exact match."""
     stage = Stage(tmp_path, llama, [], budget=budget, judge="none")
     stage.services = Player(stage, says)
-    stage.context.shop = stage.shop = msgspec.structs.replace(stage.shop, dispatcher=stage.services)
+    stage.use(dispatcher=stage.services)
     return stage
 
 
@@ -140,7 +140,7 @@ async def test_a_fork_inside_an_action_keeps_its_tokens_with_their_log_probabili
     tmp_path: Path, llama: Path
 ) -> None:
     stage = played(tmp_path, llama, [GOOD, BAD])
-    kept = len(stage.shop.text.encode("<think> t </think> <search>"))
+    kept = len(stage.runtime.text.encode("<think> t </think> <search>"))
     action, start = await fork_of(stage, kept), stage.tree.nodes[1]
     assert (action.kept, action.parent) == (kept, start.parent)
     assert action.text in (GOOD, BAD)
@@ -158,12 +158,13 @@ async def test_a_fork_inside_an_action_keeps_its_tokens_with_their_log_probabili
 
 async def test_a_fork_inside_a_stop_string_moves_before_it(tmp_path: Path, llama: Path) -> None:
     stage = played(tmp_path, llama, [GOOD])
-    whole = stage.shop.text.encode(GOOD)
-    ends = [stage.shop.text.decode(whole[:i]) for i in range(len(whole))]
+    whole = stage.runtime.text.encode(GOOD)
+    ends = [stage.runtime.text.decode(whole[:i]) for i in range(len(whole))]
     inside = next(i for i, text in enumerate(ends) if text.endswith("</sea"))
     action = await fork_of(stage, inside)
     assert (
-        stage.shop.text.decode(action.tokens[: action.kept]) == "<think> t </think> <search> good "
+        stage.runtime.text.decode(action.tokens[: action.kept])
+        == "<think> t </think> <search> good "
     )
     assert action.text == GOOD
 
@@ -231,24 +232,14 @@ async def test_treerl_forks_before_the_tokens_with_the_smallest_probability(
         action = first(stage.tree, number)
         # "I do not know." is unsure of its first letter
         assert action.text.startswith("<think>") or action.kept == 0
-        assert stage.shop.text.decode(action.tokens[action.kept : action.kept + 1]) in DECISIONS
-
-
-async def test_treerl_counts_kept_tokens_once(tmp_path: Path, llama: Path) -> None:
-    stage = played(tmp_path, llama, [RIGHT])
-    await grow(stage, "treerl", trees=1, tokens=2, rounds=2, continuations=1)
-    # The first round forks at the token S and at the first of the even ones. In the second round
-    # the fork at S has another S of its own.
-    kept = [first(stage.tree, number).kept for number in range(1, 5)]
-    letter = len(stage.shop.text.encode(RIGHT[: RIGHT.index("S")]))
-    assert kept == [letter, 0, letter, letter]
+        assert stage.runtime.text.decode(action.tokens[action.kept : action.kept + 1]) in DECISIONS
 
 
 async def test_treepo_divides_every_unfinished_path_after_each_segment(
     tmp_path: Path, llama: Path
 ) -> None:
     stage = played(tmp_path, llama, [GOOD], budget=3)  # all paths have three turns
-    segment = len(stage.shop.text.encode(GOOD)) + 5
+    segment = len(stage.runtime.text.encode(GOOD)) + 5
     await grow(stage, "treepo", leaves=8, segment=segment, divergence=2, first_divergence=2)
     check_emitted(stage, groups=1)
     assert numbers(stage) == list(range(8))
@@ -264,31 +255,12 @@ async def test_treepo_divides_every_unfinished_path_after_each_segment(
     assert begins == [0, 0, segment, segment, *[2 * segment] * 4]
 
 
-async def test_treepo_draws_how_many_paths_begin(tmp_path: Path, llama: Path) -> None:
-    begun = set[int]()
-    for seed in range(16):
-        (tmp_path / str(seed)).mkdir()
-        stage = played(tmp_path / str(seed), llama, [GOOD], budget=1)
-        stage.context = Context(stage.shop, TASK, stage.tree, random.Random(seed))
-        await grow(stage, "treepo", leaves=5, segment=9, first_divergence=4)
-        assert numbers(stage) == list(range(5))
-        begun.add(
-            sum(
-                node.kind == "action" and node.step == 1 and not node.kept
-                for node in stage.tree.nodes.values()
-            )
-        )
-        if len(begun) == 3:
-            break
-    assert begun == {2, 3, 4}
-
-
 async def test_treepo_gives_the_children_of_paths_that_ended_to_those_that_go_on(
     tmp_path: Path, llama: Path
 ) -> None:
     stage = played(tmp_path, llama, [GOOD, RIGHT], budget=3)
     # inside the second turn of a search
-    segment = max(len(stage.shop.text.encode(says)) for says in (GOOD, RIGHT)) + 2
+    segment = max(len(stage.runtime.text.encode(says)) for says in (GOOD, RIGHT)) + 2
     await grow(
         stage, "treepo", leaves=16, segment=segment, depth=2, divergence=4, first_divergence=4
     )
@@ -317,7 +289,7 @@ async def test_treepo_fills_up_its_leaves_from_segment_ends_of_paths_that_ended(
 
 async def test_spo_weighs_leaves_by_the_branchings_above_them(tmp_path: Path, llama: Path) -> None:
     stage = played(tmp_path, llama, [GOOD, RIGHT], budget=2)
-    one = len(stage.shop.text.encode(RIGHT))
+    one = len(stage.runtime.text.encode(RIGHT))
     await grow(stage, "spo", branching=[4, 3], segment=one)
     check_emitted(stage, groups=1)
     weights = {
@@ -377,17 +349,6 @@ async def test_arpo_asks_for_the_most_probable_tokens_and_forks_where_their_entr
     assert (fork.step > 1) == any(rose)
 
 
-async def test_arpo_takes_the_surprisal_if_it_asks_for_no_top_tokens(
-    tmp_path: Path, llama: Path
-) -> None:
-    stage = played(tmp_path, llama)
-    await grow(stage, "arpo", budget=4, initial=2, top=0)
-    check_emitted(stage, groups=1)
-    assert {
-        r.sampling.top_logprobs for r in stage.services.requests if isinstance(r, GenerateRequest)
-    } == {0}
-
-
 OPTIONS: dict[str, dict[str, Any]] = {
     "tree_grpo": {"trees": 2, "nodes": 1, "rounds": 2},
     "treerl": {"trees": 2, "tokens": 1, "continuations": 2},
@@ -411,7 +372,7 @@ async def test_a_tree_that_died_at_any_call_goes_on_and_is_emitted_whole_and_onc
         stage.services.calls = 10**6  # type: ignore[attr-defined]
         (row,) = stage.journal.trees()
         stage.tree = stage.journal.tree(row)
-        stage.context = Context(stage.shop, TASK, stage.tree, random.Random(0))
+        stage.context = Context(stage.runtime, TASK, stage.tree, random.Random(0))
         await grow(stage, name, **OPTIONS[name])  # after a finished tree this must add nothing
         groups = OPTIONS[name].get("trees", 1) if name == "tree_grpo" else 1
         leaves = {"tree_grpo": 6, "treerl": 6, "treepo": 5, "arpo": 5}.get(name)
@@ -430,10 +391,10 @@ async def test_a_tree_that_died_at_any_call_goes_on_and_is_emitted_whole_and_onc
 async def test_a_trajectory_whose_outcome_is_unknown_is_left_out(
     tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def unknown(self: Context, trajectory: int = 0) -> bool:
+    async def unknown(ctx: Context, trajectory: int = 0) -> bool:
         return trajectory != 1
 
-    monkeypatch.setattr(Context, "finish", unknown)
+    monkeypatch.setattr(chain, "finish", unknown)
     stage = played(tmp_path, llama)
     await grow(stage, "treerl", trees=3, tokens=1, continuations=1)
     assert len({turn.trajectory for turn in stage.groups[0]}) == len(numbers(stage)) - 1

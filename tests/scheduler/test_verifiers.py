@@ -17,8 +17,8 @@ from coppice.actors.environments.agents.environment import Agent
 from coppice.actors.environments.base import Task
 from coppice.scheduler.growth.strategies import chain, slate
 from coppice.scheduler.growth.tree import Tree
-from coppice.wire.faults import DataFault
-from tests.scheduler.test_agents import Stage, stage  # noqa: F401
+from tests.agent_stage import Stage
+from tests.scheduler.test_agents import AGENTS  # noqa: F401
 
 ROOT = Path(__file__).parents[2]
 
@@ -49,7 +49,7 @@ def published(python: str, monkeypatch: pytest.MonkeyPatch) -> str:
 def playing(staged: Stage, run: str, task: str) -> Stage:
     """Have a stage play a task with an agent of one's own."""
     staged.environment = Agent(run)
-    staged.shop = msgspec.structs.replace(staged.shop, environment=staged.environment)
+    staged.runtime = msgspec.structs.replace(staged.runtime, environment=staged.environment)
     staged.task = Task(task)
     staged.tree = Tree(1, task)
     staged.journal.start_tree(staged.tree, 0, 0)
@@ -67,7 +67,7 @@ def answers(prompt: str, i: int) -> str:
     "how", ["-m examples.verifiers_agent", f"{ROOT}/examples/verifiers_agent.py"]
 )
 async def test_an_episode_of_verifiers_is_one_path_with_its_reward(
-    stage: Callable[..., Stage],  # noqa: F811
+    stage: Callable[..., Stage],
     python: str,
     how: str,
 ) -> None:
@@ -79,31 +79,6 @@ async def test_an_episode_of_verifiers_is_one_path_with_its_reward(
     assert "What is 3 + 4?" in s.policy.prompts[0] and s.policy.prompts[1].startswith(
         s.policy.prompts[0]
     )
-
-
-@pytest.mark.slow
-async def test_a_strategy_chooses_among_candidates_for_verifiers(
-    stage: Callable[..., Stage],  # noqa: F811
-    python: str,
-) -> None:
-    s = playing(
-        stage(answers, "counting"), f"{python} -m examples.verifiers_agent", "verifiers_adding/3"
-    )
-    options: dict[str, Any] = {"k": 2, "selection": "best-of-k"}
-    tree = await s.grow(slate, **options)
-    assert [len(turns) for turns in s.groups] == [2] * len(tree.actions())
-    assert tree.actions()[-1].scores["outcome"] == 1.0
-
-
-@pytest.mark.slow
-async def test_a_taskset_that_is_not_there_is_named(
-    stage: Callable[..., Stage],  # noqa: F811
-    python: str,
-) -> None:
-    with pytest.raises(DataFault, match="no_such_taskset"):
-        await playing(
-            stage(answers, "counting"), f"{python} -m examples.verifiers_agent", "no_such_taskset/3"
-        ).grow(chain)
 
 
 def bets(prompt: str, i: int) -> str:
@@ -130,7 +105,7 @@ def won(first: str, second: str) -> float:
 
 @pytest.mark.slow
 async def test_two_players_of_a_published_game_have_a_path_each(
-    stage: Callable[..., Stage],  # noqa: F811
+    stage: Callable[..., Stage],
     published: str,
 ) -> None:
     s = playing(stage(bets, "counting"), f"{published} --learns player0,player1", "kuhn_poker/3")
@@ -151,7 +126,7 @@ async def test_two_players_of_a_published_game_have_a_path_each(
 
 @pytest.mark.slow
 async def test_a_player_that_does_not_learn_asks_elsewhere_and_is_in_no_tree(
-    stage: Callable[..., Stage],  # noqa: F811
+    stage: Callable[..., Stage],
     published: str,
 ) -> None:
     asked: list[tuple[str, dict[str, Any]]] = []
@@ -202,7 +177,7 @@ async def test_a_player_that_does_not_learn_asks_elsewhere_and_is_in_no_tree(
 
 @pytest.mark.slow
 async def test_a_tool_of_a_published_environment_is_called_over_mcp(
-    stage: Callable[..., Stage],  # noqa: F811
+    stage: Callable[..., Stage],
     published: str,
 ) -> None:
     def looks_up(prompt: str, i: int) -> str:
@@ -222,22 +197,3 @@ async def test_a_tool_of_a_published_environment_is_called_over_mcp(
     assert [node for node in tree.path(actions[1]) if node.kind == "action"] == actions
     assert (actions[-1].scores["outcome"], actions[-1].scores["crashed"]) == (1.0, 0.0)
     assert '"name": "facts_lookup"' in s.policy.prompts[0] and "Look up what" in s.policy.prompts[0]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ("", r"--learns : expected one of the roles of kuhn_poker, player0, player1"),
-        ("--learns dealer", r"--learns dealer: expected one of the roles"),
-        ("--learns player1", r"expected --others URL MODEL, which answers player0"),
-    ],
-)
-async def test_of_several_roles_the_one_that_learns_is_named(
-    stage: Callable[..., Stage],  # noqa: F811
-    published: str,
-    options: str,
-    said: str,
-) -> None:
-    with pytest.raises(DataFault, match=said):
-        await playing(stage(bets, "counting"), f"{published} {options}", "kuhn_poker/3").grow(chain)

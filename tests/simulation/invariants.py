@@ -161,16 +161,16 @@ def of_the_scheduler(run: Run) -> Iterator[str]:
     """What the scheduler still holds when its run is over, which must be nothing."""
     if run.stream.replaced:
         return  # see of_the_workers
-    calls = run.dispatcher.waiting()
+    calls = Counter(call.service for call in run.dispatcher.open_calls())
     # an actor that was joining when the run ended; its call fails with the dispatcher
     calls.pop("load", None)
     held = {
         "open calls": calls,
         "waiting calls": [service for service, queue in run.dispatcher._waiting.items() if queue],
         "growing trees": run.forest.growing,
-        "trees in the fleet": run.shop.fleet._trees,
-        "seats": [name for name, seats in run.shop.fleet._seats.items() if seats],
-        "samples being decoded": +run.shop.fleet._decoding,
+        "trees in the fleet": run.runtime.fleet.trees,
+        "seats": [name for name, seats in run.runtime.fleet.seats.items() if seats],
+        "samples being decoded": +run.runtime.fleet.decoding,
         "nodes of sent trees": run.stream._sent,
     }
     for what, value in held.items():

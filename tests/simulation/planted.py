@@ -15,6 +15,7 @@ import msgspec
 
 from coppice.scheduler.dispatch.calls import Attempt
 from coppice.scheduler.dispatch.dispatcher import Dispatcher
+from coppice.scheduler.dispatch.roster import Roster
 from coppice.scheduler.growth import answers
 from coppice.scheduler.growth.context import Context
 from coppice.scheduler.growth.forest import Forest
@@ -54,18 +55,18 @@ def _replace(owner: Any, name: str, value: Any) -> Change:
 
 def _deaf(self: Dispatcher, *arguments: Any, **options: Any) -> None:
     _original_dispatcher(self, *arguments, **options)
-    self._joined.set = lambda: None
+    self.roster._joined.set = lambda: None
 
 
 _original_dispatcher = Dispatcher.__init__
 
 
-def _leave_without_calls(self: Dispatcher, worker: Any, reason: str) -> None:
+def _leave_without_calls(self: Roster, worker: Any, reason: str) -> None:
     if self._workers.get(worker.identity) is worker:
         del self._workers[worker.identity], self._named[worker.name]
         worker.ready = False
         for service in worker.hello.services:
-            self._pools[service].discard(worker)
+            self.pools[service].discard(worker)
         if self.on_leave is not None:
             self.on_leave(worker, reason)
 
@@ -159,9 +160,9 @@ def _count_without_groups(self: Forest, tree: Any, reason: str) -> None:
 async def _open_before_the_answer(self: Context, node: Node) -> Node:
     prefix = self.environment.forced_prefix
     opening = self.tree.add(
-        node, "observation", self.shop.text.encode(prefix), prefix, chosen=True, state=node.state
+        node, "observation", self.runtime.text.encode(prefix), prefix, chosen=True, state=node.state
     )
-    (sample,), _ = await self.sample(self.tree.prefix(opening), 1, ["</answer>"])
+    (sample,), _ = await self.services.sample(self.tree.prefix(opening), 1, ["</answer>"])
     answer = self._sampled(opening, sample, forced=True, chosen=True)
     self.save([opening, answer])
     return answer
@@ -204,7 +205,7 @@ FAULTS = [
     Planted(
         "the calls of a lost worker stay with it",
         "",
-        _replace(Dispatcher, "_leave", _leave_without_calls),
+        _replace(Roster, "leave", _leave_without_calls),
         hint=50,
     ),
     Planted(

@@ -326,7 +326,7 @@ class World:
         )
         run = scheduling.Run(process, socket, lambda: self.agenda.now)
         # not the time of the machine
-        run.dispatcher._numbers = itertools.count(1_000_000 * (self.lives + 1))
+        run.dispatcher.roster.numbers = itertools.count(1_000_000 * (self.lives + 1))
         self.note("scheduler", f"life {self.lives + 1}")
         return run
 

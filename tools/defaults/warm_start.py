@@ -15,7 +15,7 @@ import msgspec
 import torch
 
 from coppice.actors.environments.search_qa import SearchQA
-from coppice.common.process import Killed
+from coppice.common.process import Killed, in_subprocess
 from coppice.judges.retriever.encoder import Encoder
 from coppice.judges.retriever.index import Index
 from coppice.learner.fine_tune import Example, Recipe, fine_tune

@@ -23,13 +23,13 @@ import msgspec
 from coppice.actors.environments.base import Environment, Task
 from coppice.common import loop
 from coppice.judges.serve import Worker
+from coppice.scheduler.concurrency import gather
 from coppice.scheduler.config import SchedulerConfig
 from coppice.scheduler.growth.context import Context
-from coppice.scheduler.growth.failures import is_of_the_run, told
-from coppice.scheduler.growth.services import Shop
+from coppice.scheduler.growth.failures import is_of_the_run, traced
+from coppice.scheduler.growth.services import Runtime
 from coppice.scheduler.growth.tree import Node, Tree
 from coppice.scheduler.ledger.journal import Journal, TreeRow
-from coppice.scheduler.telemetry.together import together
 from coppice.tools.evaluating.folder import append, claim, cut_torn_tail, own_folder
 from coppice.tools.evaluating.in_process import Handler, InProcess, NotStarted, Seat
 from coppice.tools.evaluating.players import Player
@@ -136,7 +136,7 @@ class Tasks:
                 raise
             if not data:
                 tree.changed.clear()  # what is not written yet may be what cannot be written
-            reason = self.undone[name] = str(error) if data else told(error)
+            reason = self.undone[name] = str(error) if data else traced(error)
             self.journal.close_tree(tree, "quarantined", reason)
             if len(self.undone) >= HOPELESS and not self.now and not self.before:
                 raise InfrastructureFault(
@@ -273,7 +273,7 @@ class Examination(ABC, Generic[Outcome]):
                     print(left, file=sys.stderr, flush=True)
                 await self._serve(row.player)
                 start = self.stats()
-            outcomes = await together(
+            outcomes = await gather(
                 self._task(row, tasks, position, *task) for position, task in enumerate(self.tasks)
             )
         finally:
@@ -293,13 +293,13 @@ class Examination(ABC, Generic[Outcome]):
         async def grow(tree: Tree, said: list[Sample]) -> None:
             assert self.services is not None, "nothing was started"
             seat: Any = Seat(self.services, said)
-            shop = Shop(
+            runtime = Runtime(
                 seat, tasks.journal, row.player.text, row.environment, self.config(row, of), Counter(),
                 lambda tree, turns: None,
             )  # fmt: skip
             # The draws are those of a run's held-out evaluation of this task, and the same again
             # after an interruption.
-            context = Context(shop, task, tree, random.Random(f"heldout/{tree.id}"))
+            context = Context(runtime, task, tree, random.Random(f"heldout/{tree.id}"))
             await self.grow(row, of, context, seat)
 
         name = f"{of}/{task.id}" if of else task.id

@@ -131,7 +131,9 @@ class Games(Examination[Result]):
         """Play a game."""
         if self.match.settings.player == "baseline":
             name = NO_MODEL[self.match.settings.source]
-            seat.generate = without_model(name, row.environment, row.player.text, context)
+            seat.generate = without_model(
+                name, row.environment, row.player.text, context.task, context.tree
+            )
         if seat.generate is not None or row.environment.speakers:
             # A baseline makes the same moves again by itself; a partner's replies would not be the
             # same again, so an interrupted conversation begins anew.

@@ -10,13 +10,13 @@ import msgspec
 import numpy as np
 
 from coppice.actors.engines.base import Engine
-from coppice.actors.environments.base import Environment
+from coppice.actors.environments.base import Environment, Task
 from coppice.judges.base import Judge, Player, Speaker, Worker
 from coppice.judges.serve import Batcher, answering
 from coppice.scheduler.config import SchedulerConfig
-from coppice.scheduler.growth.baselines import PLAYERS
-from coppice.scheduler.growth.context import Context
+from coppice.scheduler.evaluation.evaluation import BASELINES
 from coppice.scheduler.growth.text import Text
+from coppice.scheduler.growth.tree import Tree
 from coppice.wire.faults import InfrastructureFault
 from coppice.wire.messages import GenerateRequest, GenerateResult, Sample
 
@@ -117,16 +117,18 @@ class Seat:
         return await self.services.call(service, request, **settings)
 
 
-def without_model(name: str, environment: Environment, text: Text, context: Context) -> Handler:
-    """The ``generate`` of player ``name`` in scheduler/growth/baselines.py, who replies in the state at
+def without_model(
+    name: str, environment: Environment, text: Text, task: Task, tree: Tree
+) -> Handler:
+    """The ``generate`` of player ``name`` in scheduler/evaluation/evaluation.py, who replies in the state at
     the tip of the tree."""
-    rng = random.Random(f"{name}/{context.task.id}")
+    rng = random.Random(f"{name}/{task.id}")
 
     async def generate(request: GenerateRequest) -> GenerateResult:
-        state = environment.initial(context.task)  # a partner may speak before the tree has a state
-        if context.tree.nodes and (kept := context.tree.tip().state):
-            state = msgspec.convert(kept, context.state_type)
-        tokens = text.encode(PLAYERS[name](environment.replies(state), rng))
+        state = environment.initial(task)  # a partner may speak before the tree has a state
+        if tree.nodes and (kept := tree.tip().state):
+            state = msgspec.convert(kept, type(state))
+        tokens = text.encode(BASELINES[name](environment.replies(state), rng))
         sample = Sample(
             tokens, np.zeros(len(tokens), np.float32), np.zeros(len(tokens), np.int32), "stop"
         )

@@ -16,11 +16,11 @@ from coppice.judges.base import Player as Opponent
 from coppice.judges.base import Worker
 from coppice.judges.serve import BUILT_IN, PLAYERS, make_worker
 from coppice.scheduler.config import UNJUDGED, SchedulerConfig
-from coppice.scheduler.growth import baselines
+from coppice.scheduler.evaluation.evaluation import BASELINES, lists_replies
 from coppice.tools.evaluating import players
 from coppice.tools.evaluating.players import Player, Trained, table
 
-NO_MODEL = {name.removesuffix("_legal_move"): name for name in baselines.PLAYERS}
+NO_MODEL = {name.removesuffix("_legal_move"): name for name in BASELINES}
 """The players of --baseline, by their names on the command line."""
 SIMULATIONS = 1000
 """The simulations per move of the fixed opponent (methods.md 3.2)."""
@@ -216,7 +216,7 @@ def _worker(spec: str, options: dict[str, Any], flag: str) -> Worker:
 def _player(flags: argparse.Namespace, run: Trained | None, environment: Environment) -> Player:
     """Who plays. Raises ValueError."""
     if flags.baseline:
-        if not baselines.offered(environment):
+        if not lists_replies(environment):
             raise ValueError(
                 f"--baseline: {flags.environment} lists no replies to choose from (Environment.replies)"
             )

@@ -99,7 +99,7 @@ class Replayed(Journal):
     """
 
     def __init__(self, path: Path, beside: Sequence[Path] = ()):
-        super().__init__(path, readonly=True, beside=beside)
+        super().__init__(path, readonly=True, others=beside)
         self._process = learner(path.parent)
         self._known: dict[int, dict[tuple[int, int], float]] = {}
 

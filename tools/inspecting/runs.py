@@ -17,9 +17,9 @@ from typing import Any
 import msgspec
 
 from coppice.common import shards
+from coppice.scheduler.growth.dynamic_sampling import COMPARED, EQUAL
 from coppice.scheduler.ledger.journal import Journal
 from coppice.scheduler.ledger.records import Reader
-from coppice.scheduler.telemetry.nothing_learnt import COMPARED, EQUAL
 from coppice.tools.launching import changes, status
 from coppice.tools.launching.record import ENVIRONMENT
 

@@ -25,7 +25,7 @@ from coppice.scheduler.dispatch.residency import Prefixes
 from coppice.scheduler.growth import strategies
 from coppice.scheduler.growth.context import Context
 from coppice.scheduler.growth.rewards import COMPONENTS
-from coppice.scheduler.growth.services import Shop
+from coppice.scheduler.growth.services import Runtime
 from coppice.scheduler.growth.tree import Tree
 from coppice.tools.launching.settings import Config
 from coppice.tools.planning.samples import Sampled, Source, seeded
@@ -312,10 +312,10 @@ async def _grow(config: Config, world: World, planted: Sequence[Tree]) -> list[l
     journal: Any = Unwritten()
     text: Any = world.text
     most, longest = max(1, config.actors.max_batch // 4), config.actors.max_context
-    shop = Shop(services, journal, text, world, s, Counter(), emit, most, longest=longest)
+    runtime = Runtime(services, journal, text, world, s, Counter(), emit, most, longest=longest)
 
     async def grow(tree: Tree) -> None:
-        context = Context(shop, Task(tree.task, seed=tree.id), tree, random.Random(tree.id))
+        context = Context(runtime, Task(tree.task, seed=tree.id), tree, random.Random(tree.id))
         await context.plant()
         await world.strategy(tree, context)
 

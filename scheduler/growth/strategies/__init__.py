@@ -1,12 +1,7 @@
-"""Rollout strategies. Each one is a file that reads like the paper's pseudo-code.
-
-A strategy's file has ``async def grow(tree, ctx, **options)``, and ``gives(**options)``, which gets
-the value of every option and declares as a ``StrategyGives`` what the strategy emits. A strategy
-starts from ``tree.tip()``, so after a crash a half-grown tree continues where it stood. A module
-may name in EVALUATION the strategy that does the held-out tasks, one trajectory each; otherwise
-"chain" does them. ``scheduler.strategy`` names a file of this folder, or a user's own
-"module:grow".
-"""
+"""Rollout strategies. Each file has ``async def grow(tree, ctx, **options)``, which starts from
+``tree.tip()``, and ``gives(**options)``, which declares what it emits. EVALUATION may name the
+strategy of the held-out tasks ("chain" otherwise). ``scheduler.strategy`` names a file, or a user's
+"module:grow"."""
 
 import inspect
 from collections.abc import Awaitable, Callable
@@ -37,8 +32,7 @@ def names() -> list[str]:
 
 
 def load(name: str, options: dict[str, Any] | None = None) -> Strategy:
-    """The strategy ``name``. Raises ValueError that names the known strategies, or the options of
-    this one and their values."""
+    """The strategy ``name``. Raises ValueError that names the strategies, or this one's options."""
     setting = f"scheduler.strategy = {name!r}"
     module, function = plugin(setting, name, __name__, "grow")
     options = checked(
@@ -49,8 +43,7 @@ def load(name: str, options: dict[str, Any] | None = None) -> Strategy:
 
 
 def evaluation(name: str, options: dict[str, Any]) -> Strategy:
-    """The strategy that does the held-out tasks of a run with strategy ``name``. It gets those of
-    ``options`` that it takes."""
+    """The strategy of held-out tasks in a run of ``name``, with those ``options`` that it takes."""
     examined = load(load(name, options).examined_by)
     takes = inspect.signature(examined.function).parameters
     return load(examined.name, {key: value for key, value in options.items() if key in takes})

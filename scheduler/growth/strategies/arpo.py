@@ -2,8 +2,8 @@
 that follow an uncertain turn.
 
 H is the entropy of a turn's first ``first`` tokens over the ``top`` most probable tokens, divided
-by log vocabulary. After each turn but the last, a trajectory gets ``branches`` - 1 siblings from
-there on, each with probability ``base`` + ``weight`` (H - H of its first turn), turn by turn until
+by log vocabulary. After each turn but the last, a trajectory gets a sibling from there on with
+probability ``base`` + ``weight`` (H - H of its first turn), turn by turn until
 there are ``budget`` trajectories. What is left of the budget are fresh trajectories. With top = 0,
 -log p of the sampled tokens stands for the entropy, whose unbiased estimate it is: only the
 embedded engine reports the most probable tokens.
@@ -35,15 +35,14 @@ async def grow(
     ctx: Context,
     budget: Count = 16,
     initial: Count = 8,
-    branches: Annotated[int, Meta(ge=2)] = 2,
     base: Share = 0.5,
     weight: NotNegative = 0.5,
     top: Annotated[int, Meta(ge=0, le=20)] = 10,
     first: Count = 20,
 ) -> None:
     """Grow ``budget`` trajectories to their ends, then emit them as one group."""
-    ctx.top = top
-    vocabulary = ctx.shop.text.tokenizer.get_vocab_size()
+    ctx.services.top = top
+    vocabulary = ctx.runtime.text.tokenizer.get_vocab_size()
 
     def entropy(action: Node) -> float:
         values = surprisal(action) if action.entropies is None else action.entropies
@@ -55,8 +54,8 @@ async def grow(
         for number, actions in leaves.items():
             if turn < len(actions):
                 chance = base + weight * (entropy(actions[turn - 1]) - entropy(actions[0]))
-                rng = ctx.aside(f"branch {number} {turn}").rng
-                forks += [Fork(actions[turn]) for _ in range(branches - 1) if rng.random() < chance]
+                rng = ctx.derive(f"branch {number} {turn}").rng
+                forks += [Fork(actions[turn])] if rng.random() < chance else []
         leaves |= await grown(
             tree, ctx, dict(enumerate(forks[: budget - len(leaves)], len(leaves)))
         )

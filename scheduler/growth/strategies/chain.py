@@ -8,10 +8,11 @@ never waits for an oracle.
 from collections.abc import Callable
 
 from coppice.common.declared import StrategyGives
+from coppice.scheduler.concurrency import TaskGroup
 from coppice.scheduler.growth.context import Context
 from coppice.scheduler.growth.rewards import judge
+from coppice.scheduler.growth.scoring import finish
 from coppice.scheduler.growth.tree import Fork, Node, Tree
-from coppice.scheduler.telemetry.together import Beside
 
 
 def gives(**_: object) -> StrategyGives:
@@ -36,27 +37,27 @@ async def episode(
     """Continue one trajectory to its end. Returns its trained actions in order: none if its outcome
     could not be judged. ``acting`` is called with each action once it is sampled. fork: where the
     trajectory begins, if it leaves another one; its actions then include those that both share."""
-    async with Beside() as beside:
+    async with TaskGroup() as group:
 
         def sampled(action: Node) -> Node:
             action.chosen = True
             ctx.save([action])
-            beside.start(judge(ctx, [action], bonus))
+            group.start(judge(ctx, [action], bonus))
             acting(action)
             return action
 
-        known = tree.actions(trajectory)  # there are some if the tree is half-grown
-        for action in known:
+        sampled_before = tree.actions(trajectory)  # there are some if the tree is half-grown
+        for action in sampled_before:
             if "valid" not in action.scores and not action.forced:
-                beside.start(judge(ctx, [action], bonus))
+                group.start(judge(ctx, [action], bonus))
             acting(action)
         node = (
             await ctx.tip(trajectory)
-            if fork is None or known
+            if fork is None or sampled_before
             else sampled(await ctx.branch(fork, trajectory))
         )
         while (place := await ctx.onward(node)) is not None:
             (action,) = await ctx.generate(place, 1, trajectory)
             node = sampled(action)
-    judged = await ctx.finish(trajectory)
+    judged = await finish(ctx, trajectory)
     return [action for action in tree.actions(trajectory) if judged and not action.forced]

@@ -7,10 +7,10 @@ trajectory has its own randomness.
 
 from coppice.common.declared import StrategyGives
 from coppice.common.numbers import Count
+from coppice.scheduler.concurrency import gather
 from coppice.scheduler.growth.context import Context
 from coppice.scheduler.growth.strategies.chain import episode
 from coppice.scheduler.growth.tree import Tree
-from coppice.scheduler.telemetry.together import together
 
 
 def gives(k: int, **_: object) -> StrategyGives:
@@ -19,9 +19,8 @@ def gives(k: int, **_: object) -> StrategyGives:
 
 
 async def grow(tree: Tree, ctx: Context, k: Count = 5, bonus: float = 0.1) -> None:
-    """Grow all trajectories to their ends, then emit them as one group. bonus: see
-    ``scheduler.rewards.composite``."""
+    """Grow all trajectories, then emit them as one group. bonus: see ``rewards.composite``."""
     if not tree.groups:
         ctx.emit(
-            await together(episode(tree, ctx.aside(f"trajectory {i}"), bonus, i) for i in range(k))
+            await gather(episode(tree, ctx.derive(f"trajectory {i}"), bonus, i) for i in range(k))
         )

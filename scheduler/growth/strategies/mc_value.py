@@ -11,11 +11,11 @@ import math
 
 from coppice.common.declared import StrategyGives
 from coppice.common.numbers import Count
+from coppice.scheduler.concurrency import TaskGroup
 from coppice.scheduler.growth.context import Context
 from coppice.scheduler.growth.rollouts import outcomes, position_before
 from coppice.scheduler.growth.strategies import chain
 from coppice.scheduler.growth.tree import Node, Tree
-from coppice.scheduler.telemetry.together import Beside
 from coppice.wire.faults import DataFault
 
 
@@ -29,25 +29,23 @@ def gives(**_: object) -> StrategyGives:
 
 
 async def grow(tree: Tree, ctx: Context, continuations: Count = 100, bonus: float = 0.1) -> None:
-    """Grow the chain and value its states meanwhile, then emit the chain. bonus: see
-    ``scheduler.rewards.composite``."""
+    """Grow the chain and value its states meanwhile. bonus: see ``rewards.composite``."""
     if tree.groups:
         return
-    async with Beside() as beside:
+    async with TaskGroup() as group:
         actions = await chain.episode(
-            tree, ctx, bonus, 0, lambda action: beside.start(value(ctx, action, continuations))
+            tree, ctx, bonus, 0, lambda action: group.start(value(ctx, action, continuations))
         )
     ctx.emit([actions])
 
 
 async def value(ctx: Context, action: Node, continuations: int) -> None:
-    """Estimate the value of the state in which ``action`` was taken, and write it to the action's
-    columns."""
+    """Estimate the value of the state before ``action``, and write it to the action's columns."""
     if action.forced or "mc_value" in action.scores:
         return
     # so the chain's draws do not depend on when continuations come back
-    aside = ctx.aside(f"value {action.id}")
-    samples = await outcomes(aside, position_before(ctx, action), continuations)
+    valuing = ctx.derive(f"value {action.id}")
+    samples = await outcomes(valuing, position_before(ctx, action), continuations)
     if not samples:
         raise DataFault(
             "no continuation of an action has an outcome: expected an environment that gives one, or repeats itself"

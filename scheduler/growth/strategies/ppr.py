@@ -7,10 +7,11 @@ generated.
 """
 
 from coppice.common.declared import StrategyGives
+from coppice.scheduler.concurrency import TaskGroup
 from coppice.scheduler.config import UNJUDGED
 from coppice.scheduler.growth.context import Context
+from coppice.scheduler.growth.scoring import finish, mark, score
 from coppice.scheduler.growth.tree import Node, Tree
-from coppice.scheduler.telemetry.together import Beside
 
 EVALUATION = "ppr"
 """Held-out questions are answered in the same rounds; no answer is forced."""
@@ -30,30 +31,29 @@ async def grow(tree: Tree, ctx: Context) -> None:
 
 async def episode(tree: Tree, ctx: Context) -> list[Node]:
     """Continue the trajectory to its end. Returns its actions in order."""
-    async with Beside() as beside:
+    async with TaskGroup() as group:
         place: Node | None = await ctx.tip()
         for action in tree.actions():  # there are some if the tree is half-grown
             if action is not place and "judge_valid" not in action.scores:
-                beside.start(_assess(ctx, action))
+                group.start(_assess(ctx, action))
         while place is not None:
             if place.kind != "action":
                 (place,) = await ctx.generate(place, 1)
                 place.chosen = True
             # otherwise the action was marked before a crash or a fault
             if "valid" not in place.scores:
-                ctx.mark([place])
+                mark(ctx, [place])
                 ctx.save([place])
             if ctx.action(place).kind == "answer" or place.step >= ctx.settings.budget:
                 break
             acted, place = place, await ctx.step(place)
-            beside.start(_assess(ctx, acted))
-    await ctx.finish()
+            group.start(_assess(ctx, acted))
+    await finish(ctx)
     return tree.actions()
 
 
 async def _assess(ctx: Context, node: Node) -> None:
-    """Judge one turn together with the environment's answer to it. The column judge_valid is 1 if
-    all the judge's columns are valid."""
+    """Judge a turn with the environment's answer. judge_valid is 1 if all columns are valid."""
     if ctx.settings.judge != UNJUDGED:
-        await ctx.score([node])
+        await score(ctx, [node])
         node.scores["judge_valid"] = float(not node.invalid)

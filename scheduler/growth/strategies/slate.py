@@ -14,6 +14,7 @@ from coppice.common.numbers import Count, Ddof, Positive
 from coppice.common.statistics import among_siblings
 from coppice.scheduler.growth.context import Context
 from coppice.scheduler.growth.rewards import choose, judge
+from coppice.scheduler.growth.scoring import log_outcome
 from coppice.scheduler.growth.tree import DROPPED, Tree
 
 Selection = Literal["reward-weighted", "best-of-k"]
@@ -69,4 +70,4 @@ async def grow(
         node = candidates[chosen]
     last = tree.actions()[-1]
     if ctx.environment.outcome_judge and DROPPED not in last.notes:
-        await ctx.log_outcome(last)
+        await log_outcome(ctx, last)

@@ -17,8 +17,7 @@ from coppice.scheduler.growth.tree import Tree
 
 
 def gives(branching: tuple[int, ...], **_: object) -> StrategyGives:
-    """Declare whole trajectories, as many per task as the product of the branchings if no path ends
-    early."""
+    """Declare whole trajectories per task: the product of the branchings if no path ends early."""
     if not branching:
         raise ValueError(
             "scheduler.strategy_options.branching = []: expected the number of children at one level or more"

@@ -32,7 +32,8 @@ async def grow(
             }
             new = range(len(leaves) + len(forks), len(leaves) + len(forks) + nodes * bool(places))
             drawn = {
-                number: ctx.aside(f"fork {number}").rng.choice([*places.values()]) for number in new
+                number: ctx.derive(f"fork {number}").rng.choice([*places.values()])
+                for number in new
             }
             forks |= {number: Fork(action) for number, action in drawn.items()}
             numbers += new

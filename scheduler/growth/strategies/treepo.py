@@ -19,8 +19,7 @@ from coppice.scheduler.growth.tree import Fork, Tree
 
 
 def gives(leaves: int, divergence: int, first_divergence: int, **_: object) -> StrategyGives:
-    """Declare ``leaves`` whole trajectories per task. Raises ValueError if fewer paths may begin
-    than each of them divides into."""
+    """Declare ``leaves`` whole trajectories per task."""
     if first_divergence < divergence:
         raise ValueError(
             f"scheduler.strategy_options.first_divergence = {first_divergence}: expected at least divergence = {divergence}"
@@ -37,10 +36,9 @@ async def grow(
     divergence: Count = 2,
     first_divergence: Count = 8,
 ) -> None:
-    """Grow the tree to its leaves, then emit them as one group. depth: after how many segments no
-    path divides any more."""
+    """Grow the tree to its leaves. depth: after how many segments no path divides any more."""
     most = max(divergence, min(leaves, first_divergence))
-    first = ctx.aside("first divergence").rng.randint(divergence, most)
+    first = ctx.derive("first divergence").rng.randint(divergence, most)
     paths = await grown(tree, ctx, dict.fromkeys(range(min(leaves, first))))
     unfinished = len(paths)
     for level in range(1, depth):
@@ -52,7 +50,7 @@ async def grow(
         forks = [fork for fork in places for _ in range(each - 1)] + places[-1:] * spare
         unfinished = len(places) + len(forks)
         paths |= await grown(tree, ctx, dict(enumerate(forks, len(paths))))
-    rng, late = ctx.aside("late forks").rng, list[Fork | None]()
+    rng, late = ctx.derive("late forks").rng, list[Fork | None]()
     for number in rng.sample([*paths], len(paths)) * leaves:
         length = sum(len(action.tokens) for action in paths[number])
         end = segment * rng.randint(0, min(depth - 1, max(0, length - 1) // segment))

@@ -28,8 +28,7 @@ async def grow(
     rounds: Natural = 1,
     continuations: Count = 2,
 ) -> None:
-    """Grow all trees of one question to their ends, then emit their leaves as one group. Tokens
-    before a fork count for one tree once."""
+    """Grow all trees, then emit their leaves. Tokens before a fork count for one tree once."""
     leaves = await grown(tree, ctx, dict.fromkeys(range(trees)))
     members = [[number] for number in leaves]
     for _ in range(rounds):

@@ -15,7 +15,7 @@ from coppice.actors.environments.base import Task
 from coppice.actors.environments.search_qa import SearchQA
 from coppice.scheduler.config import SchedulerConfig
 from coppice.scheduler.growth.context import Context
-from coppice.scheduler.growth.services import Shop
+from coppice.scheduler.growth.services import Runtime
 from coppice.scheduler.growth.tree import Tree
 from coppice.scheduler.ledger.journal import Journal
 from coppice.tools.evaluating.qa import methods
@@ -91,13 +91,13 @@ def answered(tmp_path: Path) -> Callable[..., Any]:
         config = SchedulerConfig(budget=how.budget, judge="none")
         journal, counts = Journal(tmp_path / "journal.sqlite"), Counter[str]()
         text: Any = services.text
-        shop = Shop(
+        runtime = Runtime(
             services, journal, text, SearchQA("short", how.topk), config, counts, lambda *_: None
         )
         tree = Tree(0, "t", "heldout")
         journal.start_tree(tree, 0, 0)
         await methods.load(method).answer(
-            tree, Context(shop, Task("t", QUESTION, ["Livy"]), tree, random.Random(0)), how
+            tree, Context(runtime, Task("t", QUESTION, ["Livy"]), tree, random.Random(0)), how
         )
         assert not services.lines, "lines that were not asked for"
         (row,) = journal.trees()

@@ -23,14 +23,14 @@ from coppice.actors.environments.base import Task
 from coppice.actors.environments.search_qa import SearchQA
 from coppice.research.benches import call_cost
 from coppice.research.benches.load import ACTION
+from coppice.scheduler.concurrency import gather
 from coppice.scheduler.config import SchedulerConfig
 from coppice.scheduler.growth.context import Context
-from coppice.scheduler.growth.services import Shop
+from coppice.scheduler.growth.services import Runtime
 from coppice.scheduler.growth.strategies import slate
 from coppice.scheduler.growth.text import Text
 from coppice.scheduler.growth.tree import Tree
 from coppice.scheduler.ledger.journal import Journal
-from coppice.scheduler.telemetry.together import together
 from coppice.wire.messages import (
     GenerateRequest,
     GenerateResult,
@@ -115,18 +115,18 @@ class Answers:
         return RetrieveResult([[PASSAGE] * 3])
 
 
-async def grow(shop: Shop, number: int) -> int:
+async def grow(runtime: Runtime, number: int) -> int:
     """Grow one tree to its end, and return its number of nodes."""
     tree, task = (
         Tree(number, f"t{number}"),
         Task(f"t{number}", f"What is the capital of country {number}?", golds=["Lima"]),
     )
-    context = Context(shop, task, tree, random.Random(number))
-    shop.journal.start_tree(tree, number, 0)
+    context = Context(runtime, task, tree, random.Random(number))
+    runtime.journal.start_tree(tree, number, 0)
     await context.plant()
     await slate.grow(tree, context)
-    shop.journal.close_tree(tree)
-    shop.fleet.ended(number)
+    runtime.journal.close_tree(tree)
+    runtime.fleet.ended(number)
     return len(tree.nodes)
 
 
@@ -141,13 +141,13 @@ async def node_cost(
         cast(Any, Answers(text.encode(ACTION))),
     )
     with contextlib.closing(Journal(path)) as journal:
-        shop = Shop(
+        runtime = Runtime(
             answers, journal, text, SearchQA(), SchedulerConfig(budget=budget, judge="any"), Counter(),
             lambda tree, turns: journal.save_group(tree, next(groups), turns),
         )  # fmt: skip
-        await grow(shop, -1)
+        await grow(runtime, -1)
         began = instructions.executed
-        nodes = sum(await together(grow(shop, number) for number in range(TREES)))
+        nodes = sum(await gather(grow(runtime, number) for number in range(TREES)))
         spent = instructions.executed - began
     written = sum(file.stat().st_size for file in folder.glob(path.name + "*"))
     return {"cost": spent / nodes, "bytes": written / nodes, "nodes": nodes / TREES}

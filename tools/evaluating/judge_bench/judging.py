@@ -15,7 +15,7 @@ import msgspec
 
 from coppice.judges.base import Judge, checked
 from coppice.judges.serve import BUILT_IN, make_worker
-from coppice.scheduler.telemetry.together import together
+from coppice.scheduler.concurrency import gather
 from coppice.tools.evaluating.examination import HOPELESS, Progress
 from coppice.tools.evaluating.folder import append, cut_torn_tail
 from coppice.tools.evaluating.judge_bench import record
@@ -151,7 +151,7 @@ class Asking:
         if left:
             await self.judge.start()
             try:
-                await together(self._one(name, turn) for name, turn in left)
+                await gather(self._one(name, turn) for name, turn in left)
             finally:
                 await self.judge.close()
 
@@ -221,7 +221,7 @@ class Session:
     async def play(self) -> Answers:
         """Ask all judges. Raises Fault as ``Asking.all`` does, or naming the first failed step of
         each judge."""
-        await together(one.all(self.steps) for one in self.working)
+        await gather(one.all(self.steps) for one in self.working)
         failed = [
             f"judge {one.name}: {len(one.failures)} steps failed, the first is {': '.join(first)}"
             for one in self.working

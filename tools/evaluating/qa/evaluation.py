@@ -139,7 +139,9 @@ class Answering(Examination[Result]):
         how = msgspec.structs.replace(settings.how, budget=context.settings.budget)
         await methods.load(settings.method).answer(context.tree, context, how)
         final = context.tree.actions()[-1]
-        final.scores |= score(context.tree, context.task.golds, context.shop.counts["retrievals"])
+        final.scores |= score(
+            context.tree, context.task.golds, context.runtime.counts["retrievals"]
+        )
         final.scores["outcome"] = final.scores["em"]  # coppice trees shows this column
         context.changed([final])
 

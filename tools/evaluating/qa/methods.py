@@ -78,18 +78,20 @@ async def ask(
     """Ask a separate prompt, a child of the tree's empty root. Returns the reply. thinking: False
     for an intermediate step."""
     thinking = thinking and ctx.settings.thinking
-    text = ctx.shop.text.prompt([{"role": "user", "content": prompt.replace(SPLIT, " ")}], thinking)
+    text = ctx.runtime.text.prompt(
+        [{"role": "user", "content": prompt.replace(SPLIT, " ")}], thinking
+    )
     root = tree.nodes.get(0) or tree.add(None, "prompt", np.zeros(0, np.int32), "")
-    shown = tree.add(root, "prompt", ctx.shop.text.encode(text), text, chosen=True)
+    shown = tree.add(root, "prompt", ctx.runtime.text.encode(text), text, chosen=True)
     ctx.save([root, shown])
     return await say(tree, ctx, shown, stop)
 
 
 async def say(tree: Tree, ctx: Context, place: Node, stop: Sequence[str] = ANSWERED) -> Node:
     """Let the model continue after ``place``. Returns its text as a node."""
-    (sample,), cached = await ctx.sample(tree.prefix(place), 1, list(stop))
+    (sample,), cached = await ctx.services.sample(tree.prefix(place), 1, list(stop))
     reply = tree.add(
-        place, "action", sample.tokens, ctx.shop.text.decode(sample.tokens), logprobs=sample.logprobs,
+        place, "action", sample.tokens, ctx.runtime.text.decode(sample.tokens), logprobs=sample.logprobs,
         versions=sample.versions, sampled=np.ones(len(sample.tokens), bool), finish=sample.finish, cached=cached,
         chosen=True,
     )  # fmt: skip
@@ -119,7 +121,7 @@ async def cot(tree: Tree, ctx: Context, how: How) -> None:
 async def rag(tree: Tree, ctx: Context, how: How) -> None:
     """Retrieval-augmented generation (Lewis et al., 2020), as in the papers' tables: the question is
     the query, then the passages are read."""
-    passages = await ctx.retrieve(ctx.task.question, how.topk)
+    passages = await ctx.services.retrieve(ctx.task.question, how.topk)
     await ask(tree, ctx, filled("rag", documents=documents(passages), question=ctx.task.question))
 
 
@@ -141,7 +143,7 @@ async def iter_retgen(tree: Tree, ctx: Context, how: How) -> None:
     question, reply = ctx.task.question, ""
     for _ in range(how.budget):
         query = " ".join(f"{_TAGS.sub(' ', reply)} {question}".split())
-        passages = await ctx.retrieve(query, how.topk)
+        passages = await ctx.services.retrieve(query, how.topk)
         prompt = filled("iter_retgen", documents=documents(passages), question=question)
         reply = spoken((await ask(tree, ctx, prompt)).text)
 
@@ -161,7 +163,7 @@ async def ircot(tree: Tree, ctx: Context, how: How) -> None:
     question, thoughts, query = ctx.task.question, "", ctx.task.question
     kept: dict[str, Passage] = {}
     for searches in range(1, how.budget + 1):
-        for passage in await ctx.retrieve(query, how.topk):
+        for passage in await ctx.services.retrieve(query, how.topk):
             if len(kept) < MOST_PASSAGES:
                 kept.setdefault(passage.id, passage)
         if searches == how.budget:
@@ -252,13 +254,13 @@ async def search_o1(tree: Tree, ctx: Context, how: How) -> None:
             result = await _condensed(tree, ctx, node, query, how.topk)
             searched.add(query)
         text = f"\n<result> {result} </result>\n"
-        shown = tree.add(node, "observation", ctx.shop.text.encode(text), text, chosen=True)
+        shown = tree.add(node, "observation", ctx.runtime.text.encode(text), text, chosen=True)
         ctx.save([shown])
         node = await say(tree, ctx, shown, _STOP)
 
 
 async def _condensed(tree: Tree, ctx: Context, node: Node, query: str, topk: int) -> str:
-    passages = await ctx.retrieve(query, topk)
+    passages = await ctx.services.retrieve(query, topk)
     said = "".join(above.text for above in tree.path(node) if above.kind != "prompt")
     reasoning, shown = said[-_SHOWN_REASONING:], documents(passages)
     prompt = filled("search_o1_documents", reasoning=reasoning, query=query, documents=shown)

@@ -2,12 +2,14 @@
 hold the same weights."""
 
 import asyncio
+import sys
 from collections import Counter
 from collections.abc import Sequence
 
 import msgspec
 
-from coppice.scheduler.dispatch.dispatcher import Dispatcher, Worker
+from coppice.scheduler.dispatch.calls import Worker
+from coppice.scheduler.dispatch.dispatcher import Dispatcher
 from coppice.scheduler.dispatch.residency import Residency
 from coppice.scheduler.telemetry import terminal
 from coppice.wire.faults import Fault, InfrastructureFault
@@ -19,12 +21,18 @@ that its own error arrives first."""
 
 
 class Weights(msgspec.Struct, frozen=True):
-    """One version as the learner published it. RUN/learner.json holds the newest. Version 0 is the
-    model with which actors start."""
+    """A published version, as RUN/learner.json holds it; 0 is the model with which actors start."""
 
     version: int = 0
     path: str = ""
     digest: str = ""
+
+
+class Versions(msgspec.Struct):
+    """The policy versions of the ready actors: at least ``proven``, at most ``newest``."""
+
+    proven: int = 0
+    newest: int = sys.maxsize
 
 
 def most_common(proofs: Sequence[str]) -> str:
@@ -32,29 +40,20 @@ def most_common(proofs: Sequence[str]) -> str:
     return max(proofs, key=lambda proof: (bool(proof), proofs.count(proof)), default="")
 
 
-class Spread:
+class WeightSync:
     """Gives weights and compares proofs. An actor that cannot prove the newest weights is sent
-    away; its process restarts and joins again.
-
-    counts: receives the count "failed_loads".
-    """
+    away; its process restarts and joins again. counts: receives the count "failed_loads"."""
 
     def __init__(self, dispatcher: Dispatcher, residency: Residency, counts: Counter[str]):
         self.dispatcher, self.residency, self.counts = dispatcher, residency, counts
-        self.weights = Weights()
-        self.proven = 0
-        """The version that every ready actor has, at least."""
-        self._common = ""
-        """The most common proof of the newest weights."""
-        self._settled = asyncio.Event()
-        """Set while that proof is known, cleared while new weights are being given to all actors.
-        """
+        self.weights, self.versions = Weights(), Versions(newest=0)
+        self._common = ""  # the most common proof of the newest weights
+        self._settled = asyncio.Event()  # set while that proof is known
         self._settled.set()
 
     async def everywhere(self, weights: Weights) -> None:
-        """Give ``weights`` to all ready actors, and drop those that do not prove them. An actor
-        that joins later gets them then."""
-        self.weights = weights
+        """Give ``weights`` to all ready actors, and drop those that do not prove them."""
+        self.weights, self.versions.newest = weights, weights.version
         if not weights.version:
             return
         self._settled.clear()
@@ -67,15 +66,14 @@ class Spread:
         for actor, proof in zip(actors, proofs, strict=True):
             if proof and proof != common:
                 self._drop(actor, _differs(proof, common))
-        self.proven = weights.version
+        self.versions.proven = weights.version
         if not self.dispatcher.workers("generate"):
             terminal.say(
                 f"no actor holds policy version {weights.version}: waiting for one to join"
             )
 
     async def to(self, actor: Worker) -> None:
-        """Give the newest weights to an actor that joins. Raises Fault if it does not take them, or
-        if its proof differs from most."""
+        """Give a joining actor the newest weights. Raises Fault without their proof."""
         held, proof = 0, ""
         while held != self.weights.version:  # a newer version may come while one is being loaded
             weights = self.weights
@@ -86,8 +84,7 @@ class Spread:
         self._common = self._common or proof
 
     async def _proven(self, actor: Worker) -> str:
-        """Give an actor the newest weights. Returns its engine's proof, or "" if the engine has
-        none or the actor was dropped."""
+        """Give an actor the newest weights. Returns its proof, "" if it has none or was dropped."""
         try:
             return await self._give(actor, self.weights)
         except Fault as fault:
@@ -113,7 +110,7 @@ class Spread:
             f"actor {actor.name} did not take policy version {version} and is dropped: {reason}"
         )
         self.counts["failed_loads"] += 1
-        self.dispatcher.remove(actor, f"weights of version {version} were not proven")
+        self.dispatcher.roster.remove(actor, f"weights of version {version} were not proven")
 
 
 def _differs(proof: str, common: str) -> str:

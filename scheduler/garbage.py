@@ -10,23 +10,20 @@ THAW_S = 3600.0
 """The longest time, in seconds, between two collections that look at every object."""
 MORE, ROOM = 1.5, 100_000
 """Every object is also looked at as soon as more than ``MORE`` times the objects of the last such
-collection, and ``ROOM``, are spared."""
+collection, and ``ROOM``, are spared: otherwise what leaves cycles quickly would fill the memory."""
 YOUNG = 50_000
-"""Objects that may be made before the collector looks at them, so many more than Python's default
-(700 in 3.11) that most of them, such as those of an open call, are gone by then. With 20,000 open
-calls, looking at each of their objects takes a third of a call's processor time otherwise."""
+"""Objects that may be made before the collector looks at them: most of them, such as those of an
+open call, are gone by then. With 20,000 open calls and Python's default of 700, looking at each of
+their objects takes a third of a call's processor time."""
 RARELY = 100
-"""The spared objects are counted again after this many times the time that counting them took."""
+"""The spared objects are counted again after this many times the time that counting them took,
+which is nearly as long as collecting."""
 
 
 class Survivors:
-    """A callback for ``gc.callbacks``, which freezes what survives a full collection.
-
-    A full collection takes as long as it takes to look at every object, and thousands of trees have
-    a million. Objects are freed by their reference counts all the same; only cycles among the
-    spared ones wait until all are looked at again. Therefore the number of spared objects is
-    bounded too: otherwise anything that leaves cycles quickly would fill the memory.
-    """
+    """A callback for ``gc.callbacks``, which freezes what survives a full collection, since
+    thousands of trees have a million objects. Only cycles among the spared ones wait until all are
+    looked at again."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock, self._thawed = clock, clock()
@@ -45,8 +42,6 @@ class Survivors:
             self._bound, self._thawing = MORE * gc.get_freeze_count() + ROOM, False
 
     def _too_many(self) -> bool:
-        """Whether more objects than the bound are spared. Counting takes nearly as long as
-        collecting."""
         if (began := time.perf_counter()) < self._count_at:
             return False
         count = gc.get_freeze_count()

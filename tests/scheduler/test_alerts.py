@@ -1,25 +1,24 @@
 """The terminal is told what matters once, and again when it goes on or gets worse."""
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-from coppice.scheduler import main
-from coppice.scheduler.growth.strategies import slate
-from coppice.scheduler.telemetry.judged import Judged
-from coppice.scheduler.telemetry.terminal import (
+from coppice.scheduler.alerts import (
     EVERY_S,
     EVERY_UPDATES,
+    FEWEST,
+    WINDOW,
     Attendance,
+    EpisodeCrashes,
     Faults,
+    JudgeTally,
     Reminders,
 )
 from coppice.wire.faults import DataFault, InfrastructureFault
 from coppice.wire.messages import Judgement
 from coppice.wire.service import Call
-from tests.scheduler.test_strategies import RIGHT, Stage
 from tests.services import EchoRequest, EchoResult, bench
 
 GROWTH = "wrong trajectories have {} turns, {} times as many as at first (watch.turns = 1.5), and a judged turn pays {}"
@@ -31,18 +30,6 @@ def told(clock: list[float]) -> tuple[Faults, list[str]]:
 
 
 # ------------------------------------------------------------------------------------------ faults
-
-
-def test_the_first_fault_of_a_service_is_told_at_once_with_its_cause_and_where() -> None:
-    faults, lines = told([0.0])
-    faults.failed(
-        "judge.raises",
-        InfrastructureFault("raises-plugin: KeyError: 'my bug'"),
-        "tree 7, attempt 1 of 5",
-    )
-    assert lines == [
-        "judge.raises fails: raises-plugin: KeyError: 'my bug' (tree 7, attempt 1 of 5; more in logs/scheduler.log)"
-    ]
 
 
 def test_later_faults_are_told_once_a_minute_with_their_number_and_each_service_for_itself() -> (
@@ -60,35 +47,6 @@ def test_later_faults_are_told_once_a_minute_with_their_number_and_each_service_
     )
     faults.failed("retrieve", InfrastructureFault("no"), "tree 1")
     assert lines[3].startswith("retrieve fails: no")
-
-
-def test_a_fault_is_one_short_line_that_names_its_service_once() -> None:
-    faults, lines = told([0.0])
-    faults.failed(
-        "judge.a", InfrastructureFault("judge.a took over 8.0 s on w\n" + "detail " * 200), "tree 1"
-    )
-    assert lines[0].startswith("judge.a fails: took over 8.0 s on w detail")
-    assert "\n" not in lines[0]
-    assert len(lines[0]) < 400
-
-
-async def test_a_strategy_calls_in_the_name_of_its_tree_and_attempt(
-    tmp_path: Path, llama: Path
-) -> None:
-    stage = Stage(tmp_path, llama, [[RIGHT] * 3])
-    call, callers = stage.services.call, []
-
-    async def listening(service: str, request: Any, **settings: Any) -> Any:
-        callers.append((service, settings["caller"]))
-        return await call(service, request, **settings)
-
-    stage.services.call = listening
-    stage.context.attempt = 2
-    await stage.grow(slate)
-    assert callers == [
-        (service, "tree 0, attempt 2 of 5")
-        for service in ("generate", "judge.slate_rules", "judge.exact_match")
-    ]
 
 
 async def test_each_fault_of_a_named_caller_is_told_also_where_the_call_is_tried_again(
@@ -115,27 +73,6 @@ async def test_each_fault_of_a_named_caller_is_told_also_where_the_call_is_tried
         ("echo", "w: KeyError: 'my bug'", "tree 7"),
         ("echo", "w: not this one", "tree 7"),
     ]
-
-
-def test_a_run_that_ends_with_a_fault_says_so_in_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    async def ends(process: Any) -> int:
-        raise InfrastructureFault(
-            "tree 0 failed 5 times; the last time: judge.hang took over 8.0 s on w"
-        )
-
-    monkeypatch.setattr(main, "run", ends)
-    monkeypatch.setattr(main.msgspec.json, "decode", lambda *_, **__: None)
-    (tmp_path / "process.json").write_text("{}")
-    monkeypatch.setattr(main.sys, "argv", ["scheduler", str(tmp_path / "process.json")])
-    with pytest.raises(SystemExit) as ended:
-        main.main()
-    assert ended.value.code == 1
-    assert [record.getMessage() for record in caplog.records][-1] == (
-        "the run ends: tree 0 failed 5 times; the last time: judge.hang took over 8.0 s on w"
-    )
-    assert not any(record.exc_info for record in caplog.records)
 
 
 # ------------------------------------------------------------------------------------------ workers
@@ -199,7 +136,7 @@ def given(valid: int, invalid: int) -> list[Judgement]:
 def test_a_share_of_invalid_scores_warns_once_at_each_level_and_names_judge_columns_numbers_and_remedy() -> (
     None
 ):
-    judged = Judged("slate", Path("runs/a"))
+    judged = JudgeTally("slate", Path("runs/a"))
     assert judged.take() == ""
     assert judged.share is None
     assert judged.note(given(10, 0)) == (20, 0)
@@ -220,3 +157,32 @@ def test_a_share_of_invalid_scores_warns_once_at_each_level_and_names_judge_colu
     assert judged.take() == ""
     assert judged.take() == ""
     assert judged.share == 0  # nothing was judged since
+
+
+# ------------------------------------------------------------------------------------------
+# crashes
+
+
+def test_many_crashes_are_told_once_with_a_reason_and_the_remedy() -> None:
+    said: list[str] = []
+    crashes = EpisodeCrashes(Path("runs/a b"), said.append)
+    for _ in range(FEWEST - 1):
+        crashes.note("exit status 1: ValueError: no\n\nIts last output:\n...")
+    assert said == []
+    for _ in range(WINDOW):
+        crashes.note("exit status 1: ValueError: no\n\nIts last output:\n...")
+    (line,) = said
+    assert line.startswith(f"warning: {FEWEST} of the last {FEWEST} episodes crashed")
+    assert "exit status 1: ValueError: no. Mend" in line and "last output:" not in line
+    assert "coppice trees 'runs/a b' --where 'crashed_max = 1'" in line
+
+
+def test_a_few_crashes_among_many_episodes_are_no_warning_and_earlier_ones_are_forgotten() -> None:
+    said: list[str] = []
+    crashes = EpisodeCrashes(say=said.append)
+    for i in range(10 * WINDOW):
+        crashes.note("" if i % 8 else "killed by SIGKILL: ")
+    assert said == []
+    for _ in range(WINDOW // 4):
+        crashes.note("it ran longer than 600 s: ")
+    assert len(said) == 1, "a run that begins to crash is told, however long it went well"

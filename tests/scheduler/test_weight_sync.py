@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from coppice.scheduler.dispatch.residency import Residency
-from coppice.scheduler.telemetry.spread import Spread, Weights, most_common
+from coppice.scheduler.weight_sync import Weights, WeightSync, most_common
 from coppice.wire.faults import InfrastructureFault
 from coppice.wire.messages import LoadRequest, LoadResult
 from coppice.wire.service import Call, Handler, Rejected, Service
@@ -42,11 +42,11 @@ class Actor:
         return LoadResult(request.version, request.digest, 0.0, self.proof)
 
 
-def made(table: Bench) -> Spread:
-    """A spread whose joining actors take the newest weights, as in the scheduler."""
-    spread = Spread(table.dispatcher, Residency(), Counter())
-    table.dispatcher.on_join = spread.to
-    return spread
+def made(table: Bench) -> WeightSync:
+    """A synchronisation whose joining actors take the newest weights, as in the scheduler."""
+    sync = WeightSync(table.dispatcher, Residency(), Counter())
+    table.dispatcher.roster.on_join = sync.to
+    return sync
 
 
 @pytest.mark.parametrize(
@@ -67,62 +67,40 @@ async def test_whoever_fails_or_proves_others_is_sent_away_and_the_rest_goes_on(
     tmp_path: Path,
 ) -> None:
     async with bench(tmp_path) as table:
-        spread = made(table)
+        sync = made(table)
         actors = {"a": Actor(), "b": Actor("other"), "c": Actor(wrong=(1,)), "d": Actor()}
         for name, actor in actors.items():
             await table.work(name, actor.handlers())
-        await spread.everywhere(ONE)
+        await sync.everywhere(ONE)
         assert {worker.name for worker in table.dispatcher.workers("generate")} == {"a", "d"}
-        assert spread.counts["failed_loads"] == 2
-        assert spread.proven == 1
+        assert sync.counts["failed_loads"] == 2
+        assert sync.versions.proven == 1
         assert [actor.loads for actor in actors.values()] == [[1]] * 4
-
-
-async def test_a_lone_actor_that_fails_comes_again_and_the_run_is_not_over(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    async with bench(tmp_path) as table:
-        spread = made(table)
-        await table.work("a", Actor(wrong=(1,)).handlers())
-        await spread.everywhere(ONE)
-        assert "no actor holds policy version 1: waiting for one to join" in capsys.readouterr().out
-        again = Actor()
-        await table.work("a", again.handlers())  # as the launcher starts it anew
-        assert again.loads == [1]
 
 
 async def test_who_joins_during_an_update_gets_the_newer_version_before_any_work(
     tmp_path: Path,
 ) -> None:
     async with bench(tmp_path) as table:
-        spread, late = made(table), Actor()
-        await spread.everywhere(ONE)
+        sync, late = made(table), Actor()
+        await sync.everywhere(ONE)
         late.gate.clear()
         joining = asyncio.create_task(table.work("late", late.handlers()))
         await late.begun.wait()
-        await spread.everywhere(TWO)
+        await sync.everywhere(TWO)
         assert not table.dispatcher.workers("generate")
         late.gate.set()
         await joining
         assert late.loads == [1, 2]
 
 
-async def test_who_joins_with_other_weights_than_the_rest_gets_no_work(tmp_path: Path) -> None:
-    async with bench(tmp_path) as table:
-        spread = made(table)
-        await table.work("a", Actor().handlers())
-        await spread.everywhere(ONE)
-        await _refused(table, "b", asyncio.create_task(table.work("b", Actor("other").handlers())))
-        assert [worker.name for worker in table.dispatcher.workers()] == ["a"]
-
-
 async def test_who_joins_while_the_others_still_load_is_compared_with_them(tmp_path: Path) -> None:
     async with bench(tmp_path) as table:
-        spread, slow = made(table), Actor()
+        sync, slow = made(table), Actor()
         for name, actor in (("a", slow), ("b", Actor())):
             await table.work(name, actor.handlers())
         slow.gate.clear()
-        spreading = asyncio.create_task(spread.everywhere(ONE))
+        spreading = asyncio.create_task(sync.everywhere(ONE))
         await slow.begun.wait()
         late = Actor("other")
         joining = asyncio.create_task(table.work("late", late.handlers()))
@@ -131,17 +109,6 @@ async def test_who_joins_while_the_others_still_load_is_compared_with_them(tmp_p
         await spreading
         await _refused(table, "late", joining)
         assert {worker.name for worker in table.dispatcher.workers()} == {"a", "b"}
-
-
-async def test_of_two_that_join_after_all_had_failed_the_second_must_prove_what_the_first_did(
-    tmp_path: Path,
-) -> None:
-    async with bench(tmp_path) as table:
-        spread = made(table)
-        await spread.everywhere(ONE)
-        await table.work("a", Actor().handlers())
-        await _refused(table, "b", asyncio.create_task(table.work("b", Actor("other").handlers())))
-        assert [worker.name for worker in table.dispatcher.workers()] == ["a"]
 
 
 async def _refused(table: Bench, name: str, joining: "asyncio.Task[Service]") -> None:

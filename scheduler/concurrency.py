@@ -1,0 +1,47 @@
+"""Concurrent work that succeeds or fails as a whole."""
+
+import asyncio
+from collections.abc import Coroutine, Iterable
+from types import TracebackType
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+async def gather(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Run coroutines concurrently; their results in order. The first fault cancels the rest."""
+    async with TaskGroup() as group:
+        tasks = [group.start(one) for one in work]
+    return [task.result() for task in tasks]
+
+
+class TaskGroup:
+    """``asyncio.TaskGroup``, but the first fault is raised unchanged, not in an ExceptionGroup."""
+
+    def __init__(self) -> None:
+        self._tasks: list[asyncio.Task[Any]] = []
+
+    def start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Start ``work`` now."""
+        task = asyncio.ensure_future(work)
+        self._tasks.append(task)
+        return task
+
+    async def __aenter__(self) -> "TaskGroup":
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            done = len(self._tasks) if error is not None else 0
+            while done < len(self._tasks):  # work may start more work
+                done = len(self._tasks)
+                await asyncio.gather(*self._tasks)
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -1,0 +1,82 @@
+"""A node as the journal keeps it. Of the state after a node only its difference from the state
+before is stored, because a state tends to hold the whole episode."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+import numpy as np
+from msgspec.msgpack import Ext
+
+from coppice.scheduler.growth.tree import Node, Tree
+from coppice.wire.arrays import DTYPES, NAMES
+
+DIFFERENCE = 1
+"""The msgpack extension of a state that is stored as its difference from another one."""
+SEQUENCE = (list, tuple)
+
+
+def encode_node(node: Node, tree: Tree | None = None) -> bytes:
+    """Encode a node as msgpack, with arrays inline as [dtype, bytes]. The state is shortened if the
+    ``tree`` is given to which the node belongs."""
+    before = tree.state_before(node) if node.state is not None and tree is not None else None
+    state = node.state
+    if isinstance(state, dict) and isinstance(before, dict) and state.keys() == before.keys():
+        difference = msgspec.msgpack.encode(_difference(state, before))
+        node = msgspec.structs.replace(node, state=Ext(DIFFERENCE, difference))
+    return msgspec.msgpack.encode(
+        node, enc_hook=lambda array: [NAMES[array.dtype], array.tobytes()]
+    )
+
+
+def decode_node(blob: bytes) -> Node:
+    """Decode what ``encode_node`` returned. Raises ValueError when the blob is damaged."""
+    try:
+        return msgspec.msgpack.decode(blob, type=Node, dec_hook=_array)
+    except (msgspec.DecodeError, ValueError, LookupError, TypeError, RecursionError) as error:
+        raise ValueError(
+            f"a node of the journal is damaged ({error}): restore journal.sqlite from a copy"
+        ) from None
+
+
+def restore(tree: Tree, blobs: Iterable[bytes]) -> None:
+    """Add encoded nodes to a tree, with whole states. A state is None if the journal has lost the
+    one before it (``coppice watch --audit`` tells)."""
+    for node in map(decode_node, blobs):
+        tree.put(node)
+        if isinstance(node.state, Ext):
+            node.state = _whole(node.state, tree.state_before(node))
+
+
+def _difference(
+    state: dict[str, Any], before: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The items that sequences have beyond those of ``before``, and the other values that differ."""
+    longer, other = {}, {}
+    for key, value in state.items():
+        old = before[key]
+        both = isinstance(value, SEQUENCE) and isinstance(old, SEQUENCE)
+        if both and [*value[: len(old)]] == [*old]:
+            longer[key] = value[len(old) :]
+        elif type(value) is not type(old) or value != old:
+            other[key] = value
+    return {key: items for key, items in longer.items() if items}, other
+
+
+def _whole(stored: Ext, before: Any) -> Any:
+    if before is None:
+        return None
+    try:
+        longer, other = msgspec.msgpack.decode(stored.data)
+        return before | other | {key: before[key] + items for key, items in longer.items()}
+    except (msgspec.DecodeError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"a state of the journal is damaged ({error}): restore journal.sqlite from a copy"
+        ) from None
+
+
+def _array(_: type, value: Any) -> np.ndarray:
+    name, raw = value
+    if name not in DTYPES:  # numpy would parse any other text as a description of a type
+        raise ValueError(f"dtype {name!r}, expected one of {sorted(DTYPES)}")
+    return np.frombuffer(raw, dtype=name)
