@@ -18,17 +18,10 @@ from coppice import scheduler
 from coppice.actors.environments import registry
 from coppice.common import loop, shards
 from coppice.common.process import begin
-from coppice.scheduler.alerts import (
-    Attendance,
-    EpisodeCrashes,
-    Faults,
-    Fruitless,
-    JudgeTally,
-    Reminders,
-)
 from coppice.scheduler.concurrency import gather
 from coppice.scheduler.config import UNJUDGED, SchedulerProcess
 from coppice.scheduler.dispatch.dispatcher import Dispatcher, Transport, Worker
+from coppice.scheduler.dispatch.weight_sync import Weights, WeightSync
 from coppice.scheduler.evaluation.examination import WORK, Examination
 from coppice.scheduler.garbage import sparing
 from coppice.scheduler.growth import dynamic_sampling, tasks
@@ -41,13 +34,20 @@ from coppice.scheduler.ledger.journal import Journal, JournalError
 from coppice.scheduler.ledger.pacing import Pacing
 from coppice.scheduler.ledger.stream import Stream
 from coppice.scheduler.telemetry import report, terminal
+from coppice.scheduler.telemetry.alerts import (
+    Attendance,
+    EpisodeCrashes,
+    Faults,
+    Fruitless,
+    JudgeTally,
+    Reminders,
+)
 from coppice.scheduler.telemetry.exporter import Exporter
 from coppice.scheduler.telemetry.fleet import Fleet
 from coppice.scheduler.telemetry.health import PAUSED, Health, Progress, Reporter, joined, read_all
 from coppice.scheduler.telemetry.metrics import Metrics
 from coppice.scheduler.telemetry.phases import LEARNER, LOADING, Phases, Training, learner_seconds
 from coppice.scheduler.telemetry.tracking import FINISH_S, STOP_S, Trackers
-from coppice.scheduler.weight_sync import Weights, WeightSync
 from coppice.wire import published
 from coppice.wire.faults import Fault, InfrastructureFault
 from coppice.wire.keys import RunKeys

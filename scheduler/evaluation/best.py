@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from coppice.common.atomic import drafted
-from coppice.scheduler.weight_sync import Weights
+from coppice.scheduler.dispatch.weight_sync import Weights
 from coppice.wire import published
 
 log = logging.getLogger("scheduler.best")

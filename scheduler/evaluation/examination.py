@@ -11,9 +11,9 @@ from collections.abc import Sequence
 import msgspec
 
 from coppice.actors.environments.base import Environment, Task
-from coppice.scheduler.alerts import JudgeTally
 from coppice.scheduler.concurrency import gather
 from coppice.scheduler.config import SchedulerConfig
+from coppice.scheduler.dispatch.weight_sync import WeightSync
 from coppice.scheduler.evaluation import best, evaluation
 from coppice.scheduler.growth import strategies
 from coppice.scheduler.growth.context import Context
@@ -22,9 +22,9 @@ from coppice.scheduler.growth.services import Runtime, Services
 from coppice.scheduler.growth.tasks import GeneratedTasks, Tasks
 from coppice.scheduler.growth.tree import Tree
 from coppice.scheduler.telemetry import report
+from coppice.scheduler.telemetry.alerts import JudgeTally
 from coppice.scheduler.telemetry.metrics import Metrics
 from coppice.scheduler.telemetry.phases import Phases
-from coppice.scheduler.weight_sync import WeightSync
 from coppice.wire.faults import DataFault
 
 log = logging.getLogger("scheduler.examination")

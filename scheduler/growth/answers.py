@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 
 from coppice.common import support
-from coppice.scheduler.weight_sync import Versions
+from coppice.scheduler.dispatch.weight_sync import Versions
 from coppice.wire.faults import InfrastructureFault
 from coppice.wire.messages import GenerateRequest, GenerateResult, JudgeResult, Sample
 

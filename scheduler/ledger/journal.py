@@ -20,7 +20,7 @@ from coppice.actors.environments.base import Rejected
 from coppice.common import atomic, vision
 from coppice.common.shards import Shard
 from coppice.scheduler.growth.tree import Tree
-from coppice.scheduler.node_codec import encode_node, restore
+from coppice.scheduler.ledger.node_codec import encode_node, restore
 from coppice.wire.messages import Turn
 
 _SCHEMA = """

@@ -6,8 +6,8 @@ import msgspec
 
 from coppice.common.frontier import Frontier, read
 from coppice.common.shards import Shard
+from coppice.scheduler.dispatch.weight_sync import Weights
 from coppice.scheduler.ledger.journal import Journal
-from coppice.scheduler.weight_sync import Weights
 from coppice.wire.faults import DataFault
 
 

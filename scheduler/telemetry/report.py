@@ -7,12 +7,12 @@ from pathlib import Path
 
 import msgspec
 
-from coppice.scheduler.alerts import crash_remedy
 from coppice.scheduler.evaluation import best
 from coppice.scheduler.evaluation.evaluation import HeldOut
 from coppice.scheduler.growth import dynamic_sampling
 from coppice.scheduler.ledger.journal import Journal
 from coppice.scheduler.telemetry import phases
+from coppice.scheduler.telemetry.alerts import crash_remedy
 from coppice.scheduler.telemetry.terminal import conclude, say
 
 SUMMARY = "summary.json"

@@ -33,7 +33,7 @@ from coppice.judges.slate import parse_score
 from coppice.learner.main import pack_batch, unpack_batch
 from coppice.learner.update.trainer import Batch
 from coppice.scheduler.growth.tree import Node
-from coppice.scheduler.node_codec import decode_node, encode_node
+from coppice.scheduler.ledger.node_codec import decode_node, encode_node
 from coppice.tools.launching import config
 from coppice.wire import arrays
 from coppice.wire.faults import InfrastructureFault, WireError

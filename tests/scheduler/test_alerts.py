@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from coppice.scheduler.alerts import (
+from coppice.scheduler.telemetry.alerts import (
     EVERY_S,
     EVERY_UPDATES,
     FEWEST,

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from coppice.scheduler.dispatch.weight_sync import Versions
 from coppice.scheduler.growth import answers
-from coppice.scheduler.weight_sync import Versions
 from coppice.wire.faults import InfrastructureFault
 from coppice.wire.messages import (
     GenerateRequest,

@@ -17,11 +17,11 @@ import pytest
 from coppice.common import frontier
 from coppice.scheduler.config import EvaluationConfig, SchedulerConfig, SchedulerProcess
 from coppice.scheduler.dispatch.dispatcher import DispatchConfig
+from coppice.scheduler.dispatch.weight_sync import Weights
 from coppice.scheduler.ledger.journal import Journal
 from coppice.scheduler.ledger.records import UPDATE
 from coppice.scheduler.main import Run
 from coppice.scheduler.telemetry import health
-from coppice.scheduler.weight_sync import Weights
 from coppice.wire import published
 from coppice.wire.faults import DataFault
 from coppice.wire.keys import RunKeys

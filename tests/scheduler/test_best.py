@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from coppice.scheduler.dispatch.weight_sync import Weights
 from coppice.scheduler.evaluation import best
-from coppice.scheduler.weight_sync import Weights
 from coppice.tools.evaluating import versions
 from coppice.wire.published import Manifest
 

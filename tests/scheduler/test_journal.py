@@ -13,7 +13,7 @@ import pytest
 
 from coppice.scheduler.growth.tree import Tree
 from coppice.scheduler.ledger.journal import Journal, JournalError
-from coppice.scheduler.node_codec import decode_node, encode_node
+from coppice.scheduler.ledger.node_codec import decode_node, encode_node
 from coppice.wire.arrays import decode_body, encode_body
 from coppice.wire.messages import GenerateResult, Sample, TrainGroup, Turn
 

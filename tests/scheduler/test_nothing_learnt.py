@@ -8,9 +8,9 @@ import msgspec
 import pytest
 
 from coppice.learner.update.trainer import Batch
-from coppice.scheduler.alerts import UPDATES, Fruitless
 from coppice.scheduler.growth.dynamic_sampling import LATEST_STEP, counted, summary
 from coppice.scheduler.growth.tasks import Tasks
+from coppice.scheduler.telemetry.alerts import UPDATES, Fruitless
 from coppice.wire.messages import Turn
 from tests.updates import batch, episodes, trainer
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from coppice.scheduler.dispatch.residency import Residency
-from coppice.scheduler.weight_sync import Weights, WeightSync, most_common
+from coppice.scheduler.dispatch.weight_sync import Weights, WeightSync, most_common
 from coppice.wire.faults import InfrastructureFault
 from coppice.wire.messages import LoadRequest, LoadResult
 from coppice.wire.service import Call, Handler, Rejected, Service

@@ -57,7 +57,7 @@ FUNCTIONS = {
     "learner/model/optimizer.py": ("step",),
     "learner/model/checkpoint.py": ("restore_newest",),
     "scheduler/dispatch/residency.py": ("__str__",),
-    "scheduler/alerts.py": ("take",),
+    "scheduler/telemetry/alerts.py": ("take",),
     "scheduler/main.py": ("main",),
     "actors/environments/task_files.py": ("unusable", "too_few", "_load"),
     "wire/keys.py": ("load",),
