@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from coppice.actors.environments.base import Action, Tools, Transition
-from coppice.actors.environments.search_qa import SearchQA, State
+from coppice.actors.environments.search_qa.environment import SearchQA, State
 from coppice.common.atomic import write_whole
 from coppice.tools.defaults.index_corpus import ensure_index
 from coppice.tools.defaults.tiny_board import make_tiny_policy
@@ -78,7 +78,7 @@ class Searching(SearchQA):
 
     def parse(self, text: str) -> Action:
         """Return a search for the text."""
-        return Action("search", text, think="I look it up.", query=text[:20] or "capital")
+        return Action("search", text, text[:20] or "capital", think="I look it up.")
 
     async def step(self, state: State, action: Action, tools: Tools) -> Transition:
         """As in every search, a little later."""

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coppice.actors.environments.tictactoe import (
+from coppice.actors.environments.tictactoe.environment import (
     EMPTY,
     State,
     legal_cells,

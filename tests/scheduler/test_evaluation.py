@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from coppice.actors.environments.base import HELD_OUT_SEEDS, Task
-from coppice.actors.environments.search_qa import SearchQA
-from coppice.actors.environments.tictactoe import TicTacToe, optimal
+from coppice.actors.environments.search_qa.environment import SearchQA
+from coppice.actors.environments.tictactoe.environment import TicTacToe, optimal
 from coppice.scheduler.config import SchedulerConfig
 from coppice.scheduler.evaluation.evaluation import estimate, summarise, trivial_baselines
 from coppice.scheduler.growth import baselines

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from coppice.actors.environments.search_qa import INVALID_NOTICE
+from coppice.actors.environments.search_qa.environment import INVALID_NOTICE
 from coppice.scheduler.growth import strategies
 from coppice.scheduler.growth.strategies import full, ppr
 from coppice.wire.messages import JudgedTurn, Judgement, JudgeRequest, JudgeResult

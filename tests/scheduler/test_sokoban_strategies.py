@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from coppice.actors.environments.registry import load
-from coppice.actors.environments.sokoban import State
+from coppice.actors.environments.sokoban.environment import State
 from coppice.judges.oracles.sokoban import SokobanOracle
 from coppice.scheduler.evaluation.evaluation import summarise
 from coppice.scheduler.growth.strategies import chain, full, mc_value

@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from coppice.actors.environments import hub, registry
-from coppice.actors.environments.task_files import listed, load_tasks
+from coppice.actors.environments import registry
+from coppice.actors.environments.task_files import hub_set_of, listed, load_tasks
 from coppice.judges.config import JudgeModelConfig, JudgesConfig
 from coppice.learner.config import CriticConfig, LearnerConfig, LoraConfig, PrmConfig
 from coppice.scheduler.config import SchedulerProcess
@@ -38,7 +38,7 @@ def test_every_shipped_config_loads_and_survives_being_saved(path: Path) -> None
 def test_the_data_of_every_shipped_config_is_named_as_it_can_be_loaded(path: Path) -> None:
     data = load(path, []).data
     for source in (*listed(data.train), *listed(data.heldout)):
-        there = hub.named(source)
+        there = hub_set_of(source)
         assert source == "default" or (there is not None and there.folder and there.split), source
 
 

@@ -13,7 +13,7 @@ import msgspec
 from coppice.actors.config import ActorsConfig
 from coppice.actors.engines.base import Engine
 from coppice.actors.environments import registry
-from coppice.actors.environments.search_qa import SearchQA
+from coppice.actors.environments.search_qa.environment import SearchQA
 from coppice.scheduler.config import SchedulerConfig
 from coppice.scheduler.growth import strategies
 from coppice.scheduler.growth.text import Text
