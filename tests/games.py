@@ -3,7 +3,7 @@
 import zlib
 
 from coppice.actors.environments.base import Action
-from coppice.actors.environments.tictactoe import State, TicTacToe
+from coppice.actors.environments.tictactoe.environment import State, TicTacToe
 
 
 class AnyText(TicTacToe):

@@ -77,30 +77,26 @@ def stand_in(port: int, capacity: int) -> None:
 
     free = [capacity]
 
+    def refused(message: str, code: str) -> dict[str, Any]:
+        return {"type": "error", "data": {"message": message, "code": code}}
+
     def answer(counter: Counter, message: dict[str, Any]) -> dict[str, Any]:
         reset, given = message["type"] == "reset", message["data"]
         if not reset and (set(given) != {"number"} or not isinstance(given["number"], int)):
-            return {
-                "type": "error",
-                "data": {"message": "Invalid message", "code": "VALIDATION_ERROR"},
-            }
+            return refused("Invalid message", "VALIDATION_ERROR")
         try:
             seen = counter.reset(given["seed"]) if reset else counter.step(given["number"])
         except RuntimeError as error:
-            return {"type": "error", "data": {"message": str(error), "code": "EXECUTION_ERROR"}}
+            return refused(str(error), "EXECUTION_ERROR")
         reward, done = (0.0, False) if reset else (given["number"] / 10, given["number"] == 9)
-        return {
-            "type": "observation",
-            "data": {"observation": seen, "reward": reward, "done": done},
-        }
+        data = {"observation": seen, "reward": reward, "done": done}
+        return {"type": "observation", "data": data}
 
     async def session(request: web.Request) -> web.WebSocketResponse:
         socket = web.WebSocketResponse()
         await socket.prepare(request)
         if free[0] == 0:
-            await socket.send_json(
-                {"type": "error", "data": {"message": "no room", "code": "CAPACITY_REACHED"}}
-            )
+            await socket.send_json(refused("no room", "CAPACITY_REACHED"))
             await socket.close()
             return socket
         free[0] -= 1

@@ -1,28 +1,20 @@
 """Pictures of coloured squares, and a game that shows them."""
 
-import struct
-import zlib
+import io
 from typing import Any
 
 import msgspec
 import numpy as np
+from PIL import Image
 
 from coppice.actors.environments.base import SPLIT, Action, Environment, Task, Tools, Transition
 
 
 def png(pixels: np.ndarray) -> bytes:
     """The PNG of uint8 [height, width, 3]."""
-    height, width = pixels.shape[:2]
-    rows = b"".join(b"\0" + row.tobytes() for row in pixels)
-    chunks = [
-        (b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)),
-        (b"IDAT", zlib.compress(rows)),
-        (b"IEND", b""),
-    ]
-    body = b"".join(
-        struct.pack(">I", len(d)) + k + d + struct.pack(">I", zlib.crc32(k + d)) for k, d in chunks
-    )
-    return b"\x89PNG\r\n\x1a\n" + body
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    return file.getvalue()
 
 
 def squares(seed: int, rows: int = 2, columns: int = 2, side: int = 28) -> bytes:

@@ -4,7 +4,7 @@ in data.environment, and a judge of theirs."""
 import zlib
 
 from coppice.actors.environments.base import Action
-from coppice.actors.environments.search_qa import SearchQA, State
+from coppice.actors.environments.search_qa.environment import SearchQA, State
 from coppice.judges.base import RuleJudge
 from coppice.wire.messages import JudgedTurn, Judgement
 
@@ -15,11 +15,11 @@ class AnySearch(SearchQA):
     """Every text asks the question itself of the retriever, and from the third turn on is an
     answer: a random policy writes neither."""
 
-    def read(self, state: State, text: str) -> Action:
+    def read(self, state: State | None, text: str) -> Action:
         """Always valid."""
-        if len(state.steps) < SEARCHES:
-            return Action("search", text, think="", query=state.question)
-        return Action("answer", text, think="", answer=text)
+        if state is not None and len(state.steps) < SEARCHES:
+            return Action("search", text, state.question, think="")
+        return Action("answer", text, text, think="")
 
 
 class CoinSearch(AnySearch):

@@ -15,7 +15,7 @@ class AnyText(WebShop):
         goal, checksum = self.goal(state), zlib.crc32(text.encode())
         names = list(self.shop.clickables(state.place))
         if state.place.page == "search":
-            return Action("search", text, query=goal.product.name.lower())
+            return Action("search", text, goal.product.name.lower())
         towards = [
             name for name in names if name in (goal.product.asin.lower(), *goal.values, "buy now")
         ]

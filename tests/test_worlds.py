@@ -75,10 +75,6 @@ class Readable(Judge):
         return [Judgement({"reward": float("action_type" in turn.response)}) for turn in turns]
 
 
-def _cells(rng: random.Random, *ranges: int) -> str:
-    return " ".join(str(rng.randint(1, high)) for high in ranges)
-
-
 def worlds() -> dict[str, World]:
     def game(
         name: str, judge: Judge, act: Callable[[random.Random, str], str], **options: Any
@@ -86,65 +82,45 @@ def worlds() -> dict[str, World]:
         return World(registry.load(name, options), {"judge.own": judge}, act)
 
     def searching(rng: random.Random, prompt: str) -> str:
-        act = rng.choice(
-            [
-                "<search> capital </search>",
-                "<answer> Sofia </answer>",
-                "<answer> Rome </answer>",
-                "?",
-            ]
-        )
-        return f"<think> t </think> {act}"
+        answers = [f"<answer> {town} </answer>" for town in ("Sofia", "Rome")]
+        return f"<think> t </think> {rng.choice(['<search> capital </search>', '?', *answers])}"
 
     def shopping(rng: random.Random, prompt: str) -> str:
         actions = re.findall(r"'(click\[.*?\]|search\[.*?\])',", prompt)
         return f"<action>{rng.choice(actions).replace('<your query>', 'shirt')}</action>"
 
     def talking(rng: random.Random, prompt: str) -> str:
-        return rng.choice(
-            ["?", *(f'{{"action_type": "speak", "argument": "{n} percent"}}' for n in (8, 9))]
-        )
+        words = [f'{{"action_type": "speak", "argument": "{n} percent"}}' for n in (8, 9)]
+        return rng.choice(["?", *words])
+
+    def cells(word: str, *ranges: int) -> Callable[[random.Random, str], str]:
+        def act(rng: random.Random, prompt: str) -> str:
+            return (
+                f"<action>{word}{' '.join(str(rng.randint(1, high)) for high in ranges)}</action>"
+            )
+
+        return act
+
+    def stepping(rng: random.Random, prompt: str) -> str:
+        return f"<action>{rng.choice(['up', 'down', 'left', 'right', 'jump'])}</action>"
 
     question = Task(
         "q", "What is the capital of Bulgaria?", ["Sofia"], ["Bulgaria\nCapital: Sofia"]
     )
     judges: dict[str, Judge] = {"judge.own": SlateRules(), "judge.exact_match": ExactMatch()}
+    search_qa = registry.load("search_qa", {"prompt": "short", "topk": 1})
+    talk_judges: dict[str, Judge] = {"judge.own": Readable(), "judge.sotopia_rules": SotopiaRules()}
+    random_only = {"random": 1.0}
     return {
-        "search_qa": World(
-            registry.load("search_qa", {"prompt": "short", "topk": 1}), judges, searching, question
-        ),
+        "search_qa": World(search_qa, judges, searching, question),
         "tictactoe": game(
-            "tictactoe",
-            TicTacToeOracle(kind="minimax"),
-            lambda rng, _: f"<action>{_cells(rng, 9)}</action>",
-            opponents={"random": 1.0},
+            "tictactoe", TicTacToeOracle(kind="minimax"), cells("", 9), opponents=random_only
         ),
-        "sudoku": game(
-            "sudoku",
-            SudokuOracle(),
-            lambda rng, _: f"<action>{_cells(rng, 4, 4, 4)}</action>",
-            size=4,
-            blanks=4,
-        ),
-        "sokoban": game(
-            "sokoban",
-            SokobanOracle(),
-            lambda rng, _: (
-                f"<action>{rng.choice(['up', 'down', 'left', 'right', 'jump'])}</action>"
-            ),
-            horizon=4,
-        ),
+        "sudoku": game("sudoku", SudokuOracle(), cells("", 4, 4, 4), size=4, blanks=4),
+        "sokoban": game("sokoban", SokobanOracle(), stepping, horizon=4),
         "webshop": game("webshop", WebShopOracle(), shopping, think="optional", horizon=4),
-        "sotopia": World(
-            registry.load("sotopia", {"turns": 6}),
-            {"judge.own": Readable(), "judge.sotopia_rules": SotopiaRules()},
-            talking,
-        ),
-        "minesweeper": game(
-            "minesweeper",
-            MinesweeperOracle(),
-            lambda rng, _: f"<action>reveal {_cells(rng, 5, 5)}</action>",
-        ),
+        "sotopia": World(registry.load("sotopia", {"turns": 6}), talk_judges, talking),
+        "minesweeper": game("minesweeper", MinesweeperOracle(), cells("reveal ", 5, 5)),
     }
 
 

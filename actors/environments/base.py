@@ -16,46 +16,36 @@ SPLIT = "\x1e"
 the text after it shows this turn's state."""
 POLICY = "policy"
 """The speaker that is the policy itself. Every other speaker is a service."""
-
-
-PROMPTS = Path(__file__).parent / "prompts"
-
-
-def prompt_file(prompt: str, family: str = "") -> Path:
-    """Return the file of a prompt: a name in prompts/ without its ending, or a path with a slash.
-
-    Raises FileNotFoundError, which lists the names that begin with ``family``.
-    """
-    path = PROMPTS / f"{prompt}.txt" if "/" not in prompt else Path(prompt)
-    if not path.is_file():
-        known = ", ".join(sorted(p.stem for p in PROMPTS.glob(f"{family}*.txt")))
-        raise FileNotFoundError(
-            f"prompt {prompt!r}: no file {path}; expected one of {known}, or a path with a slash"
-        )
-    return path
-
-
 HELD_OUT_SEEDS = range(2**30, 2_000_000_000)
 """The seeds of held-out tasks that an environment makes. Training draws smaller seeds, and warm
 starts draw larger ones."""
 
 
-class Task(msgspec.Struct, frozen=True):
-    """One problem, either read from a task file or made from ``seed`` by a game.
+def prompt_template(prompt: str, folder: Path) -> tuple[Path, str]:
+    """Return the file and the text of a prompt: the name of a .txt file in ``folder``, or a path
+    with a slash. Raises FileNotFoundError, which lists the names."""
+    path = folder / f"{prompt}.txt" if "/" not in prompt else Path(prompt)
+    if not path.is_file():
+        names = ", ".join(sorted(file.stem for file in folder.glob("*.txt")))
+        raise FileNotFoundError(
+            f"prompt {prompt!r}: no file {path}; expected one of {names}, or a path with a slash"
+        )
+    return path, path.read_text().strip()
 
-    evidence: the supporting passages "Title\\nField: value", one per hop. row: all columns of the
-    task file's row, as JSON has them, for environments that take tasks as they stand
-    (``Environment.verbatim``).
-    """
+
+class Task(msgspec.Struct, frozen=True):
+    """One problem, either read from a task file or made from ``seed`` by a game."""
 
     id: str
     question: str = ""
     golds: list[str] = []
     evidence: list[str] = []
+    """The supporting passages "Title\\nField: value", one per hop."""
     hops: int = 1
     source: str = ""
     seed: int = 0
     row: dict[str, Any] = {}
+    """All columns of the task file's row, for environments that are ``verbatim``."""
 
 
 class Rejected(msgspec.Struct, frozen=True):
@@ -66,19 +56,17 @@ class Rejected(msgspec.Struct, frozen=True):
 
 
 class Action(msgspec.Struct, frozen=True):
-    """A parsed action.
-
-    kind: "search" or "answer" (search QA), "move" (a legal move of a game), "illegal" (readable,
-    but against the rules) or "invalid" (not readable). move: the integers that the game uses for a
-    move, None when there is no move.
-    """
+    """A parsed action."""
 
     kind: str
+    """Such as "search" or "move". "illegal" is readable, but against the rules; "invalid" is not
+    readable."""
     text: str
-    think: str | None = None
-    query: str | None = None
-    answer: str | None = None
+    argument: str | None = None
+    """The words of the action: a query, an answer, a command, what is said."""
     move: tuple[int, ...] | None = None
+    """The integers that a game uses for a move."""
+    think: str | None = None
 
     @property
     def valid(self) -> bool:
@@ -108,49 +96,49 @@ class TurnedAway(Dropped):
 
 
 class Transition(msgspec.Struct, frozen=True):
-    """The result of a step.
-
-    observation: the text that answers the action. If turns are appended, the policy reads it next
-    ("" when done). If each turn is a fresh prompt, it is kept in the tree for readers only (""
-    keeps nothing). outcome: the episode's return, if the episode ends here and its rules alone
-    decide the return. measures: named results of a finished episode, such as success and
-    completion. reward: the environment's own reward of this step, which becomes the action's column
-    "step_reward". messages: chat messages in the place of the observation, which follow the reply
-    to which they belong: the action's own, or that of the episode's earlier action number
-    ``after``. An ``after`` of None says that the next prompt is ``Environment.prompt`` of the
-    state, which begins a branch at the root. fault: why something other than the rules ended the
-    episode, its first line for a terminal; it is kept with the action, as the note "crashed".
-    """
+    """The result of a step."""
 
     state: Any
     observation: str
+    """The text that answers the action. If turns are appended, the policy reads it next ("" when
+    done). If each turn is a fresh prompt, it is kept in the tree for readers only."""
     done: bool
     outcome: float | None = None
+    """The episode's return, if the episode ends here and its rules alone decide the return."""
     measures: dict[str, float] = {}
+    """Named results of a finished episode, such as success and completion."""
     reward: float | None = None
+    """The environment's own reward of this step: the action's column "step_reward"."""
     messages: list[dict[str, Any]] | None = None
+    """Chat messages in the place of the observation."""
     after: int | None = None
+    """The number of the episode's action whose reply ``messages`` follow. None says that the next
+    prompt is ``Environment.prompt`` of the state, which begins a branch at the root."""
     fault: str = ""
+    """Why something other than the rules ended the episode, its first line for a terminal. It is
+    kept with the action, as the note "crashed"."""
 
 
 class Spent(msgspec.Struct, frozen=True):
-    """What one action took. prompt: tokens of its prompt; cached: those of them that the engine had
-    cached; sampled: tokens of the action. finish: why sampling ended, as in
-    ``wire.messages.Sample``: "length" if a limit of tokens cut the action."""
+    """What one action took, in tokens."""
 
     prompt: int = 0
     cached: int = 0
+    """Tokens of the prompt that the engine had cached."""
     sampled: int = 0
     finish: str = "stop"
+    """Why sampling ended: "length" if a limit of tokens cut the action."""
 
 
-class Tools(Protocol):
+class Tools:
     """The slow services that an environment may await while it steps, and the source of its
     randomness."""
 
     rng: random.Random
 
-    async def retrieve(self, query: str, topk: int) -> list[Passage]: ...
+    async def retrieve(self, query: str, topk: int) -> list[Passage]:
+        """Return the best ``topk`` passages for a query."""
+        raise NotImplementedError
 
     def check(self, transition: Transition) -> None:
         """Raise unless the policy can be shown what follows ``transition``, and the journal can
@@ -168,31 +156,33 @@ class Tools(Protocol):
         return Spent()
 
     def replies(self) -> tuple[str, ...]:
-        """Return the texts of the trajectory's actions, from the first one up to the action that is
-        stepped."""
+        """Return the texts of the trajectory's actions up to the one that is stepped."""
         return ()
 
     async def play(self, player: str, state: Any) -> tuple[int, ...]:
         """Return the move of the opponent that is served as ``player.<player>``."""
-        ...
+        raise NotImplementedError
 
     async def say(
         self, speaker: str, messages: list[dict[str, str]], max_tokens: int, stop: list[str]
     ) -> str:
-        """Return a reply to chat messages, without the string of ``stop`` that ended it.
+        """Return a reply of at most ``max_tokens`` tokens, without the string of ``stop`` that
+        ended it.
 
         speaker: ``POLICY``, whose reply is sampled with the newest weights and never trained, or
-        the speaker that is served as ``speaker.<speaker>``. max_tokens: of the reply.
+        the speaker that is served as ``speaker.<speaker>``.
         """
-        ...
+        raise NotImplementedError
 
 
 class Environment(Protocol):
     """The pure rules of one kind of task, without the state of any episode. States are frozen,
     hashable structs.
 
-    A subclass writes ``initial``, ``prompt``, ``read`` and ``step``. The defaults of everything
-    else suit a game whose rules end the episode and whose judge gives the reward (docs/extend.md).
+    A subclass writes ``initial``, ``prompt``, ``read`` and ``step``, and ``task(seed) -> Task``
+    unless tasks come from files; a seed gives the same task on every machine. The defaults of
+    everything else suit a game whose rules end the episode and whose judge gives the reward
+    (docs/extend.md).
     """
 
     name: str
@@ -208,8 +198,7 @@ class Environment(Protocol):
     """The names with which the environment calls ``Tools.say``. A run serves, and waits for, those
     other than ``POLICY``."""
     measured: Sequence[str] = ()
-    """Score columns that the last turn of an episode has beside "outcome": the keys of
-    ``Transition.measures``."""
+    """The keys of ``Transition.measures``: score columns of an episode's last turn."""
     gives_step_rewards: bool = False
     """Whether every transition has a ``reward``."""
     headline: str = "return"
@@ -227,19 +216,13 @@ class Environment(Protocol):
     to one growing text."""
     rewarded_by_judge: bool = True
     """If True, the judge sees every action and its column "reward" is the reward. If False, the
-    reward is SLATE's composite."""
+    reward is composed of the judge's columns for valid actions."""
+    begins_with_prompt: bool = True
+    """If False, the prompt is known only after ``open``, also where turns are appended."""
 
     def initial(self, task: Task) -> Any:
         """Return the first state. This may take long (a generated puzzle)."""
         ...
-
-    begins_with_prompt: bool = True
-    """If False, the prompt is known only after ``open``, also where turns are appended."""
-
-    def tools(self, state: Any) -> list[dict[str, Any]]:
-        """Return the functions that the policy may call in ``state``, in the form of chat
-        completions."""
-        return []
 
     async def open(self, state: Any, tools: Tools) -> Any:
         """Return the state in which the policy acts first (after the move of an opponent that
@@ -255,13 +238,24 @@ class Environment(Protocol):
         """
         ...
 
-    def anchor(self, state: Any) -> str | None:
-        """Return what is equal for equal situations of one task, for GiGPO. With None, turns with
-        equal prompts are in the same situation.
+    def read(self, state: Any, text: str) -> Action:
+        """Return the action that generated text means in ``state``."""
+        ...
 
-        An environment whose prompt shows the step count or earlier turns returns the situation
-        without them.
-        """
+    async def step(self, state: Any, action: Action, tools: Tools) -> Transition:
+        """Return the result of ``action``. Raises Dropped."""
+        ...
+
+    async def close(self) -> None:
+        """End what episodes have started."""
+
+    def tools(self, state: Any) -> list[dict[str, Any]]:
+        """Return the functions that the policy may call, in the form of chat completions."""
+        return []
+
+    def anchor(self, state: Any) -> str | None:
+        """Return what is equal for equal situations of one task, for GiGPO: without the step count
+        and earlier turns. With None, turns with equal prompts are in the same situation."""
         return None
 
     def beside(self, state: Any) -> AsyncIterator[tuple[str, Transition]] | None:
@@ -275,18 +269,12 @@ class Environment(Protocol):
         return self.stop
 
     def most(self, state: Any) -> int:
-        """Return the most tokens of an action in ``state`` if it is fewer than the run's, 0 for no
-        limit of its own."""
+        """Return the most tokens of an action if that is fewer than the run's, else 0."""
         return 0
 
     def beginning(self, state: Any) -> str:
-        """Return how every action in ``state`` begins: text that the policy is given and does not
-        sample, so that it is not trained; "" for none."""
+        """Return how every action in ``state`` begins: text that is given and never trained."""
         return ""
-
-    def read(self, state: Any, text: str) -> Action:
-        """Return the action that generated text means in ``state``."""
-        ...
 
     def replies(self, state: Any) -> list[str]:
         """Return the replies among which a player without a model chooses, in a fixed order: none
@@ -297,20 +285,14 @@ class Environment(Protocol):
         """Return the action generated after ``forced_prefix``."""
         return Action("invalid", text)
 
-    async def step(self, state: Any, action: Action, tools: Tools) -> Transition:
-        """Return the result of ``action``. Raises Dropped."""
-        ...
-
-    async def close(self) -> None:
-        """End what episodes have started."""
-
     def outgrown(self, state: Any) -> Transition:
         """Return the end of an episode in ``state``, whose prompt has no room in the policy's
         context: by default a failure that scores 0."""
         return Transition(state, "", True, 0.0, dict.fromkeys(self.measured, 0.0))
 
     def judged(self, task: Task, state: Any, action: Action, step: int, budget: int) -> JudgedTurn:
-        """Return what a judge or an oracle sees of ``action`` taken in ``state``."""
+        """Return what a judge or an oracle sees of ``action`` taken in ``state``. ``step`` counts
+        from 1."""
         return JudgedTurn(
             question=task.question or task.id,
             golds=task.golds,
@@ -326,8 +308,7 @@ class Environment(Protocol):
         self, turn: JudgedTurn, state: Any, before: Sequence[tuple[str, str]]
     ) -> JudgedTurn:
         """Return a turn with what its judge is to see of the turns before it, each the action's
-        text and what the policy read next. Environments whose states hold what happened have no
-        need of it."""
+        text and what the policy read next. Not needed where states hold what happened."""
         return turn
 
     def concluded(
@@ -356,11 +337,3 @@ class Environment(Protocol):
         results |= {name: [last[name]] for name in self.measured if name in last}
         results |= {"valid": [turn["valid"] for turn in turns if "valid" in turn]}
         return results | {"oracle": [turn["reward"] for turn in turns if "reward" in turn]}
-
-
-class Generator(Protocol):
-    """An environment that makes its own tasks."""
-
-    def task(self, seed: int) -> Task:
-        """Return the task of ``seed``, which is the same on every machine."""
-        ...

@@ -1,14 +1,15 @@
 """The common part of the games: each turn a fresh prompt shows the full state, and an unusable
 action ends the episode as a loss.
 
-A prompt file in prompts/ has the placeholders of its game ({board}, ..) and {past}, and {picture}
-in a game that draws its states. The text before the first placeholder is the same in every turn and
-is prefilled once. An action is ``<action> .. </action>`` (methods.md 3.1). Only the last action
-block counts, so that a policy may think first.
+A prompt file has the placeholders of its game ({board}, ..) and {past}, and {picture} in a game
+that draws its states. The text before the first placeholder is the same in every turn and is
+prefilled once. Only the last ``<action> .. </action>`` counts, so that a policy may think first
+(methods.md 3.1).
 """
 
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from coppice.actors.environments.base import (
@@ -18,40 +19,42 @@ from coppice.actors.environments.base import (
     Task,
     Tools,
     Transition,
-    prompt_file,
+    prompt_template,
 )
 from coppice.common.numbers import Natural
+from coppice.wire.messages import JudgedTurn
 
-_BLOCK = re.compile(r"<action>(.*?)</action>", re.DOTALL)
-_BLOCK_OR_BOX = re.compile(r"<action>(.*?)</action>|\\boxed\{([^{}]*)\}", re.DOTALL)
+ACTION = re.compile(r"<action>(.*?)</action>", re.DOTALL)
+_ACTION_OR_BOX = re.compile(r"<action>(.*?)</action>|\\boxed\{([^{}]*)\}", re.DOTALL)
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")
 PICTURE = "{picture}"
 
 
 class Game(Environment):
-    """Base of the games. A subclass sets ``name`` and ``headline``, and writes ``initial``,
-    ``view``, ``move``, ``legal``, ``moves``, ``notation``, ``apply`` and ``lost``.
+    """Base of the games. A subclass sets ``name``, ``headline`` and ``folder``, and writes
+    ``initial``, ``view``, ``move``, ``legal``, ``moves``, ``notation``, ``apply`` and ``lost``.
 
-    prompt: the name of a file in prompts/ without its ending, or a path with a slash. history: how
-    many earlier moves of the policy {past} lists. boxed: also accept ``\\boxed{..}`` as an action.
+    prompt: the name of a .txt file in ``folder``, or a path with a slash. history: how many earlier
+    moves of the policy {past} lists. boxed: also accept ``\\boxed{..}`` as an action.
     stop_at_action: end the generation at "</action>"; must be off if the policy may write the tag
     while it thinks.
     """
 
     name = ""
+    folder = Path(__file__).parent
+    """Where the prompts of the game are."""
     measured: Sequence[str] = ("success", "completion")
     loss = -1.0
     """The outcome of an episode that an invalid or illegal action ended."""
+    max_turns = 0
+    """The game's own budget of turns; 0 for none."""
 
     def __init__(
         self, prompt: str, history: Natural = 0, boxed: bool = False, stop_at_action: bool = True
     ):
-        path = prompt_file(prompt, self.name)
-        self.template = path.read_text().strip()
-        first = _PLACEHOLDER.search(self.template)
-        if first is None or not {"board", "row", "picture"} & set(
-            _PLACEHOLDER.findall(self.template)
-        ):
+        path, self.template = prompt_template(prompt, self.folder)
+        placeholders = set(_PLACEHOLDER.findall(self.template))
+        if not {"board", "row", "picture"} & placeholders:
             raise ValueError(
                 f"prompt file {path} has none of the placeholders {{board}}, {{row}} and {{picture}}"
             )
@@ -60,16 +63,14 @@ class Game(Environment):
             raise ValueError(
                 f"prompt file {path} has a {PICTURE} placeholder, and {self.name} draws no pictures"
             )
-        if history and "{past}" not in self.template:
+        if history and "past" not in placeholders:
             raise ValueError(
                 f"history = {history} has no effect: prompt file {path} has no {{past}} placeholder"
             )
-        self._shared = first.start()
         self.history, self.stop = history, ["</action>"] if stop_at_action else []
-        self._pattern = _BLOCK_OR_BOX if boxed else _BLOCK
+        self._pattern = _ACTION_OR_BOX if boxed else ACTION
 
-    # ------------------------------------------------------------------------------------------ of
-    # each game
+    # ----------------------------------------------------------------------------- of each game
 
     def initial(self, task: Task) -> Any:
         """Return the first state of the task."""
@@ -108,46 +109,34 @@ class Game(Environment):
         raise NotImplementedError
 
     def lost(self, state: Any) -> dict[str, float]:
-        """Return the measures of an episode that an unusable action ended in ``state``."""
+        """Return the measures of an episode that ends in ``state``."""
         raise NotImplementedError
 
-    # ------------------------------------------------------------------------------------------ the
-    # contract
+    # ------------------------------------------------------------------------------- the contract
 
     def task(self, seed: int) -> Task:
-        """Return the task of ``seed``."""
         return Task(f"{self.name}-{seed}", seed=seed)
 
     def prompt(self, task: Task, state: Any) -> list[dict[str, Any]]:
         """Return one user message with the rules, then the state."""
-        past = "\n".join(getattr(state, "past", ())) or "none"
-        shown = {**self.view(state), "past": past}
-        head, tail = self.template[: self._shared], self.template[self._shared :]
-        filled = _PLACEHOLDER.sub(
-            lambda match: shown[match[1]] if match[1] in shown else match[0], tail
-        )
-        text = f"{head}{SPLIT}{filled}"
+        shown = {**self.view(state), "past": "\n".join(getattr(state, "past", ())) or "none"}
+        rules = _PLACEHOLDER.split(self.template, maxsplit=1)[0]
+        state_part = self.template[len(rules) :]
+        filled = _PLACEHOLDER.sub(lambda match: shown.get(match[1], match[0]), state_part)
+        text = f"{rules}{SPLIT}{filled}"
         if not self.pictures:
             return [{"role": "user", "content": text}]
         before, after = ({"type": "text", "text": part} for part in text.split(PICTURE, 1))
-        return [
-            {
-                "role": "user",
-                "content": [before, {"type": "image", "image": self.picture(state)}, after],
-            }
-        ]
+        image = {"type": "image", "image": self.picture(state)}
+        return [{"role": "user", "content": [before, image, after]}]
 
     def replies(self, state: Any) -> list[str]:
-        """Return a reply for every legal move."""
         return [f"<action>{self.notation(move)}</action>" for move in self.moves(state)]
 
     def read(self, state: Any, text: str) -> Action:
         """Return the action of the last action block, checked against the rules."""
-        blocks = [
-            next((g for g in match.groups() if g is not None), "")
-            for match in self._pattern.finditer(text)
-        ]
-        move = self.move(blocks[-1]) if blocks else None
+        blocks = list(self._pattern.finditer(text))
+        move = self.move(blocks[-1][blocks[-1].lastindex or 1]) if blocks else None
         if move is None:
             return Action("invalid", text)
         return Action("move" if self.legal(state, move) else "illegal", text, move=move)
@@ -159,8 +148,10 @@ class Game(Environment):
         return await self.apply(state, action.move, tools)
 
     def outgrown(self, state: Any) -> Transition:
-        """Return a loss."""
         return Transition(state, "", True, self.loss, self.lost(state))
+
+    def judged(self, task: Task, state: Any, action: Action, step: int, budget: int) -> JudgedTurn:
+        return super().judged(task, state, action, step, self.max_turns or budget)
 
     def remember(self, past: tuple[str, ...], line: str) -> tuple[str, ...]:
         """Return the last ``history`` lines, with ``line`` at the end."""

@@ -6,9 +6,9 @@ from coppice.actors.environments.base import Environment
 from coppice.common.options import check_choice, checked, imported
 
 KNOWN = {
-    "search_qa": "coppice.actors.environments.search_qa:SearchQA",
-    "tictactoe": "coppice.actors.environments.tictactoe:TicTacToe",
-    "sudoku": "coppice.actors.environments.sudoku:Sudoku",
+    "search_qa": "coppice.actors.environments.search_qa.environment:SearchQA",
+    "tictactoe": "coppice.actors.environments.tictactoe.environment:TicTacToe",
+    "sudoku": "coppice.actors.environments.sudoku.environment:Sudoku",
     "agent": "coppice.actors.environments.agents.environment:Agent",
     "gymnasium": "coppice.actors.environments.others.gymnasium_text:Gymnasium",
     "openenv": "coppice.actors.environments.others.openenv:OpenEnv",
@@ -17,16 +17,15 @@ KNOWN = {
     "reasoning_gym": "coppice.actors.environments.others.reasoning:ReasoningGym",
     "textarena": "coppice.actors.environments.others.textarena_games:TextArena",
     "sotopia": "coppice.actors.environments.sotopia.environment:Sotopia",
-    "minesweeper": "coppice.actors.environments.minesweeper:Minesweeper",
-    "sokoban": "coppice.actors.environments.sokoban:Sokoban",
+    "minesweeper": "coppice.actors.environments.minesweeper.environment:Minesweeper",
+    "sokoban": "coppice.actors.environments.sokoban.environment:Sokoban",
     "webshop": "coppice.actors.environments.webshop.environment:WebShop",
     "webshop_server": "coppice.actors.environments.webshop.server:WebShopServer",
 }
 
 
 def load(name: str, options: dict[str, Any]) -> Environment:
-    """Return the environment ``name`` with these options. Raises ValueError or FileNotFoundError,
-    which say what was expected."""
+    """Return the environment. Raises ValueError or FileNotFoundError with the expectation."""
     setting = f"data.environment = {name!r}"
     if ":" not in name:
         check_choice(setting, name, KNOWN, ", or module:Class")
@@ -39,6 +38,5 @@ def load(name: str, options: dict[str, Any]) -> Environment:
 
 
 def makes_tasks(environment: Environment) -> bool:
-    """Return whether the environment makes its own tasks (``Generator``). Otherwise tasks come from
-    task files."""
+    """Return whether the environment makes its own tasks. Otherwise they come from task files."""
     return hasattr(environment, "task")

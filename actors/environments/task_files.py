@@ -1,23 +1,26 @@
-"""Read tasks in the Search-R1 / FlashRAG format (methods.md 1.8), JSONL or Parquet, from one or
-several paths or hub names.
+"""Read tasks in the Search-R1 / FlashRAG format (methods.md 1.8) from JSONL or Parquet files and
+from data sets of the Hugging Face hub.
 
-A row without a question or a gold answer is rejected with its place and the reason, and so is a
-line that is not JSON. No row is dropped silently.
+A data set is ``owner/name[:split]``, or ``owner/name/folder[:split]`` for a folder with one file
+per split; the default split is train. The hub is asked only when no file of this machine has the
+name. A row without a question or a gold answer is rejected with its place and the reason, and so is
+a line that is not JSON. No row is dropped silently.
 """
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from coppice.actors.environments import hub
 from coppice.actors.environments.base import Rejected, Task
 from coppice.common import jsonl
 
 EXPECTED = (
     "a .jsonl or .parquet path, or a hub dataset owner/name[:split] or owner/name/folder[:split]"
 )
+_HUB_NAME = re.compile(r"([\w-]+/[\w.-]+)(?:/([\w-]+))?(?::(\w+))?")
 
 
 def listed(setting: str | Sequence[str]) -> list[str]:
@@ -34,11 +37,8 @@ def listed(setting: str | Sequence[str]) -> list[str]:
 def check_form(source: str) -> None:
     """Raises ValueError for a text that cannot be a source. No file is read and no hub is asked."""
     path = Path(source)
-    if (
-        path.suffix not in (".jsonl", ".parquet")
-        and not path.is_file()
-        and hub.named(source) is None
-    ):
+    is_file = path.suffix in (".jsonl", ".parquet") or path.is_file()
+    if not is_file and hub_set_of(source) is None:
         raise ValueError(f"{source!r}: expected {EXPECTED}")
 
 
@@ -47,25 +47,20 @@ def load_tasks(
 ) -> tuple[list[Task], list[Rejected]]:
     """Return the tasks of one source or of several sources in turn, and the rejected rows.
 
-    A source is a .jsonl or .parquet file, a hub dataset ``owner/name[:split]``, or a folder of such
-    a dataset, ``owner/name/folder[:split]``; the default split is train. verbatim: questions are
-    taken as they stand, and a row may lack a gold answer, or have an id instead of a question
-    (``Environment.verbatim``). Tasks of several sources get ids ``source#id``, because each source
-    may count from 0. Raises FileNotFoundError or ValueError (with the remedy) when a source cannot
-    be read at all or has no usable task.
+    verbatim: questions are taken as they stand, and a row may lack a gold answer, or have an id
+    instead of a question (``Environment.verbatim``). Tasks of several sources get ids
+    ``source#id``, because each source may count from 0. Raises FileNotFoundError or ValueError
+    (with the remedy) when a source cannot be read at all or has no usable task.
     """
     sources = listed(setting)
     tasks: list[Task] = []
     rejected: list[Rejected] = []
     for source in sources:
-        some, unusable = _load(source, verbatim)
-        alone = len(sources) == 1
-        tasks += (
-            some
-            if alone
-            else [msgspec.structs.replace(task, id=f"{source}#{task.id}") for task in some]
-        )
-        rejected += unusable
+        own, unusable_rows = _load(source, verbatim)
+        if len(sources) > 1:
+            own = [msgspec.structs.replace(task, id=f"{source}#{task.id}") for task in own]
+        tasks += own
+        rejected += unusable_rows
     return tasks, rejected
 
 
@@ -74,38 +69,39 @@ def unusable(of: str, rejected: Sequence[Rejected], usable: int) -> list[str]:
     one, or none if there are none."""
     if not rejected:
         return []
-    first = rejected[0]
+    first, rows = rejected[0], len(rejected) + usable
     return [
-        f"{of}: {len(rejected)} of {len(rejected) + usable} rows cannot be used; the first: {first.where}: {first.reason}"
+        f"{of}: {len(rejected)} of {rows} rows cannot be used; the first: {first.where}: {first.reason}"
     ]
 
 
 def too_few(of: str, tasks: int, asked: int) -> list[str]:
     """Return a sentence if a set has fewer than the ``asked`` tasks, else none."""
-    return [
-        f"{of}: {asked} questions are asked for and {tasks} are there, so all of them are used"
-    ] * (tasks < asked)
+    if tasks >= asked:
+        return []
+    return [f"{of}: {asked} questions are asked for and {tasks} are there, so all of them are used"]
 
 
 def _load(source: str, verbatim: bool) -> tuple[list[Task], list[Rejected]]:
     tasks: list[Task] = []
     rejected: list[Rejected] = []
     for number, row in _rows(source):
-        where = f"{source}:{number}"
-        task = row if isinstance(row, Rejected) else _task(row, where, verbatim)
-        if isinstance(task, Task):
-            tasks.append(task)
-        else:
-            rejected.append(msgspec.structs.replace(task, where=where))
+        try:
+            tasks.append(_task(row, f"{source}:{number}", verbatim))
+        except ValueError as error:
+            rejected.append(Rejected(f"{source}:{number}", str(error)))
     if not tasks:
         counted = "; ".join(unusable("its rows", rejected, 0)) or "it is empty"
         raise ValueError(f"{source} holds no usable task: {counted}")
     return tasks, rejected
 
 
-def _rows(source: str) -> Iterator[tuple[int, dict[str, Any] | Rejected]]:
-    """Yield each row with its number, which is that of its line in a JSONL file."""
-    path, hub_set = Path(source), hub.named(source)
+# ---------------------------------------------------------------------------------------- rows
+
+
+def _rows(source: str) -> Iterator[tuple[int, Any]]:
+    """Yield each row, or the bytes of its line, with its number, which counts lines from 1."""
+    path, hub_set = Path(source), hub_set_of(source)
     if path.is_dir():
         raise ValueError(f"{source} is a folder: give a .jsonl or .parquet file of it")
     if path.is_file():
@@ -113,12 +109,13 @@ def _rows(source: str) -> Iterator[tuple[int, dict[str, Any] | Rejected]]:
     elif hub_set is None:
         raise FileNotFoundError(f"task file {source!r} does not exist: give {EXPECTED}")
     elif hub_set.folder:
-        yield from _file_rows(hub.file_of(hub_set))
+        yield from _file_rows(_downloaded(hub_set, (hub_set.split or "train",))[1])
     else:
-        yield from enumerate(hub.rows_of(hub_set), 1)
+        name, split = hub_set.repository, hub_set.split or "train"
+        yield from enumerate(_asked(name, lambda hub: hub.load_dataset(name, split=split)), 1)
 
 
-def _file_rows(path: Path) -> Iterator[tuple[int, dict[str, Any] | Rejected]]:
+def _file_rows(path: Path) -> Iterator[tuple[int, Any]]:
     if path.suffix == ".parquet":
         import pyarrow.parquet
 
@@ -127,42 +124,33 @@ def _file_rows(path: Path) -> Iterator[tuple[int, dict[str, Any] | Rejected]]:
     begin = jsonl.beginning(path)
     with path.open("rb") as file:
         file.seek(begin)
-        for number, line in enumerate(file, 1):
-            if line.strip():
-                yield number, _json_row(line)
+        yield from ((number, line) for number, line in enumerate(file, 1) if line.strip())
 
 
-def _json_row(line: bytes) -> dict[str, Any] | Rejected:
-    try:
-        row = msgspec.json.decode(line)
-    except UnicodeDecodeError as error:
-        return Rejected("", jsonl.fault(error))
-    except jsonl.MALFORMED as error:
-        return Rejected("", f"not JSON: {jsonl.fault(error)}")
-    return (
-        row
-        if isinstance(row, dict)
-        else Rejected("", f"a {type(row).__name__}, expected an object")
-    )
-
-
-def _task(row: dict[str, Any], where: str, verbatim: bool) -> Task | Rejected:
+def _task(row: Any, where: str, verbatim: bool) -> Task:
+    """Return the task of a row. Raises ValueError with the reason why it cannot work."""
+    if isinstance(row, bytes):
+        try:
+            row = msgspec.json.decode(row)
+        except UnicodeDecodeError as error:
+            raise ValueError(jsonl.fault(error)) from None
+        except jsonl.MALFORMED as error:
+            raise ValueError(f"not JSON: {jsonl.fault(error)}") from None
+    if not isinstance(row, dict):
+        raise ValueError(f"a {type(row).__name__}, expected an object")
     question = row.get("question") or _prompt_question(row.get("prompt"))
     if verbatim and question in (None, "") and row.get("id") not in (None, ""):
         question = ""
     elif not isinstance(question, str) or not question.strip():
-        return Rejected(
-            where, "no question: expected a field question, or prompt=[{role, content}]"
-        )
+        raise ValueError("no question: expected a field question, or prompt=[{role, content}]")
     golds = row.get("golden_answers")
     if golds is None:
         golds = _inside(_inside(row, "reward_model"), "ground_truth").get("target")
-    golds = [golds] if isinstance(golds, str) else golds
-    if verbatim and not golds:
-        golds = []
-    elif not isinstance(golds, list) or not [g for g in golds if isinstance(g, str) and g.strip()]:
-        return Rejected(
-            where, "no gold answer: expected golden_answers or reward_model.ground_truth.target"
+    golds = [golds] if isinstance(golds, str) else golds or []
+    texts = isinstance(golds, list) and [g for g in golds if isinstance(g, str) and g.strip()]
+    if not texts and (golds or not verbatim):
+        raise ValueError(
+            "no gold answer: expected golden_answers or reward_model.ground_truth.target"
         )
     if not verbatim:
         question = question.strip()
@@ -171,15 +159,13 @@ def _task(row: dict[str, Any], where: str, verbatim: bool) -> Task | Rejected:
         evidence = [f"{e['title']}\n{e['field']}: {e['value']}" for e in row.get("evidence") or []]
         hops = int(row.get("hops") or max(1, len(evidence)))
     except (KeyError, TypeError, ValueError) as error:
-        return Rejected(
-            where,
-            f"evidence or hops ({type(error).__name__}: {error}): expected [{{title, field, value}}] and a number",
-        )
-    identity = str(row.get("id") or _inside(row, "extra_info").get("index") or where)
+        raise ValueError(
+            f"evidence or hops ({type(error).__name__}: {error}): expected [{{title, field, value}}] and a number"
+        ) from None
     return Task(
-        id=identity,
+        id=str(row.get("id") or _inside(row, "extra_info").get("index") or where),
         question=question,
-        golds=[g for g in golds if isinstance(g, str) and g.strip()],
+        golds=texts or [],
         evidence=evidence,
         hops=hops,
         source=str(row.get("data_source") or ""),
@@ -200,3 +186,85 @@ def _prompt_question(prompt: Any) -> str | None:
         return None
     content = prompt[-1].get("content", "")
     return content.rsplit("Question:", 1)[-1].strip() if isinstance(content, str) else None
+
+
+# ------------------------------------------------------------------------------------- the hub
+
+
+class HubSet(msgspec.Struct, frozen=True):
+    """The name of a data set. folder: "" if the data set itself has the splits. split: "" if the
+    name has no split."""
+
+    repository: str
+    folder: str
+    split: str
+
+
+def hub_set_of(source: str) -> HubSet | None:
+    """Return the data set that a source names, None when the source can only be a path."""
+    match = _HUB_NAME.fullmatch(source)
+    if match is None or (not match[2] and "." in match[1]):
+        return None
+    return HubSet(match[1], match[2] or "", match[3] or "")
+
+
+def with_split(source: str, splits: Sequence[str]) -> str:
+    """Return a data set named without a split with the first of ``splits`` that it has. Any other
+    source is returned unchanged."""
+    hub_set = None if Path(source).exists() else hub_set_of(source)
+    if hub_set is None or hub_set.split:
+        return source
+    if hub_set.folder:
+        return f"{source}:{_downloaded(hub_set, splits)[0]}"
+    held = _asked(source, lambda hub: hub.get_dataset_split_names(hub_set.repository))
+    for split in splits:
+        if split in held:
+            return f"{source}:{split}"
+    raise ValueError(
+        f"it has the splits {sorted(held)}, none of {', '.join(splits)}: name one, owner/name:split"
+    )
+
+
+def _downloaded(hub_set: HubSet, splits: Sequence[str]) -> tuple[str, Path]:
+    """Return the first split that the folder has, and its file, from the hub or its cache."""
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+
+    repository, folder = hub_set.repository, hub_set.folder
+    for split in splits:
+        file = f"{folder}/{split}.jsonl"
+        try:
+            return split, Path(hf_hub_download(repository, file, repo_type="dataset"))
+        # without a network, another split must not replace this one
+        except LocalEntryNotFoundError:
+            raise FileNotFoundError(
+                f"the hub cannot be reached and {file} is not in its cache: give a path instead"
+            ) from None
+        except EntryNotFoundError:
+            continue
+        except (OSError, ValueError) as error:
+            raise _failed(repository, error) from None
+    raise FileNotFoundError(
+        f"{repository} has no {folder}/{' or '.join(splits)}.jsonl: give a path, or owner/name/folder:split"
+    )
+
+
+def _asked(name: str, ask: Callable[[Any], Any]) -> Any:
+    """Return what the library ``datasets`` answers about a data set."""
+    try:
+        import datasets  # pyright: ignore[reportMissingImports] (only sets without a folder need it)
+    except ImportError:
+        raise FileNotFoundError(
+            f"{name!r} is no file; as a hub dataset it needs `pip install datasets`"
+        ) from None
+    try:
+        return ask(datasets)
+    except (OSError, ValueError) as error:
+        raise _failed(name, error) from None
+
+
+def _failed(name: str, error: Exception) -> FileNotFoundError:
+    reason = str(error).strip().split("\n")[0]
+    return FileNotFoundError(
+        f"the hub did not give {name}: {reason}; give a path, or owner/name/folder:split if it has one folder per data set"
+    )

@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from coppice.actors.environments.minesweeper import (
+from coppice.actors.environments.minesweeper.environment import (
     FLAG,
     HIDDEN,
     HIT,

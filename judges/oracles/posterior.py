@@ -15,7 +15,7 @@ from math import comb
 
 import msgspec
 
-from coppice.actors.environments.minesweeper import neighbours
+from coppice.actors.environments.minesweeper.environment import neighbours
 
 BUDGET = 50_000
 """The most nodes of a position; a node is a state and a count of mines tried in it (methods.md

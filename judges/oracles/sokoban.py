@@ -5,8 +5,8 @@ from typing import Literal
 
 import msgspec
 
-from coppice.actors.environments.sokoban import WORDS, State
-from coppice.actors.environments.sokoban_rooms import Position, optimal, parse, pushed, shortest
+from coppice.actors.environments.sokoban.environment import WORDS, State
+from coppice.actors.environments.sokoban.rooms import Position, optimal, parse, pushed, shortest
 from coppice.judges.base import Oracle
 from coppice.wire.messages import JudgedTurn, Judgement
 

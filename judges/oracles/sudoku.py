@@ -5,7 +5,7 @@ from typing import Literal
 
 import msgspec
 
-from coppice.actors.environments.sudoku import BLANK, State, candidates, cell_of
+from coppice.actors.environments.sudoku.environment import BLANK, State, candidates, cell_of
 from coppice.judges.base import Oracle
 from coppice.wire.messages import JudgedTurn, Judgement
 

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 import pyspiel
 
-from coppice.actors.environments.tictactoe import State, legal_cells, optimal, to_move
+from coppice.actors.environments.tictactoe.environment import State, legal_cells, optimal, to_move
 from coppice.common.numbers import Count, NotNegative
 from coppice.judges.base import Player, RuleJudge
 from coppice.wire.faults import DataFault

@@ -34,7 +34,7 @@ from coppice.actors.config import ActorsConfig, SGLangConfig
 from coppice.actors.engines.radix import RadixCache
 from coppice.actors.engines.sglang import SGLangEngine
 from coppice.actors.environments.base import Action
-from coppice.actors.environments.tictactoe import TicTacToe
+from coppice.actors.environments.tictactoe.environment import TicTacToe
 from coppice.actors.worker import service
 from coppice.research.benches.prefill import model_folder
 from coppice.scheduler.concurrency import gather

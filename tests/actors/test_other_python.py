@@ -3,7 +3,6 @@ process of one's own may do beside it."""
 
 import asyncio
 import os
-import random
 import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -105,15 +104,6 @@ async def test_a_cancelled_step_leaves_no_answer_for_the_next_one(
         assert both == expected
 
 
-async def test_a_game_that_cannot_be_copied_is_played_again(drawn: Callable[..., Any]) -> None:
-    copied, again = drawn(), drawn("tests.drawn_game:Uncopied")
-    for environment in (copied, again):
-        state = (await played(environment, await opened(environment), "a", "bb")).state
-        siblings = [await played(environment, state, action) for action in ("c", "ccc", "c")]
-        assert siblings[0] == siblings[2] != siblings[1]
-    assert siblings[0].state == (await played(copied, await opened(copied), "a", "bb", "c")).state
-
-
 async def test_tasks_are_dealt_to_the_processes_and_a_task_stays_with_its_own(
     drawn: Callable[..., Any],
 ) -> None:
@@ -159,10 +149,3 @@ def test_what_cannot_be_started_is_refused_before_a_run(
         load(
             "other_python", {"python": sys.executable, "game": "tests.drawn_game:Drawn", **options}
         )
-
-
-async def test_the_random_state_of_this_process_is_not_touched(drawn: Callable[..., Any]) -> None:
-    before = random.getstate()
-    environment = drawn()
-    await played(environment, await opened(environment), "a")
-    assert random.getstate() == before

@@ -9,25 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coppice.actors.environments import registry
 from coppice.actors.environments.base import Task, Tools
-from coppice.actors.environments.search_qa import SearchQA
+from coppice.actors.environments.search_qa.environment import SearchQA
 from coppice.judges.exact_match import extract_answer
 from coppice.wire.messages import Passage
 
+NO_TOOLS: Any = None
 TASK = Task("1", "What is the capital of Bulgaria?", ["Sofia"])
 
 
 class Shelf(Tools):
     rng = random.Random(0)
-
-    async def play(self, player: str, state: Any) -> tuple[int, ...]:
-        raise AssertionError("nobody plays in search QA")
-
-    async def say(
-        self, speaker: str, messages: list[dict[str, str]], max_tokens: int, stop: list[str]
-    ) -> str:
-        raise AssertionError(speaker)
 
     async def retrieve(self, query: str, topk: int) -> list[Passage]:
         return [
@@ -42,15 +34,14 @@ class Shelf(Tools):
         ("<think> a </think> <search> q </search>", "search"),
         ("\n<think>a</think>\n<answer>x</answer> and more", "answer"),
         ("<search> q </search>", "invalid"),
-        ("<think> a </think> q", "invalid"),
         ("<think> a </think> <search> q", "invalid"),
         ("<think> a </think> <search> q </answer>", "invalid"),
         ("hello <think> a </think> <search> q </search>", "invalid"),
-        ("", "invalid"),
+        ("<think> <answer> x </answer> </think>", "invalid"),
     ],
 )
 def test_an_action_is_one_think_block_then_one_search_or_answer_block(text: str, kind: str) -> None:
-    assert SearchQA().parse(text).kind == kind
+    assert SearchQA().read(None, text).kind == kind
 
 
 @pytest.mark.parametrize(
@@ -68,20 +59,9 @@ def test_an_action_is_one_think_block_then_one_search_or_answer_block(text: str,
 def test_with_an_optional_think_block_the_first_search_or_answer_block_counts(
     text: str, kind: str, think: str | None, content: str | None
 ) -> None:
-    action = SearchQA(think="optional").parse(text)
+    action = SearchQA(think="optional").read(None, text)
     assert (action.kind, action.think) == (kind, think)
-    assert (action.query if kind == "search" else action.answer) == content
-
-
-@pytest.mark.parametrize("think", ["required", "optional"])
-@pytest.mark.parametrize(
-    "piece", ["<think></think><search>", "<think></think>", "<search></answer>", "<think>"]
-)
-def test_text_of_a_policy_that_only_repeats_tags_is_read_in_no_time(piece: str, think: Any) -> None:
-    environment = SearchQA(think=think)
-    start = time.process_time()
-    assert environment.parse(piece * 2000).kind == "invalid"
-    assert time.process_time() - start < 5  # a backtracking pattern took hours
+    assert action.argument == content
 
 
 @pytest.mark.parametrize("think", ["required", "optional"])
@@ -91,7 +71,7 @@ def test_text_of_a_policy_that_only_repeats_tags_is_read_in_no_time(piece: str, 
 def test_reading_takes_no_longer_than_the_text_is_long(piece: str, think: Any) -> None:
     text = "<think></think>" + piece * 50_000 + "</think><answer> Sofia </answer>"
     start = time.process_time()
-    assert SearchQA(think=think).parse(text).answer == "Sofia"
+    assert SearchQA(think=think).read(None, text).argument == "Sofia"
     assert time.process_time() - start < 5  # minutes at the square of its length
 
 
@@ -100,11 +80,6 @@ def test_reading_takes_no_longer_than_the_text_is_long(piece: str, think: Any) -
     [
         ("required", "<think> x </think> <answer> It is <answer> Sofia </answer>", "x"),
         ("optional", "<think> x </think> <answer> It is <answer> Sofia </answer>", "x"),
-        (
-            "required",
-            "<think> in <answer> tags </think> <answer> Sofia </answer>",
-            "in <answer> tags",
-        ),
         (
             "optional",
             "<think> in <answer> tags </think> <answer> Sofia </answer>",
@@ -116,42 +91,25 @@ def test_reading_takes_no_longer_than_the_text_is_long(piece: str, think: Any) -
 def test_an_answer_begins_at_the_last_opening_tag_so_that_reward_and_table_agree(
     think: Any, text: str, thought: str
 ) -> None:
-    action = SearchQA(think=think).parse(text)
-    assert (action.kind, action.think, action.answer) == ("answer", thought, "Sofia")
+    action = SearchQA(think=think).read(None, text)
+    assert (action.kind, action.think, action.argument) == ("answer", thought, "Sofia")
     assert extract_answer(text) == "Sofia"
-
-
-def test_a_query_and_a_forced_answer_begin_there_too() -> None:
-    for think in ("required", "optional"):
-        action = SearchQA(think=think).parse(
-            "<think> t </think> <search> of <search> capital </search>"
-        )
-        assert (action.kind, action.query) == ("search", "capital")
-    assert SearchQA().parse_forced(" It is <answer> Sofia </answer>").answer == "Sofia"
 
 
 async def test_an_information_block_stands_between_as_many_newlines_as_asked() -> None:
     environment = SearchQA("short", 1, newlines=2)
-    action = environment.parse("<think> t </think> <search> capital </search>")
+    action = environment.read(None, "<think> t </think> <search> capital </search>")
     moved = await environment.step(environment.initial(TASK), action, Shelf())
     assert (
         moved.observation
         == "\n\n<information>Doc 1(Title: Bulgaria) Capital: Sofia</information>\n\n"
     )
-    with pytest.raises(ValueError, match="newlines = -1"):
-        registry.load("search_qa", {"newlines": -1})
-
-
-@pytest.mark.parametrize("key", ["topk", "max_observation_characters"])
-def test_a_search_that_would_show_nothing_is_refused(key: str) -> None:
-    with pytest.raises(ValueError, match=f"{key} = 0: expected a whole number, at least 1"):
-        registry.load("search_qa", {key: 0})
 
 
 async def test_stepping_is_pure_and_shows_passages_one_a_line() -> None:
     environment = SearchQA("short", 2, max_observation_characters=60)
     state = environment.initial(TASK)
-    action = environment.parse("<think> t </think> <search> capital </search>")
+    action = environment.read(None, "<think> t </think> <search> capital </search>")
     moved = await environment.step(state, action, Shelf())
     assert state.steps == ()
     assert moved.state.steps[0].query == "capital"
@@ -160,25 +118,16 @@ async def test_stepping_is_pure_and_shows_passages_one_a_line() -> None:
     )
     assert moved.observation.endswith("</information>\n")
     assert len(moved.observation) == 60 + len("\n<information></information>\n")
-    done = await environment.step(
-        moved.state, environment.parse("<think>t</think><answer>Sofia</answer>"), Shelf()
-    )
-    assert done.done
-    assert done.state.done
-
-
-async def test_an_invalid_action_uses_a_step_and_shows_the_notice() -> None:
-    environment = SearchQA()
-    moved = await environment.step(environment.initial(TASK), environment.parse("what?"), Shelf())
-    assert "could not be used" in moved.observation
-    assert len(moved.state.steps) == 1
+    answer = environment.read(None, "<think>t</think><answer>Sofia</answer>")
+    done = await environment.step(moved.state, answer, NO_TOOLS)
+    assert (done.observation, done.done, done.state.done) == ("", True, True)
 
 
 async def test_the_judges_context_is_the_bare_question_and_each_past_step() -> None:
     environment = SearchQA("short", 2)
     state = environment.initial(TASK)
     assert environment.context(state) == "Question: What is the capital of Bulgaria?"
-    action = environment.parse("<think> t </think> <search> capital </search>")
+    action = environment.read(None, "<think> t </think> <search> capital </search>")
     moved = await environment.step(state, action, Shelf())
     lines = environment.context(moved.state).split("\n")
     assert lines[1:3] == ["Thinking: t", "Query: capital"]
@@ -186,10 +135,6 @@ async def test_the_judges_context_is_the_bare_question_and_each_past_step() -> N
     assert len(retrieved) == 300
     turn = environment.judged(TASK, moved.state, action, 2, 4)
     assert (turn.step, turn.past_queries, turn.query) == (2, ["capital"], "capital")
-
-
-def test_a_forced_answer_is_what_stands_before_the_closing_tag() -> None:
-    assert SearchQA().parse_forced(" Sofia </answer> more").answer == "Sofia"
 
 
 def test_prompts_hold_the_question_and_unknown_ones_are_refused() -> None:
@@ -200,26 +145,18 @@ def test_prompts_hold_the_question_and_unknown_ones_are_refused() -> None:
         SearchQA("serch_r1")
 
 
-TAGS = (
-    "<think>",
-    "</think>",
-    "<search>",
-    "</search>",
-    "<answer>",
-    "</answer>",
-    "<information>",
+TAGS = [
+    *"<think> </think> <search> </search> <answer> </answer> <information>".split(),
     " ",
-    "\n",
     "Sofia",
-)
+]
 
 
 @given(st.lists(st.sampled_from(TAGS), max_size=12).map("".join))
 def test_any_text_is_an_action_and_an_invalid_one_carries_no_query_and_no_answer(text: str) -> None:
-    action = SearchQA().parse(text)
+    action = SearchQA().read(None, text)
     assert action.text == text
-    assert (action.query is not None) == (action.kind == "search")
-    assert (action.answer is not None) == (action.kind == "answer")
+    assert (action.argument is not None) == (action.kind in ("search", "answer"))
     assert action.valid == (action.kind in ("search", "answer"))
 
 
@@ -236,10 +173,10 @@ def test_whatever_is_sampled_a_readable_or_forced_answer_is_the_one_the_table_re
 ) -> None:
     environment = SearchQA(think=think)
     text = sampled("<think></think>" + "".join(parts))
-    action = environment.parse(text)
+    action = environment.read(None, text)
     if action.kind == "answer":
-        assert action.answer == extract_answer(text)
-    assert environment.parse_forced(text).answer == extract_answer(f"<answer>{text}</answer>")
+        assert action.argument == extract_answer(text)
+    assert environment.parse_forced(text).argument == extract_answer(f"<answer>{text}</answer>")
 
 
 WORDS = st.text(st.characters(blacklist_characters="<>"), max_size=30)
@@ -249,41 +186,9 @@ WORDS = st.text(st.characters(blacklist_characters="<>"), max_size=30)
 def test_think_and_content_are_read_stripped_whatever_follows_the_closing_tag(
     think: str, content: str, kind: str, after: str
 ) -> None:
-    action = SearchQA().parse(f"<think>{think}</think> <{kind}>{content}</{kind}>{after}")
+    action = SearchQA().read(None, f"<think>{think}</think> <{kind}>{content}</{kind}>{after}")
     assert (action.kind, action.think) == (kind, think.strip())
-    assert (action.query if kind == "search" else action.answer) == content.strip()
-
-
-def test_an_answer_tag_inside_the_think_block_is_no_answer() -> None:
-    action = SearchQA().parse("<think> <answer> x </answer> </think> <search> q </search>")
-    assert (action.kind, action.query, action.answer) == ("search", "q", None)
-    assert SearchQA().parse("<think> <answer> x </answer> </think>").kind == "invalid"
-
-
-async def test_two_candidates_step_from_one_state_without_touching_each_other() -> None:
-    environment = SearchQA("short")
-    state = environment.initial(TASK)
-    first = await environment.step(
-        state, environment.parse("<think>a</think><search>x</search>"), Shelf()
-    )
-    left = await environment.step(
-        first.state, environment.parse("<think>b</think><search>y</search>"), Shelf()
-    )
-    right = await environment.step(first.state, environment.parse("nothing"), Shelf())
-    assert [s.query for s in left.state.steps] == ["x", "y"]
-    assert [s.query for s in right.state.steps] == ["x", ""]
-    assert [s.query for s in first.state.steps] == ["x"]
-
-
-async def test_an_answer_asks_the_retriever_nothing() -> None:
-    class Closed(Shelf):
-        async def retrieve(self, query: str, topk: int) -> list[Passage]:
-            raise AssertionError("an answer needs no passage")
-
-    environment = SearchQA("short")
-    action = environment.parse("<think>t</think><answer>x</answer>")
-    moved = await environment.step(environment.initial(TASK), action, Closed())
-    assert (moved.observation, moved.done) == ("", True)
+    assert action.argument == content.strip()
 
 
 def test_a_search_that_finds_nothing_says_so() -> None:
@@ -296,18 +201,16 @@ async def test_a_judge_sees_the_steps_before_the_action_and_only_usable_queries_
     environment = SearchQA("short", 1)
     task = Task("1", "Who?", ["a", "b"], evidence=["T\nField: a"])
     searched = await environment.step(
-        environment.initial(task), environment.parse("<think>s</think><search>q</search>"), Shelf()
+        environment.initial(task),
+        environment.read(None, "<think>s</think><search>q</search>"),
+        Shelf(),
     )
-    noticed = await environment.step(searched.state, environment.parse("?"), Shelf())
+    noticed = await environment.step(searched.state, environment.read(None, "?"), Shelf())
     turn = environment.judged(task, noticed.state, environment.parse_forced(" a "), 3, 3)
     assert turn.past_queries == ["q"]
     assert turn.past_observations == [searched.observation, noticed.observation]
-    assert (turn.golds, turn.evidence, turn.answer, turn.think) == (
-        ["a", "b"],
-        ["T\nField: a"],
-        "a",
-        None,
-    )
+    assert (turn.golds, turn.evidence) == (["a", "b"], ["T\nField: a"])
+    assert (turn.answer, turn.think) == ("a", None)
     assert "<information>" not in turn.context
 
 

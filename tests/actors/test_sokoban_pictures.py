@@ -9,10 +9,10 @@ import pytest
 from PIL import Image
 
 from coppice.actors.environments.base import SPLIT
-from coppice.actors.environments.sokoban import Sokoban
-from coppice.actors.environments.sokoban_pictures import SIDE, picture, pixels
-from coppice.actors.environments.sokoban_rooms import GLYPHS
-from coppice.actors.environments.sudoku import Sudoku
+from coppice.actors.environments.sokoban.environment import Sokoban
+from coppice.actors.environments.sokoban.pictures import SIDE, picture, pixels
+from coppice.actors.environments.sokoban.rooms import GLYPHS
+from coppice.actors.environments.sudoku.environment import Sudoku
 
 EVERY_KIND = "######" + "#S√XO#" + "#____#" * 3 + "######"
 
@@ -33,13 +33,6 @@ def test_every_kind_of_cell_has_its_own_sprite_wherever_it_lies() -> None:
     tiles["P"] = pixels(EVERY_KIND.replace("S", "P"))[SIDE : 2 * SIDE, SIDE : 2 * SIDE].tobytes()
     assert set(tiles) == set(GLYPHS)
     assert len(set(tiles.values())) == len(GLYPHS)
-
-
-@pytest.mark.parametrize("size", [5, 8])
-def test_other_sizes_have_other_pictures(size: int) -> None:
-    game = Sokoban(size=size)
-    image = Image.open(io.BytesIO(picture(game.initial(game.task(0)).board)))
-    assert image.size == (size * SIDE, size * SIDE)
 
 
 @pytest.mark.parametrize("side", [96, 192, 256])

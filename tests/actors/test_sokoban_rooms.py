@@ -6,11 +6,10 @@ from collections import deque
 
 import pytest
 
-from coppice.actors.environments.sokoban_rooms import (
+from coppice.actors.environments.sokoban.rooms import (
     GLYPHS,
     Position,
     cells_of,
-    distances,
     generate,
     layout_digest,
     parse,
@@ -175,9 +174,3 @@ def test_turned_and_mirrored_rooms_have_one_digest_and_others_another() -> None:
 def test_a_broken_board_is_refused(board: str, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         parse(board)
-
-
-def test_a_position_outside_the_table_is_one_that_cannot_be_solved() -> None:
-    table = distances(*parse(CORNER)[:3])
-    assert parse(CORNER).key not in table
-    assert min(table.values()) == 0

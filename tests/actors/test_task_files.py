@@ -10,13 +10,18 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from coppice.actors.environments import hub
 from coppice.actors.environments.agents.environment import Agent
-from coppice.actors.environments.task_files import check_form, listed, load_tasks
+from coppice.actors.environments.task_files import (
+    HubSet,
+    check_form,
+    hub_set_of,
+    listed,
+    load_tasks,
+)
 from coppice.scheduler.growth.tasks import Tasks, held_out
 
 ROWS = [
-    {"question": "Who?", "golden_answers": ["a", "b"]},
+    {"question": "Who?", "golden_answers": ["a", "", "b"]},
     {
         "prompt": [{"role": "user", "content": "Rules. Question: what now"}],
         "reward_model": {"ground_truth": {"target": "x"}},
@@ -32,7 +37,7 @@ def test_search_r1_and_flashrag_rows_load_and_unusable_ones_are_rejected_with_re
 ) -> None:
     path = tmp_path / f"tasks.{ending}"
     if ending == "jsonl":
-        path.write_text("\n".join([*map(json.dumps, ROWS), "{broken"]) + "\n")
+        path.write_text("\n".join([*map(json.dumps, ROWS), "{broken", "[1]"]) + "\n")
     else:
         columns = {name for row in ROWS for name in row}
         whole = [{name: row.get(name) for name in columns} for row in ROWS]
@@ -41,30 +46,16 @@ def test_search_r1_and_flashrag_rows_load_and_unusable_ones_are_rejected_with_re
     assert [t.question for t in tasks] == ["Who?", "what now?"]
     assert [t.golds for t in tasks] == [["a", "b"], ["x"]]
     reasons = [r.reason for r in rejected]
+    assert ending != "jsonl" or reasons[-1] == "a list, expected an object"
     assert "no gold answer" in reasons[0]
     assert "no question" in reasons[1]
     assert rejected[0].where.endswith(":3")
-    assert len(rejected) == (3 if ending == "jsonl" else 2)
-
-
-def test_a_missing_file_or_one_without_tasks_is_an_error_that_says_what_was_expected(
-    tmp_path: Path,
-) -> None:
-    with pytest.raises(FileNotFoundError, match=r"jsonl or \.parquet"):
-        load_tasks(str(tmp_path / "none.jsonl"))
-    (tmp_path / "empty.jsonl").write_text('{"question": "q"}\n')
-    with pytest.raises(ValueError, match="no gold answer"):
-        load_tasks(str(tmp_path / "empty.jsonl"))
+    assert len(rejected) == (4 if ending == "jsonl" else 2)
 
 
 def written(path: Path, *rows: object) -> str:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
-
-
-def test_an_empty_file_is_an_error_and_not_a_run_without_questions(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no usable task"):
-        load_tasks(written(tmp_path / "empty.jsonl"))
 
 
 def test_a_file_without_a_byte_is_called_empty(tmp_path: Path) -> None:
@@ -77,13 +68,7 @@ def test_unusable_held_out_rows_and_a_set_that_is_too_small_are_told_with_counts
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "t.jsonl"
-    lines = [
-        json.dumps(ROWS[0]),
-        "",
-        "{broken",
-        json.dumps({"question": "No gold"}),
-        json.dumps(ROWS[1]),
-    ]
+    lines = [json.dumps(ROWS[0]), "", "{broken", '{"question": "No gold"}', json.dumps(ROWS[1])]
     path.write_text("\n".join(lines))
     tasks, (rows, few) = held_out(str(path), 5)
     assert len(tasks) == 2
@@ -114,7 +99,7 @@ def test_a_line_with_a_hundred_thousand_brackets_is_set_aside(tmp_path: Path) ->
     assert rejected.reason == "not JSON: nested too deeply"
 
 
-@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be", "utf-16-le", "utf-32", "utf-32-be"])
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-32-be"])
 def test_a_file_in_utf_16_or_utf_32_is_refused_with_the_remedy(
     tmp_path: Path, encoding: str
 ) -> None:
@@ -124,61 +109,30 @@ def test_a_file_in_utf_16_or_utf_32_is_refused_with_the_remedy(
         load_tasks(str(path))
 
 
-def test_a_line_that_is_no_object_is_set_aside_and_the_rest_loads(tmp_path: Path) -> None:
-    source = written(tmp_path / "t.jsonl", [1], "text", {"question": "Who?", "golden_answers": "a"})
-    tasks, rejected = load_tasks(source)
-    assert [task.golds for task in tasks] == [["a"]]
-    assert [r.where for r in rejected] == [f"{source}:1", f"{source}:2"]
-    assert all("expected an object" in r.reason for r in rejected)
-
-
-@pytest.mark.parametrize("golds", [[], [""], ["  "], None, [1946], ""])
+@pytest.mark.parametrize("golds", [[], ["  "], None, [1946]])
 def test_a_question_without_a_usable_gold_answer_is_set_aside(
     tmp_path: Path, golds: object
 ) -> None:
-    source = written(
-        tmp_path / "t.jsonl",
-        {"question": "q", "golden_answers": golds},
-        {"question": "r", "golden_answers": ["a"]},
-    )
+    rows = ({"question": "q", "golden_answers": golds}, {"question": "r", "golden_answers": ["a"]})
+    source = written(tmp_path / "t.jsonl", *rows)
     tasks, (rejected,) = load_tasks(source)
     assert [task.question for task in tasks] == ["r?"]
     assert (rejected.where, rejected.reason[:14]) == (f"{source}:1", "no gold answer")
 
 
-def test_blank_golds_beside_good_ones_are_left_out(tmp_path: Path) -> None:
-    ((task,), _) = load_tasks(
-        written(tmp_path / "t.jsonl", {"question": "q?", "golden_answers": ["a", "", "b"]})
-    )
-    assert task.golds == ["a", "b"]
-
-
-@pytest.mark.parametrize(
-    ("given", "read"),
-    [("who ", "who?"), ("Who?", "Who?"), ("Name it.", "Name it."), ("Go!", "Go!")],
-)
-def test_a_question_mark_is_added_only_where_a_sentence_has_no_end(
-    tmp_path: Path, given: str, read: str
-) -> None:
-    ((task,), _) = load_tasks(
-        written(tmp_path / "t.jsonl", {"question": given, "golden_answers": ["a"]})
-    )
-    assert task.question == read
+def test_a_question_mark_is_added_only_where_a_sentence_has_no_end(tmp_path: Path) -> None:
+    rows = ({"question": text, "golden_answers": ["a"]} for text in ("who ", "Who?", "Go!", "It."))
+    tasks, _ = load_tasks(written(tmp_path / "t.jsonl", *rows))
+    assert [task.question for task in tasks] == ["who?", "Who?", "Go!", "It."]
 
 
 def test_evidence_becomes_passage_texts_and_counts_the_hops(tmp_path: Path) -> None:
-    facts = [
+    evidence = [
         {"title": "Bulgaria", "field": "Capital", "value": "Sofia"},
         {"title": "B", "field": "F", "value": "v"},
     ]
-    row = {
-        "id": 7,
-        "question": "q?",
-        "golden_answers": ["v"],
-        "evidence": facts,
-        "data_source": "factbook",
-    }
-    ((task,), _) = load_tasks(written(tmp_path / "t.jsonl", row))
+    row = {"id": 7, "question": "q?", "golden_answers": ["v"], "data_source": "factbook"}
+    ((task,), _) = load_tasks(written(tmp_path / "t.jsonl", row | {"evidence": evidence}))
     assert task.evidence == ["Bulgaria\nCapital: Sofia", "B\nF: v"]
     assert (task.id, task.hops, task.source) == ("7", 2, "factbook")
 
@@ -191,13 +145,9 @@ def test_a_row_without_an_id_takes_its_index_or_its_place(tmp_path: Path) -> Non
 
 
 def test_a_search_r1_prompt_gives_the_question_after_its_last_marker(tmp_path: Path) -> None:
-    prompt = [
-        {"role": "user", "content": "Question: is an example. Rules. Question: who wrote it\n"}
-    ]
-    row = {
-        "prompt": prompt,
-        "reward_model": {"style": "rule", "ground_truth": {"target": ["x", "y"]}},
-    }
+    content = "Question: is an example. Rules. Question: who wrote it\n"
+    truth = {"style": "rule", "ground_truth": {"target": ["x", "y"]}}
+    row = {"prompt": [{"role": "user", "content": content}], "reward_model": truth}
     ((task,), _) = load_tasks(written(tmp_path / "t.jsonl", row))
     assert (task.question, task.golds) == ("who wrote it?", ["x", "y"])
 
@@ -206,6 +156,9 @@ def test_a_search_r1_prompt_gives_the_question_after_its_last_marker(tmp_path: P
 def test_what_is_neither_a_file_nor_a_hub_name_is_named(source: str) -> None:
     with pytest.raises(FileNotFoundError, match=r"hub dataset owner/name\[:split\]"):
         load_tasks(source)
+    if source != "none.parquet":
+        with pytest.raises(ValueError, match=r"expected a \.jsonl or \.parquet path"):
+            check_form(source)
 
 
 # ----------------------------------------------------------------------------------------------
@@ -226,21 +179,12 @@ def test_equal_ids_of_several_sources_stay_apart_and_those_of_one_stay_as_they_a
         (f"{two}#train_0", "Where?"),
     ]
     assert [r.where for r in rejected] == [f"{one}:2"]
-    assert (
-        [task.id for task in load_tasks([one])[0]]
-        == [task.id for task in load_tasks(one)[0]]
-        == ["train_0"]
-    )
+    assert [load_tasks(setting)[0][0].id for setting in ([one], one)] == ["train_0"] * 2
 
 
 def test_a_run_draws_from_all_of_its_sources(tmp_path: Path) -> None:
-    sources = [
-        written(
-            tmp_path / name,
-            *({"id": i, "question": f"{name} {i}?", "golden_answers": ["a"]} for i in range(5)),
-        )
-        for name in ("x.jsonl", "y.jsonl")
-    ]
+    rows = [{"id": i, "question": f"{i}?", "golden_answers": ["a"]} for i in range(5)]
+    sources = [written(tmp_path / name, *rows) for name in ("x.jsonl", "y.jsonl")]
     tasks = Tasks(sources, 0)
     assert len({tasks.at(position).id for position in range(10)}) == 10
     assert {task.id for task in held_out(sources, 99)[0]} == {task.id for task in tasks.tasks}
@@ -264,29 +208,20 @@ def test_one_source_of_several_that_cannot_be_read_ends_the_load_and_is_named(
 @pytest.mark.parametrize(
     ("source", "found"),
     [
-        ("owner/name", hub.HubSet("owner/name", "", "")),
-        ("owner/name:test", hub.HubSet("owner/name", "", "test")),
-        (f"{SET}/nq", hub.HubSet(SET, "nq", "")),
-        (f"{SET}/2wikimultihopqa:dev", hub.HubSet(SET, "2wikimultihopqa", "dev")),
-        ("owner/na.me/folder", hub.HubSet("owner/na.me", "folder", "")),
+        ("owner/name", HubSet("owner/name", "", "")),
+        ("owner/name:test", HubSet("owner/name", "", "test")),
+        (f"{SET}/2wikimultihopqa:dev", HubSet(SET, "2wikimultihopqa", "dev")),
+        ("owner/na.me/folder", HubSet("owner/na.me", "folder", "")),
         ("folder/file.jsonl", None),
         ("owner/name/file.jsonl", None),
-        ("owner/name/", None),
         ("owner/name:", None),
         ("a/b/c/d", None),
-        ("/owner/name", None),
         ("./owner/name", None),
         ("word", None),
     ],
 )
-def test_a_hub_set_is_told_from_a_path_by_its_form(source: str, found: hub.HubSet | None) -> None:
-    assert hub.named(source) == found
-
-
-@pytest.mark.parametrize("source", ["a b", "word", "file.json", "owner/name:", "http://x/y"])
-def test_a_form_that_no_source_has_is_refused_before_anything_is_read(source: str) -> None:
-    with pytest.raises(ValueError, match=r"expected a \.jsonl or \.parquet path"):
-        check_form(source)
+def test_a_hub_set_is_told_from_a_path_by_its_form(source: str, found: HubSet | None) -> None:
+    assert hub_set_of(source) == found
 
 
 def test_a_folder_of_the_hub_is_train_unless_a_split_is_named(
@@ -299,10 +234,8 @@ def test_a_folder_of_the_hub_is_train_unless_a_split_is_named(
         assert (repository, repo_type) == (SET, "dataset")
         if file not in ("nq/train.jsonl", "nq/dev.jsonl"):
             raise EntryNotFoundError(file)
-        return written(
-            tmp_path / file.replace("/", "-"),
-            {"id": "0", "question": f"{file}?", "golden_answers": ["a"]},
-        )
+        row = {"id": "0", "question": f"{file}?", "golden_answers": ["a"]}
+        return written(tmp_path / file.replace("/", "-"), row)
 
     monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
     questions = [
@@ -317,15 +250,11 @@ def test_a_set_that_has_a_folder_a_set_says_so_when_it_is_asked_for_as_a_whole(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def load(name: str, split: str) -> None:
-        raise ValueError(
-            "Config name is missing.\nPlease pick one among the available configs: ['nq']"
-        )
+        raise ValueError("Config name is missing.\nPlease pick one among the configs: ['nq']")
 
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load))
-    with pytest.raises(
-        FileNotFoundError,
-        match=f"did not give {SET}: Config name is missing.*owner/name/folder:split",
-    ):
+    said = f"did not give {SET}: Config name is missing.*owner/name/folder:split"
+    with pytest.raises(FileNotFoundError, match=said):
         load_tasks(f"{SET}:train")
 
 
@@ -336,36 +265,24 @@ def test_tasks_of_agents_stand_as_they_are_written(tmp_path: Path) -> None:
         {"question": "Why", "golden_answers": "x"},
         {"golden_answers": ["x"]},
     ]
-    path = tmp_path / "tasks.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    tasks, rejected = load_tasks(str(path), verbatim=True)
-    assert [(task.id, task.question, task.golds) for task in tasks[:2]] == [
-        ("a", " Add 1 and 2", []),
-        ("b", "", []),
-    ]
-    assert (tasks[2].question, tasks[2].golds) == ("Why", ["x"])
-    assert [one.where.rpartition(":")[2] for one in rejected] == ["4"]
-    assert len(load_tasks(str(path))[0]) == 1
+    source = written(tmp_path / "tasks.jsonl", *rows)
+    tasks, rejected = load_tasks(source, verbatim=True)
+    read = [(task.question, task.golds) for task in tasks]
+    assert read == [(" Add 1 and 2", []), ("", []), ("Why", ["x"])]
+    assert [task.id for task in tasks] == ["a", "b", f"{source}:3"]
+    assert [one.where for one in rejected] == [f"{source}:4"]
+    assert len(load_tasks(source)[0]) == 1
 
 
 def test_a_task_that_is_taken_as_it_stands_has_all_columns_of_its_row_as_json_has_them(
     tmp_path: Path,
 ) -> None:
-    row = {
-        "question": "q",
-        "golden_answers": ["a"],
-        "unit": "m",
-        "limits": [1, 2.5],
-        "due": datetime.date(2026, 1, 2),
-        "id": 7,
-    }
+    row = {"question": "q", "golden_answers": ["a"], "limits": [1, 2.5], "id": 7}
+    row["due"] = datetime.date(2026, 1, 2)
     place = tmp_path / "tasks.parquet"
     pyarrow.parquet.write_table(pa.Table.from_pylist([row]), place)
     ((task,), _) = load_tasks(str(place), verbatim=True)
     assert task.row == row | {"due": "2026-01-02"}
-    assert Agent("module:run").initial(task).task == task.row | {
-        "id": "7",
-        "golds": ["a"],
-        "seed": 0,
-    }
+    shown = task.row | {"id": "7", "golds": ["a"], "seed": 0}
+    assert Agent("module:run").initial(task).task == shown
     assert load_tasks(str(place))[0][0].row == {}

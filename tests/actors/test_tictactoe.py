@@ -3,7 +3,6 @@
 import asyncio
 import random
 from collections import Counter
-from functools import cache
 from typing import Any
 
 import msgspec
@@ -14,23 +13,19 @@ from hypothesis import strategies as st
 
 from coppice.actors.environments.base import SPLIT, Tools, Transition
 from coppice.actors.environments.registry import load
-from coppice.actors.environments.tictactoe import (
+from coppice.actors.environments.tictactoe.environment import (
     EMPTY,
     State,
     TicTacToe,
     legal_cells,
     optimal,
-    play,
     returns,
     to_move,
     value,
-    winner,
 )
 from coppice.wire.faults import InfrastructureFault
-from coppice.wire.messages import Passage
 
 GAME = pyspiel.load_game("tic_tac_toe")
-PROMPTED = [TicTacToe(prompt="tictactoe"), TicTacToe(prompt="tictactoe_compact")]
 
 
 class Table(Tools):
@@ -38,14 +33,6 @@ class Table(Tools):
 
     def __init__(self, reply: tuple[Any, ...] = (), seed: int = 0):
         self.rng, self.reply, self.asked = random.Random(seed), reply, []
-
-    async def retrieve(self, query: str, topk: int) -> list[Passage]:
-        raise AssertionError(query)
-
-    async def say(
-        self, speaker: str, messages: list[dict[str, str]], max_tokens: int, stop: list[str]
-    ) -> str:
-        raise AssertionError(speaker)
 
     async def play(self, player: str, state: Any) -> tuple[int, ...]:
         self.asked.append((player, state))
@@ -58,36 +45,15 @@ class LegalTable(Table):
         return (self.rng.choice(legal_cells(state.board)),)
 
 
-@cache
-def reachable() -> tuple[str, ...]:
-    """All boards of legal play, finished ones too."""
-    seen, open_ = {EMPTY}, [EMPTY]
-    while open_:
-        board = open_.pop()
-        following = {play(board, cell) for cell in legal_cells(board)} - seen
-        seen |= following
-        open_ += following
-    return tuple(sorted(seen))
-
-
-@cache
-def live() -> tuple[str, ...]:
-    """Those in which a move is due."""
-    return tuple(board for board in reachable() if legal_cells(board))
-
-
 def board_of(referee: Any) -> str:
     return str(referee).replace("\n", "").upper()
 
 
-boards = st.builds(lambda n: live()[n % 4520], st.integers(0, 4519))
 seeds = st.integers(0, 2**63)
-
-# ------------------------------------------------------------------------------------------ the
-# rules
 
 
 def test_openspiel_agrees_on_every_board_about_turn_moves_end_returns_and_minimax_value() -> None:
+    """And methods.md 3.2 about their numbers."""
     values: dict[str, float] = {}
 
     def walk(referee: Any) -> float:
@@ -110,23 +76,11 @@ def test_openspiel_agrees_on_every_board_about_turn_moves_end_returns_and_minima
         return best
 
     assert walk(GAME.new_initial_state()) == 0
-    assert set(values) == set(reachable())
-
-
-def test_the_facts_of_methods_3_2() -> None:
-    assert len(live()) == 4520
-    assert Counter(map(to_move, live())) == {"X": 2423, "O": 2097}
-    assert sum(len(optimal(b)) / len(legal_cells(b)) for b in live()) / 4520 == pytest.approx(
-        0.580, abs=5e-4
-    )
-    assert optimal(EMPTY) == tuple(range(9))
-
-
-@pytest.mark.parametrize(
-    ("board", "mark"), [("XXXOO....", "X"), ("XX.OOOX..", "O"), ("XOXXOOOXX", ""), (EMPTY, "")]
-)
-def test_the_winner_is_who_has_a_line(board: str, mark: str) -> None:
-    assert winner(board) == mark
+    live = [board for board in values if legal_cells(board)]
+    assert (len(values), len(live)) == (5478, 4520)
+    assert Counter(map(to_move, live)) == {"X": 2423, "O": 2097}
+    good = sum(len(optimal(board)) / len(legal_cells(board)) for board in live)
+    assert good / 4520 == pytest.approx(0.580, abs=5e-4)
 
 
 # ------------------------------------------------------------------------------------------
@@ -192,28 +146,6 @@ async def test_stepping_is_pure_and_the_random_opponent_uses_the_rng_of_the_tool
     assert len(set(replies[0])) == 8
 
 
-async def test_the_game_is_over_at_the_policys_last_move_and_the_opponent_is_not_asked() -> None:
-    environment, table = TicTacToe(), Table()
-    state = State("XX.OO....", "X", "rival")
-    transition = await environment.step(state, environment.read(state, "<action>3</action>"), table)
-    assert (transition.done, transition.outcome, transition.state.board) == (True, 1.0, "XXXOO....")
-    assert transition.measures == {"success": 1.0, "draw": 0.0}
-    assert table.asked == []
-
-
-async def test_the_opponents_reply_can_end_the_game() -> None:
-    environment, table = TicTacToe(), Table((5,))
-    state = State("XX.OO....", "X", "rival")
-    transition = await environment.step(state, environment.read(state, "<action>9</action>"), table)
-    assert (transition.done, transition.outcome, transition.state.board) == (
-        True,
-        -1.0,
-        "XX.OOO..X",
-    )
-    assert transition.measures == {"success": 0.0, "draw": 0.0}
-    assert table.asked == [("rival", State("XX.OO...X", "X", "rival"))]
-
-
 @pytest.mark.parametrize(
     ("text", "kind"),
     [
@@ -223,12 +155,8 @@ async def test_the_opponents_reply_can_end_the_game() -> None:
         ("<action>1</action> no: <action>5</action>", "illegal"),
         ("<action>0</action>", "invalid"),
         ("<action>10</action>", "invalid"),
-        ("<action>one</action>", "invalid"),
         ("<action>1 2</action>", "invalid"),
         ("<action>1", "invalid"),
-        ("\\boxed{1}", "invalid"),
-        ("1", "invalid"),
-        ("", "invalid"),
     ],
 )
 async def test_the_last_action_block_names_a_free_cell_or_the_game_is_lost(
@@ -247,49 +175,27 @@ async def test_the_last_action_block_names_a_free_cell_or_the_game_is_lost(
         assert table.asked == []
 
 
-def test_a_box_is_read_when_asked_for() -> None:
-    state = State(EMPTY, "X", "random")
-    assert TicTacToe(boxed=True).read(state, "so \\boxed{3}").move == (2,)
-
-
-def test_nothing_is_legal_when_the_game_is_over() -> None:
-    state = State("XXXOO....", "O", "random")
-    assert TicTacToe().moves(state) == []
-    assert TicTacToe().read(state, "<action>9</action>").kind == "illegal"
-
-
-@pytest.mark.parametrize("reply", [(), (4,), (9,), (-1,), (0, 1), ("a",), (None,)])
-@pytest.mark.parametrize("opening", [True, False])
+@pytest.mark.parametrize("reply", [(), (4,), (9,), (0, 1), ("a",)])
 async def test_an_opponents_illegal_move_is_an_infrastructure_fault_that_names_it(
-    reply: tuple[Any, ...], opening: bool
+    reply: tuple[Any, ...],
 ) -> None:
     environment, table = TicTacToe(), Table(reply)
-    if opening:
-        with pytest.raises(
-            InfrastructureFault, match=r"player rival played .* on \.\.\.\.XO\.\.\."
-        ):
-            await environment.open(State("....XO...", "O", "rival"), table)
-    else:
-        state = State("....XO...", "X", "rival")
-        with pytest.raises(InfrastructureFault, match=r"player rival played .* on X\.\.\.XO\.\.\."):
-            await environment.step(state, environment.read(state, "<action>1</action>"), table)
+    with pytest.raises(InfrastructureFault, match=r"player rival played .* on \.\.\.\.XO\.\.\."):
+        await environment.open(State("....XO...", "O", "rival"), table)
+    state = State("....XO...", "X", "rival")
+    with pytest.raises(InfrastructureFault, match=r"player rival played .* on X\.\.\.XO\.\.\."):
+        await environment.step(state, environment.read(state, "<action>1</action>"), table)
 
 
 # ------------------------------------------------------------------------------------------ tasks
 
 
-def test_the_first_position_follows_from_the_seed_alone() -> None:
-    made = [
-        [TicTacToe(opening=3).initial(TicTacToe().task(seed)) for seed in range(200)]
-        for _ in range(2)
-    ]
-    assert made[0] == made[1]
-    assert len(set(made[0])) > 100
-
-
-def test_the_order_of_the_table_of_opponents_changes_nothing() -> None:
-    one, other = TicTacToe(opponents={"a": 1, "b": 2}), TicTacToe(opponents={"b": 2, "a": 1})
-    assert all(one.initial(one.task(seed)) == other.initial(one.task(seed)) for seed in range(100))
+def test_the_first_position_follows_from_the_seed_whatever_the_order_of_the_opponents() -> None:
+    one = TicTacToe(opening=3, opponents={"a": 1, "b": 2})
+    other = TicTacToe(opening=3, opponents={"b": 2, "a": 1})
+    made = [one.initial(one.task(seed)) for seed in range(200)]
+    assert made == [other.initial(other.task(seed)) for seed in range(200)]
+    assert len(set(made)) > 100
 
 
 def test_opponents_and_sides_are_drawn_with_their_shares() -> None:
@@ -298,12 +204,7 @@ def test_opponents_and_sides_are_drawn_with_their_shares() -> None:
     drawn = Counter(
         (s.opponent, s.me) for s in (environment.initial(environment.task(n)) for n in range(count))
     )
-    assert set(drawn) == {
-        ("tictactoe_mcts", "X"),
-        ("tictactoe_mcts", "O"),
-        ("random", "X"),
-        ("random", "O"),
-    }
+    assert len(drawn) == 4
     assert all(n / count == pytest.approx(0.25, abs=0.028) for n in drawn.values())
     environment = TicTacToe(opponents={"a": 3, "b": 1, "c": 0}, second=0.2)
     states = [environment.initial(environment.task(n)) for n in range(count)]
@@ -312,81 +213,41 @@ def test_opponents_and_sides_are_drawn_with_their_shares() -> None:
     assert Counter(s.me for s in states)["O"] / count == pytest.approx(0.2, abs=0.026)
 
 
-@pytest.mark.parametrize(("second", "mark"), [(0.0, "X"), (1.0, "O")])
-async def test_the_policy_is_always_first_or_always_second_when_asked(
-    second: float, mark: str
-) -> None:
-    environment, table = TicTacToe(second=second, opponents={"rival": 1}), Table((4,))
-    for seed in range(50):
-        state = environment.initial(environment.task(seed))
-        assert (state.board, state.me) == (EMPTY, mark)
-        opened = await environment.open(state, table)
-        assert opened.board == (EMPTY if mark == "X" else "....X....")
-    assert len(table.asked) == (0 if mark == "X" else 50)
-
-
-@pytest.mark.parametrize("opening", [1, 2, 3])
+@pytest.mark.parametrize("opening", [0, 1, 2, 3])
 async def test_an_opening_is_random_the_same_for_both_sides_and_leaves_the_first_action_to_the_policy(
     opening: int,
 ) -> None:
-    openings = []
+    boards = []
     for second in (0.0, 1.0):
-        environment, table = (
-            TicTacToe(opening=opening, second=second, opponents={"rival": 1}),
-            LegalTable(),
-        )
+        environment = TicTacToe(opening=opening, second=second, opponents={"rival": 1})
+        table = LegalTable()
         states = [environment.initial(environment.task(seed)) for seed in range(300)]
         assert all(9 - s.board.count(".") == opening for s in states)
         assert all((s.me == to_move(s.board)) == (second == 0) for s in states)
-        for state in states:
-            opened = await environment.open(state, table)
-            assert to_move(opened.board) == state.me
-            assert legal_cells(opened.board)
-        openings.append([s.board for s in states])
-    assert openings[0] == openings[1]
-    assert len(set(openings[0])) > {1: 8, 2: 60, 3: 150}[opening]
+        opened = [await environment.open(state, table) for state in states]
+        assert all(to_move(s.board) == s.me and legal_cells(s.board) for s in opened)
+        assert len(table.asked) == (300 if second else 0)
+        boards.append([s.board for s in states])
+    assert boards[0] == boards[1]
+    assert len(set(boards[0])) > (0, 8, 60, 150)[opening]
 
 
-# ------------------------------------------------------------------------------------------ the
-# prompt
+# ---------------------------------------------------------------------------------- the prompt
 
 
-@given(boards)
-def test_a_board_and_its_moves_can_be_read_back_from_the_prompt(board: str) -> None:
-    state = State(board, to_move(board), "random")
-    for environment in PROMPTED:
+@given(seeds, st.integers(0, 3))
+def test_a_board_and_its_moves_can_be_read_back_from_the_prompt(seed: int, opening: int) -> None:
+    for prompt in ("tictactoe", "tictactoe_compact"):
+        environment = TicTacToe(prompt=prompt, opening=opening)
+        state = environment.initial(environment.task(seed))
         (message,) = environment.prompt(environment.task(0), state)
         shown = message["content"].split(SPLIT)[1]
         lines = [line for line in shown.splitlines() if len(line) == 3 and set(line) <= set("XO.")]
-        assert "".join(lines) == board
-        assert "{" not in shown
+        assert "".join(lines) == state.board
         numbers = environment.view(state)["legal"]
         assert numbers in shown
-        moves = [environment.read(state, f"<action>{n}</action>") for n in numbers.split()]
-        assert all(action.kind == "move" for action in moves)
-        assert [action.move for action in moves] == environment.moves(state)
-    shown = PROMPTED[0].view(state)
-    assert shown["row"] == board
-    assert {shown["me"], shown["opponent_mark"]} == {"X", "O"}
-
-
-@given(boards, boards)
-def test_what_stands_before_the_split_is_the_same_in_every_turn(one: str, other: str) -> None:
-    for environment in PROMPTED:
-        heads = {
-            environment.prompt(environment.task(0), State(b, to_move(b), "random"))[0][
-                "content"
-            ].split(SPLIT)[0]
-            for b in (one, other)
-        }
-        assert len(heads) == 1
-        assert heads.pop()
-
-
-def test_the_compact_prompt_is_at_most_32_characters() -> None:
-    environment = TicTacToe(prompt="tictactoe_compact")
-    (message,) = environment.prompt(environment.task(0), State(EMPTY, "X", "random"))
-    assert len(message["content"].replace(SPLIT, "")) <= 32
+        moves = [environment.read(state, f"<action>{n}</action>").move for n in numbers.split()]
+        assert moves == environment.moves(state)
 
 
 async def test_the_last_moves_are_shown_as_far_as_history_says() -> None:
@@ -408,30 +269,11 @@ async def test_the_last_moves_are_shown_as_far_as_history_says() -> None:
 @pytest.mark.parametrize("second", [0.0, 1.0])
 def test_the_return_is_also_given_by_side(second: float) -> None:
     environment = TicTacToe(second=second)
-    turns = [
-        {"valid": 1.0, "reward": 1.0},
-        {"valid": 1.0, "reward": 0.0, "outcome": 0.0, "success": 0.0, "draw": 1.0},
-    ]
-    made = environment.measures(environment.task(3), turns)
-    assert made[environment.headline] == [0.0]
-    assert made["draw"] == [1.0]
-    assert made["success"] == [0.0]
-    assert made["oracle"] == [1.0, 0.0]
+    last = {"valid": 1.0, "reward": 0.0, "outcome": 0.0, "success": 0.0, "draw": 1.0}
+    made = environment.measures(environment.task(3), [{"valid": 1.0, "reward": 1.0}, last])
+    assert (made[environment.headline], made["oracle"]) == ([0.0], [1.0, 0.0])
     assert made["return_second" if second else "return_first"] == [0.0]
     assert ("return_first" in made) != ("return_second" in made)
-
-
-def test_the_oracle_sees_the_state_in_plain_values() -> None:
-    environment = TicTacToe()
-    state = State("....X....", "O", "rival", ("5",))
-    turn = environment.judged(
-        environment.task(0), state, environment.read(state, "<action>5</action>"), 1, 5
-    )
-    assert turn.state == {"board": "....X....", "me": "O", "opponent": "rival", "past": ("5",)}
-    assert turn.move == [4]
-    assert (
-        msgspec.convert(msgspec.msgpack.decode(msgspec.msgpack.encode(turn.state)), State) == state
-    )
 
 
 @pytest.mark.parametrize(
@@ -442,12 +284,7 @@ def test_the_oracle_sees_the_state_in_plain_values() -> None:
         ({"opponents": {"a": -1.0, "b": 2.0}}, "weights >= 0"),
         ({"opponents": {"a": float("nan")}}, "weights >= 0"),
         ({"opponents": {"": 1.0}}, "player names"),
-        ({"second": 1.5}, "second = 1.5: expected a number, at least 0 and at most 1"),
         ({"opening": 4}, "opening = 4: expected a whole number, at least 0 and at most 3"),
-        ({"opening": -1}, "opening = -1: expected a whole number, at least 0"),
-        ({"history": 1, "prompt": "tictactoe_compact"}, "no {past} placeholder"),
-        ({"second": "half"}, "second = 'half': expected a number"),
-        ({"depth": 1}, "depth"),
     ],
 )
 def test_an_option_that_cannot_be_used_is_refused(options: dict[str, Any], message: str) -> None:

@@ -4,7 +4,7 @@ two ranks, an update in a fraction of a second."""
 import asyncio
 
 from coppice.actors.environments.base import Action, Tools, Transition
-from coppice.actors.environments.search_qa import SearchQA, State
+from coppice.actors.environments.search_qa.environment import SearchQA, State
 
 QUESTIONS = 2
 PACE_S = 0.1

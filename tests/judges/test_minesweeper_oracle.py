@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coppice.actors.environments.minesweeper import (
+from coppice.actors.environments.minesweeper.environment import (
     MARK,
     REVEAL,
     Minesweeper,

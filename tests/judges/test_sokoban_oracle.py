@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from coppice.actors.environments.base import Action
-from coppice.actors.environments.sokoban import Sokoban, State
+from coppice.actors.environments.sokoban.environment import Sokoban, State
 from coppice.judges.base import checked
 from coppice.judges.oracles.sokoban import SokobanOracle
 from coppice.wire.faults import DataFault
@@ -87,7 +87,7 @@ def test_following_the_oracle_solves_every_room_in_the_stated_number_of_steps() 
                 sum(column["optimal"] for column in made) / 4
             }
             way = rng.choice([way for way, column in enumerate(made) if column["optimal"]])
-            state = asyncio.run(game.apply(state, (way,), NOBODY)).state
+            state = asyncio.run(game.step(state, Action("move", "", move=(way,)), NOBODY)).state
             steps += 1
         assert steps == first["distance"]
         assert game.lost(state)["success"] == 1

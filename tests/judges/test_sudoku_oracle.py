@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coppice.actors.environments.sudoku import State, Sudoku
+from coppice.actors.environments.sudoku.environment import State, Sudoku
 from coppice.judges.base import checked
 from coppice.judges.oracles.sudoku import SudokuOracle
 from coppice.wire.faults import DataFault

@@ -10,7 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coppice.actors.environments.tictactoe import EMPTY, State, legal_cells, optimal, play, to_move
+from coppice.actors.environments.tictactoe.environment import (
+    EMPTY,
+    State,
+    legal_cells,
+    optimal,
+    play,
+    to_move,
+)
 from coppice.judges.base import checked
 from coppice.judges.oracles.tictactoe import MctsPlayer, MinimaxPlayer, Search, TicTacToeOracle
 from coppice.judges.serve import make_worker

@@ -13,7 +13,7 @@ from coppice.actors.config import ActorsConfig
 from coppice.actors.engines.base import OnTokens
 from coppice.actors.engines.local import LocalEngine
 from coppice.actors.environments.base import Task
-from coppice.actors.environments.search_qa import SearchQA
+from coppice.actors.environments.search_qa.environment import SearchQA
 from coppice.common.support import decode
 from coppice.scheduler.config import SchedulerConfig
 from coppice.scheduler.growth.context import Context

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from coppice.actors.environments.base import Task
-from coppice.actors.environments.search_qa import SearchQA
-from coppice.actors.environments.tictactoe import TicTacToe
+from coppice.actors.environments.search_qa.environment import SearchQA
+from coppice.actors.environments.tictactoe.environment import TicTacToe
 from coppice.scheduler.config import SchedulerConfig
 from coppice.scheduler.evaluation.evaluation import (
     estimate,

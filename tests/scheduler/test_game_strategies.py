@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from coppice.actors.environments.game import Game
-from coppice.actors.environments.sudoku import Sudoku
-from coppice.actors.environments.tictactoe import TicTacToe
+from coppice.actors.environments.sudoku.environment import Sudoku
+from coppice.actors.environments.tictactoe.environment import TicTacToe
 from coppice.judges.oracles.sudoku import SudokuOracle
 from coppice.judges.oracles.tictactoe import MinimaxPlayer, TicTacToeOracle
 from coppice.scheduler.concurrency import TaskGroup, gather

@@ -9,7 +9,7 @@ import msgspec
 from coppice.actors.config import ActorsConfig
 from coppice.actors.engines.local import LocalEngine
 from coppice.actors.environments.base import SPLIT, Task
-from coppice.actors.environments.search_qa import SearchQA
+from coppice.actors.environments.search_qa.environment import SearchQA
 from coppice.judges.base import Speaker
 from coppice.scheduler.config import SchedulerConfig
 from coppice.scheduler.growth.context import Context

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from coppice.actors.environments.base import Task
-from coppice.actors.environments.search_qa import SearchQA
+from coppice.actors.environments.search_qa.environment import SearchQA
 from coppice.learner.schemes import slate as slate_scheme
 from coppice.learner.update.table import TurnTable
 from coppice.scheduler.config import SchedulerConfig

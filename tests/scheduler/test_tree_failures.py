@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from coppice.actors.environments.base import Action, Environment, Task, Tools, Transition
-from coppice.actors.environments.tictactoe import State, TicTacToe
+from coppice.actors.environments.tictactoe.environment import State, TicTacToe
 from coppice.scheduler.config import EvaluationConfig, SchedulerConfig
 from coppice.scheduler.growth.failures import ALIKE, InARow
 from coppice.scheduler.ledger.journal import Journal, JournalError, TreeRow

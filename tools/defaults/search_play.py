@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import msgspec
 
 from coppice.actors.environments.base import Task
-from coppice.actors.environments.search_qa import SearchQA
+from coppice.actors.environments.search_qa.environment import SearchQA
 from coppice.learner.fine_tune import Example
 from coppice.scheduler.growth.text import Text
 from coppice.tools.defaults.tiny_search import names_and_fields

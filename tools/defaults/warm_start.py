@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import torch
 
-from coppice.actors.environments.search_qa import SearchQA
+from coppice.actors.environments.search_qa.environment import SearchQA
 from coppice.common.process import Killed, in_subprocess
 from coppice.judges.retriever.encoder import Encoder
 from coppice.judges.retriever.index import Index

@@ -6,8 +6,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from coppice.actors.environments import hub
-from coppice.actors.environments.task_files import EXPECTED, listed
+from coppice.actors.environments.task_files import EXPECTED, hub_set_of, listed
 from coppice.common import hardware
 from coppice.common.process import Killed, in_subprocess
 from coppice.tools.launching import agent_trial
@@ -42,7 +41,7 @@ def lacking_files(config: Config) -> Iterator[str]:
         {} if config.cluster.on else {"train": data.train, "heldout": data.heldout}.items()
     ):
         for source in listed(setting):
-            if source != "default" and not Path(source).exists() and hub.named(source) is None:
+            if source != "default" and not Path(source).exists() and hub_set_of(source) is None:
                 yield f"data.{key} = {source!r} does not exist: give {EXPECTED}"
     if not config.cluster.on and data.corpus != "default" and not Path(data.corpus).exists():
         yield f"data.corpus = {data.corpus!r} does not exist: give a JSONL file of {{id, contents}}"

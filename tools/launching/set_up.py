@@ -9,7 +9,7 @@ from coppice.actors.environments import registry
 from coppice.actors.environments.agents.environment import Agent
 from coppice.actors.environments.base import POLICY
 from coppice.actors.environments.game import Game
-from coppice.actors.environments.search_qa import SearchQA
+from coppice.actors.environments.search_qa.environment import SearchQA
 from coppice.actors.environments.task_files import listed
 from coppice.tools.defaults.facts import ensure_facts
 from coppice.tools.defaults.index_corpus import ensure_index

@@ -183,7 +183,7 @@ class Agent(Environment):
         parsed = parse(until(text, state.stop), self.family, state.offered)
         invalid = parsed.problem or (state.must_call and not parsed.calls)
         kind = "invalid" if invalid else "search" if parsed.calls else "answer"
-        return Action(kind, text, answer=None if parsed.calls else parsed.text)
+        return Action(kind, text, None if parsed.calls else parsed.text)
 
     async def step(self, state: AgentState, action: Action, tools: Tools) -> Transition:
         """Give the agent a reply, and return what it asks next, or how its episode ended."""

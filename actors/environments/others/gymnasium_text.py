@@ -7,7 +7,8 @@ environments with discrete actions and a text rendering.
 import re
 from typing import Any
 
-from coppice.actors.environments.others.mutable import Mutable, Turned
+from coppice.actors.environments.others.in_other_python.worker import Turned
+from coppice.actors.environments.others.mutable import InThisPython
 from coppice.common.numbers import Count
 
 ACTIONS = {
@@ -27,7 +28,7 @@ _COLOUR = re.compile(r"\x1b\[([\d;]*)m((?:(?!\x1b\[[\d;]+m).)*?)\x1b\[0m", re.DO
 """An innermost coloured cell."""
 
 
-class Gymnasium(Mutable):
+class Gymnasium(InThisPython):
     """id: of a registered environment. arguments: those of ``gymnasium.make`` beside it. horizon:
     actions of an episode; the library's own limit holds as well."""
 
@@ -52,16 +53,15 @@ class Gymnasium(Mutable):
         self.words = ACTIONS.get(family) or tuple(str(self._first + i) for i in range(int(space.n)))
         self.rules = f"{RULES.get(family, f'You act in {id}.')} Actions: {', '.join(self.words)}."
 
-    def begin(self, seed: int) -> tuple[Any, str]:
-        environment = self._make()
-        observation, _ = environment.reset(seed=seed % 2**31)
-        return environment, self._text(environment, observation)
+    def begin(self, seed: int) -> tuple[Any, Turned]:
+        game = self._make()
+        observation, _ = game.reset(seed=seed % 2**31)
+        return game, Turned(self._text(game, observation))
 
-    def turn(self, environment: Any, action: str) -> Turned:
-        observation, reward, ended, truncated, _ = environment.step(
-            self._first + self.words.index(action)
-        )
-        return Turned(self._text(environment, observation), float(reward), bool(ended or truncated))
+    def turn(self, game: Any, action: str) -> Turned:
+        move = self._first + self.words.index(action)
+        observation, reward, ended, truncated, _ = game.step(move)
+        return Turned(self._text(game, observation), float(reward), bool(ended or truncated))
 
     def allowed(self, text: str) -> str | None:
         word = text.strip().lower()
@@ -70,11 +70,11 @@ class Gymnasium(Mutable):
     def replies(self, state: Any) -> list[str]:
         return [f"<action>{word}</action>" for word in self.words]
 
-    def _text(self, environment: Any, observation: Any) -> str:
+    def _text(self, game: Any, observation: Any) -> str:
         if self.id.startswith("Blackjack"):
             own, dealer, ace = observation
             return f"Your sum is {own}{' with a usable ace' if ace else ''}. The dealer shows {dealer}."
-        text, coloured = str(environment.render()), 1
+        text, coloured = str(game.render()), 1
         while coloured:
             text, coloured = _COLOUR.subn(_marked, text)
         return text.strip()

@@ -8,16 +8,16 @@ fields as JSON.
 """
 
 import asyncio
+import collections
 import contextlib
 import inspect
 import json
 from typing import Any
 
 import aiohttp
-import msgspec
 
-from coppice.actors.environments.base import Action, Task, Tools, Transition
-from coppice.actors.environments.others.mutable import Live, Mutable, Played, Turned
+from coppice.actors.environments.others.in_other_python.worker import Turned
+from coppice.actors.environments.others.mutable import InThisPython, Mutable
 from coppice.common.numbers import Count, Positive
 from coppice.common.options import imported
 from coppice.wire.faults import DataFault, InfrastructureFault
@@ -42,17 +42,12 @@ def _fields(text: str, field: str) -> str | None:
     return None if value is None else json.dumps(value, sort_keys=True)
 
 
-def _turned(observation: dict[str, Any], reward: float | None, done: bool) -> Turned:
-    return Turned(_shown(observation), float(reward or 0.0), done)
+def _turned(observation: dict[str, Any], reward: float | None = None, done: Any = False) -> Turned:
+    shown = {name: value for name, value in observation.items() if name not in _OWN}
+    return Turned(json.dumps(shown, ensure_ascii=False), float(reward or 0.0), bool(done))
 
 
-def _shown(observation: dict[str, Any]) -> str:
-    return json.dumps(
-        {name: value for name, value in observation.items() if name not in _OWN}, ensure_ascii=False
-    )
-
-
-class OpenEnv(Mutable):
+class OpenEnv(InThisPython):
     """environment, action: "module:Class" of an environment and of its actions. rules: what the
     policy is told. field: as in ``_fields``.
 
@@ -72,20 +67,18 @@ class OpenEnv(Mutable):
         )
         self.rules, self.field = rules, field
 
-    def begin(self, seed: int) -> tuple[Any, str]:
+    def begin(self, seed: int) -> tuple[Any, Turned]:
         try:
-            environment = self._make()
-            seeded = {"seed": seed} if _takes_seed(environment.reset) else {}
-            return environment, _shown(environment.reset(**seeded).model_dump(mode="json"))
+            game = self._make()
+            seeded = {"seed": seed} if _takes_seed(game.reset) else {}
+            return game, _turned(game.reset(**seeded).model_dump(mode="json"))
         except Exception as error:
             raise self._fault(error, f"the episode of seed {seed} cannot begin") from error
 
-    def turn(self, environment: Any, action: str) -> Turned:
+    def turn(self, game: Any, action: str) -> Turned:
         try:
-            observation = environment.step(self._action(**json.loads(action)))
-            return _turned(
-                observation.model_dump(mode="json"), observation.reward, observation.done
-            )
+            seen = game.step(self._action(**json.loads(action)))
+            return _turned(seen.model_dump(mode="json"), seen.reward, seen.done)
         except ValueError:  # pydantic's ValidationError is one too
             raise
         except Exception as error:
@@ -117,7 +110,6 @@ class OpenEnvServer(Mutable):
     """
 
     name = "openenv_server"
-    copies = False
 
     def __init__(
         self,
@@ -128,67 +120,49 @@ class OpenEnvServer(Mutable):
         timeout_s: Positive = 60.0,
         sessions: Count = 16,
     ):
-        super().__init__(horizon, sessions)
+        super().__init__(horizon)
         self.url, self.rules, self.field, self.timeout_s = url.rstrip("/"), rules, field, timeout_s
+        self.kept, self.turns = sessions, 0
+        self._sessions: collections.OrderedDict[tuple[int, tuple[str, ...]], _Session] = (
+            collections.OrderedDict()
+        )
         self._closing: set[asyncio.Task[None]] = set()
-
-    def initial(self, task: Task) -> Played:
-        """Return the state before the server is asked."""
-        return Played(task.seed, "")
-
-    async def open(self, state: Played, tools: Tools) -> Played:
-        """Return the state of a new session."""
-        live, seen = await self._session(state.seed)
-        first = msgspec.structs.replace(state, seen=seen)
-        self.keep(first, live)
-        return first
-
-    async def step(self, state: Played, action: Action, tools: Tools) -> Transition:
-        """Play the action. A session that was kept may have gone since; then a new one plays the
-        episode again."""
-        kept = (state.seed, state.actions) in self._cache
-        try:
-            return await super().step(state, action, tools)
-        except InfrastructureFault:
-            if not kept:
-                raise
-            return await super().step(state, action, tools)
-
-    async def began(self, seed: int) -> Live:
-        return (await self._session(seed))[0]
-
-    async def played(self, live: Live, action: str) -> Turned:
-        self.turns += 1
-        answer = await self._ask(live, {"type": "step", "data": json.loads(action)})
-        return _turned(answer["observation"], answer.get("reward"), bool(answer.get("done")))
 
     def allowed(self, text: str) -> str | None:
         return _fields(text, self.field)
 
-    def forget(self, live: Live) -> None:
-        """Close the session, which frees its place on the server."""
-        closing = asyncio.get_running_loop().create_task(live.environment.close())
-        self._closing.add(closing)
-        closing.add_done_callback(self._closing.discard)
+    async def ask(self, seed: int, actions: tuple[str, ...], action: str | None) -> Turned:
+        """Play an action in the session that stands there, or in a new one that plays the episode
+        again."""
+        session = None if action is None else self._sessions.pop((seed, actions), None)
+        if session is not None and action is not None:
+            with contextlib.suppress(InfrastructureFault):  # it may have gone since
+                return await self._act(session, seed, actions, action)
+        session, first = await self._begin(seed)
+        for earlier in actions:
+            await self._ask(session, earlier)
+        if action is not None:
+            return await self._act(session, seed, actions, action)
+        self._keep((seed, actions), session)
+        return first
 
-    async def close(self) -> None:
-        """Close all sessions."""
-        while self._cache:
-            self.forget(self._cache.popitem()[1])
-        await asyncio.gather(*self._closing)
+    async def _act(
+        self, session: "_Session", seed: int, actions: tuple[str, ...], action: str
+    ) -> Turned:
+        turned = await self._ask(session, action)
+        if turned.done or len(actions) + 1 >= self.horizon:
+            self._close(session)
+        else:
+            self._keep((seed, (*actions, action)), session)
+        return turned
 
-    async def _session(self, seed: int) -> tuple[Live, str]:
+    async def _begin(self, seed: int) -> tuple["_Session", Turned]:
         loop = asyncio.get_running_loop()
         until = loop.time() + self.timeout_s
         while True:
-            live = Live(seed)
-            live.environment = _Session(self.url, self.timeout_s)
+            session = _Session(self.url, self.timeout_s)
             try:
-                return live, _shown(
-                    (await self._ask(live, {"type": "reset", "data": {"seed": seed}}))[
-                        "observation"
-                    ]
-                )
+                return session, await self._ask(session, None, seed)
             except Full:
                 if loop.time() > until:
                     raise
@@ -196,17 +170,42 @@ class OpenEnvServer(Mutable):
                 raise DataFault(
                     f"OpenEnv server {self.url}: the episode of seed {seed} cannot begin: {error}"
                 ) from None
-            if self._cache:
-                self.forget(self._cache.popitem(last=False)[1])
+            if self._sessions:
+                self._close(self._sessions.popitem(last=False)[1])
             await asyncio.sleep(FULL_S)
 
-    async def _ask(self, live: Live, message: dict[str, Any]) -> dict[str, Any]:
+    async def _ask(self, session: "_Session", action: str | None, seed: int = 0) -> Turned:
+        """Send an action, or a reset where there is none."""
+        message = {"type": "reset", "data": {"seed": seed}}
+        if action is not None:
+            self.turns += 1
+            message = {"type": "step", "data": json.loads(action)}
         try:
-            return await live.environment.ask(message)
+            answer = await session.ask(message)
+            return _turned(answer["observation"], answer.get("reward"), answer.get("done"))
         except BaseException:
             # also when the caller is cancelled: nobody knows what the session has played
-            self.forget(live)
+            self._close(session)
             raise
+
+    def _keep(self, key: tuple[int, tuple[str, ...]], session: "_Session") -> None:
+        if key in self._sessions:  # a sibling has played the same
+            self._close(self._sessions.pop(key))
+        self._sessions[key] = session
+        while len(self._sessions) > self.kept:
+            self._close(self._sessions.popitem(last=False)[1])
+
+    def _close(self, session: "_Session") -> None:
+        """Close the session, which frees its place on the server."""
+        closing = asyncio.get_running_loop().create_task(session.close())
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
+
+    async def close(self) -> None:
+        """Close all sessions."""
+        while self._sessions:
+            self._close(self._sessions.popitem()[1])
+        await asyncio.gather(*self._closing)
 
 
 class Full(InfrastructureFault):

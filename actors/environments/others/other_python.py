@@ -3,7 +3,7 @@ they pin forbid it: another Python plays them.
 
 data.environment = "other_python", data.options.python = the path of that Python, data.options.game
 = "gem" (``pip install gem-llm`` there), "textworld" (``pip install textworld`` there),
-"reasoning_gym" or your own "module:Class" (``beside/worker.py`` says what it must have).
+"reasoning_gym" or your own "module:Class" (``in_other_python/worker.py`` says what it must have).
 data.options.arguments.id = "game:Sudoku-v0-easy".
 
 The other Python gets with every step the seed and all actions, so that it can be killed at any
@@ -19,21 +19,19 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from coppice.actors.environments.base import Task, Tools
-from coppice.actors.environments.others.mutable import KEPT, Live, Mutable, Played, Turned
+from coppice.actors.environments.others.in_other_python.worker import Turned
+from coppice.actors.environments.others.mutable import KEPT, Mutable
 from coppice.common.numbers import Count, Positive
 from coppice.common.process import die_with, without_secrets
 from coppice.wire.faults import DataFault, InfrastructureFault
 
 GAMES = {
-    "gem": "gem_games:Gem",
-    "reasoning_gym": "reasoning_sets:Reasoning",
-    "textworld": "textworld_games:TextWorld",
+    "gem": "libraries:Gem",
+    "reasoning_gym": "libraries:Reasoning",
+    "textworld": "libraries:TextWorld",
 }
 """Classes in the folder of the worker, by the names of their libraries."""
-WORKER = Path(__file__).parent / "beside" / "worker.py"
+WORKER = Path(__file__).parent / "in_other_python" / "worker.py"
 LARGEST = 16 << 20
 """The most bytes of an answer."""
 
@@ -58,17 +56,18 @@ class OtherPython(Mutable):
     ):
         super().__init__(horizon)
         self.rules = rules
-        command = [
-            python,
-            str(WORKER),
-            GAMES.get(game, game),
-            json.dumps(arguments or {}),
-            str(KEPT),
-        ]
-        if ":" not in command[2]:
+        place = GAMES.get(game, game)
+        command = [python, str(WORKER), place, json.dumps(arguments or {}), str(KEPT)]
+        if ":" not in place:
             raise ValueError(f"game = {game!r}: expected one of {sorted(GAMES)}, or module:Class")
         try:
-            trial = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=timeout_s, env=_environment())  # fmt: skip
+            trial = subprocess.run(
+                command,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                timeout=timeout_s,
+                env=_environment(),
+            )
         except (OSError, subprocess.TimeoutExpired) as error:
             raise ValueError(f"python = {python!r}, game = {game!r}: {error}") from None
         if trial.returncode:
@@ -76,38 +75,7 @@ class OtherPython(Mutable):
             raise ValueError(f"game = {game!r}, arguments = {arguments or {}}, in {python}: {last}")
         self._children = [_Child(command, timeout_s) for _ in range(processes)]
 
-    def initial(self, task: Task) -> Played:
-        """Return the state before the other Python is asked."""
-        return Played(task.seed, "")
-
-    async def open(self, state: Played, tools: Tools) -> Played:
-        """Return the state of a game that has begun."""
-        return msgspec.structs.replace(
-            state, seen=(await self._answer(state.seed, (), None))["seen"]
-        )
-
-    async def standing(self, state: Played) -> Live:
-        """Return the place of a game in the other Python, which keeps the game itself."""
-        live = Live(state.seed)
-        live.environment = state.actions
-        return live
-
-    async def played(self, live: Live, action: str) -> Turned:
-        self.turns += 1
-        answer = await self._answer(live.seed, live.environment, action)
-        live.environment = (*live.environment, action)
-        return Turned(answer["seen"], answer["reward"], answer["done"], answer.get("success"))
-
-    def keep(self, state: Played, live: Live) -> None:
-        """Nothing is kept here."""
-
-    async def close(self) -> None:
-        """End the processes."""
-        await asyncio.gather(*(child.close() for child in self._children))
-
-    async def _answer(
-        self, seed: int, actions: tuple[str, ...], action: str | None
-    ) -> dict[str, Any]:
+    async def ask(self, seed: int, actions: tuple[str, ...], action: str | None) -> Turned:
         answer = await self._children[seed % len(self._children)].ask(seed, actions, action)
         if "refused" in answer:
             raise ValueError(answer["refused"])
@@ -115,7 +83,11 @@ class OtherPython(Mutable):
             raise DataFault(
                 f"the game of seed {seed} after {len(actions)} actions raised {answer['failed']}"
             )
-        return answer
+        return Turned(**answer)
+
+    async def close(self) -> None:
+        """End the processes."""
+        await asyncio.gather(*(child.close() for child in self._children))
 
 
 class _Child:
@@ -136,14 +108,10 @@ class _Child:
                     return await self._exchanged(request)
             except (OSError, TimeoutError, ValueError) as error:
                 await self.close()
-                reason = (
-                    f"no answer in {self.timeout_s:g} s"
-                    if isinstance(error, TimeoutError)
-                    else str(error)
-                )
-                raise InfrastructureFault(
-                    f"{self.command[2]} in {self.command[0]}: {reason}"
-                ) from None
+                late = f"no answer in {self.timeout_s:g} s"
+                reason = late if isinstance(error, TimeoutError) else str(error)
+                game, python = self.command[2], self.command[0]
+                raise InfrastructureFault(f"{game} in {python}: {reason}") from None
 
     async def close(self) -> None:
         """Kill the process, with all that it has started."""

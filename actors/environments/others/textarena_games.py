@@ -7,15 +7,18 @@ data.options.players = 2.
 
 from typing import Any
 
-from coppice.actors.environments.base import POLICY, Task, Tools
-from coppice.actors.environments.others.mutable import Live, Mutable, Played, Turned
+import msgspec
+
+from coppice.actors.environments.base import POLICY, SPLIT, Task, Tools
+from coppice.actors.environments.others.in_other_python.worker import Turned
+from coppice.actors.environments.others.mutable import InThisPython, Played
 from coppice.common.numbers import Count, Share
 
 REPLY_TOKENS = 256
 """Of another player's reply."""
 
 
-class TextArena(Mutable):
+class TextArena(InThisPython):
     """id: of a game. players: all of them, the policy included. second: the share of the episodes
     in which the policy is the last to move. opponent: who plays for the others: "policy", with the
     newest weights, or a speaker that is served.
@@ -48,7 +51,7 @@ class TextArena(Mutable):
         self.speakers = () if players == 1 or opponent == POLICY else (opponent,)
         self.rules = "You play a text game."
         try:
-            self._begun(0)
+            self.stands(0, (), None)
         except Exception as error:  # noqa: BLE001
             reason = " ".join(f"{type(error).__name__}: {error}".replace("*", "").split())
             raise ValueError(
@@ -59,48 +62,40 @@ class TextArena(Mutable):
         """Return the number of the policy among the players in the episode of ``seed``."""
         return self.players - 1 if (seed * 0x9E3779B1) % 2**32 < self.second * 2**32 else 0
 
-    def begin(self, seed: int) -> tuple[Any, str]:
+    def begin(self, seed: int) -> tuple[Any, Turned]:
         game = self._make()
         game.reset(num_players=self.players, seed=seed)
         game.policy = self.seat(seed)
-        return game, game.get_observation()[1]
+        return game, self._shown(game)
 
-    def turn(self, environment: Any, action: str) -> Turned:
-        done, _ = environment.step(action)
-        if done:
-            rewards, _ = environment.close()
-            earned = float(rewards[environment.policy])
-            return Turned("", earned, True, float(earned > 0 and earned == max(rewards.values())))
-        player, text = environment.get_observation()
-        return Turned(text, 0.0, False, waits=player != environment.policy)
+    def turn(self, game: Any, action: str) -> Turned:
+        done, _ = game.step(action)
+        if not done:
+            return self._shown(game)
+        rewards, _ = game.close()
+        earned = float(rewards[game.policy])
+        return Turned("", earned, True, float(earned > 0 and earned == max(rewards.values())))
+
+    def _shown(self, game: Any) -> Turned:
+        player, text = game.get_observation()
+        return Turned(text, waits=player != game.policy)
 
     async def open(self, state: Played, tools: Tools) -> Played:
         """Return the state at the policy's first turn."""
-        live = await self.standing(state)
-        waits = live.environment.state.current_player_id != live.environment.policy
-        turned, actions = await self.others(
-            live, Turned(state.seen, 0.0, False, waits=waits), tools
-        )
-        first = Played(state.seed, turned.seen, actions, turned.reward)
-        self.keep(first, live)
-        return first
+        first = await self.ask(state.seed, (), None)
+        turned, actions = await self.others(state, first, tools)
+        return Played(state.seed, turned.seen, actions, turned.reward)
 
     async def others(
-        self, live: Live, turned: Turned, tools: Tools
+        self, state: Played, turned: Turned, tools: Tools
     ) -> tuple[Turned, tuple[str, ...]]:
-        actions: list[str] = []
+        actions = state.actions
         while turned.waits and not turned.done:
-            messages = self.prompt(Task(""), Played(0, turned.seen))
-            reply = await tools.say(
-                self.opponent,
-                [
-                    {"role": m["role"], "content": m["content"].replace("\x1e", "")}
-                    for m in messages
-                ],
-                REPLY_TOKENS,
-                self.stop,
-            )
-            action = self.read(Played(0, ""), reply + self.stop[0]).answer or reply
-            actions.append(action)
-            turned = await self.played(live, action)
-        return turned, tuple(actions)
+            seen = msgspec.structs.replace(state, seen=turned.seen)
+            (message,) = self.prompt(Task(""), seen)
+            message["content"] = message["content"].replace(SPLIT, "")
+            reply = await tools.say(self.opponent, [message], REPLY_TOKENS, self.stop)
+            action = self.read(seen, reply + self.stop[0]).argument or reply
+            turned = await self.ask(state.seed, actions, action)
+            actions = (*actions, action)
+        return turned, actions

@@ -3,11 +3,14 @@ and what each side is told."""
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
 
 import msgspec
 
 from coppice.actors.environments.sotopia.scenarios import Agent, Rules
 
+INSTRUCTIONS = (Path(__file__).parent / "prompt.txt").read_text().strip()
+"""What a side is told. The text before {split} is the same in all turns of a conversation."""
 KINDS = ("none", "speak", "non-verbal communication", "action", "leave")
 DIMENSIONS = {
     "believability": (0, 10),
@@ -110,40 +113,14 @@ def profile(agent: Agent, relationship: int, own: bool = False) -> str:
     everything and has a secret."""
     parts: list[str] = []
     if relationship >= 1:
-        parts.append(f"{agent.name}{f' ({agent.gender_pronoun})' if agent.gender_pronoun else ''}.")
+        pronoun = f" ({agent.gender_pronoun})" if agent.gender_pronoun else ""
+        parts.append(f"{agent.name}{pronoun}.")
     if relationship >= 2:
         parts += [f"Age {agent.age}, {agent.occupation}.", agent.public_info]
     if relationship >= 3:
-        style = (
-            f"Makes decisions in this way: {agent.decision_making_style}."
-            if agent.decision_making_style
-            else ""
-        )
-        parts += [agent.personality_and_values, style]
+        style = agent.decision_making_style
+        parts.append(agent.personality_and_values)
+        parts.append(f"Makes decisions in this way: {style}." if style else "")
     if own and agent.secret:
         parts.append(f"Secret, which nobody else knows: {agent.secret}")
     return " ".join(part for part in parts if part) or "You know nothing about this person."
-
-
-INSTRUCTIONS = """You play a person in a conversation between two people. Stay in your role and try to reach your goal. The other person has a goal too.
-
-Situation: {scenario} {relationship}
-You: {own}
-The other person: {other}
-Your goal, which only you know: {goal}
-
-The two of you take turns, {limit} turns in all. In each of your turns you do one of these things:
-- "none": you do nothing.
-- "speak": you say something; the argument is what you say.
-- "non-verbal communication": you show something without words; the argument describes it, for example a nod.
-- "action": you do something; the argument describes it, for example opening a window.
-- "leave": you leave, which ends the conversation. Leave once your goal is reached or out of reach, or if going on would hurt you.
-
-Answer with one JSON object and with nothing after it:
-{{"action_type": one of the five names above, "argument": your words or what you do, empty for "none" and "leave"}}
-
-{split}The conversation so far:
-{history}
-
-It is turn #{number}, and it is your turn, {name}."""
-"""What a side is told. The text before {split} is the same in all turns of a conversation."""

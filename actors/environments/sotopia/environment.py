@@ -79,73 +79,53 @@ class Sotopia(Environment):
             raise ValueError(
                 f"judge = 'sotopia_rules': scenario {unruled[0]!r} has no rules to check; use judge = 'sotopia'"
             )
-        self.partner, self.side, self.turns, self.partner_tokens = (
-            partner,
-            side,
-            turns,
-            partner_tokens,
-        )
+        self.partner, self.partner_tokens, self.speakers = partner, partner_tokens, (partner,)
+        self.side, self.turns, self.outcome_judge = side, turns, judge
         self.profiles, self.word_endings = profiles, word_endings
-        self.outcome_judge, self.speakers = judge, (partner,)
         self._combos = {combo.pk: combo for combo in self.library.combos}
-        last = HELD_OUT_EVERY - 1
-        apart = {
-            key for index, key in enumerate(self.library.envs) if index % HELD_OUT_EVERY == last
-        }
-        self._held_out = [
-            combo for combo in self.library.combos if combo.env_id in apart or split == "all"
-        ]
-        self._training = [
-            combo for combo in self.library.combos if combo.env_id not in apart or split == "all"
-        ]
+        self._training = self._held_out = self.library.combos
+        if split == "scenarios":
+            kept = set(list(self.library.envs)[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY])
+            self._held_out = [combo for combo in self._training if combo.env_id in kept]
+            self._training = [combo for combo in self._training if combo.env_id not in kept]
         if not self._held_out or not self._training:
             raise ValueError(
                 f"split = 'scenarios': {len(self.library.envs)} scenarios leave no episode to train on or to hold out; expected"
                 f" {HELD_OUT_EVERY} or more, or split = 'all'"
             )
 
-    # ------------------------------------------------------------------------------------------
-    # tasks
+    # --------------------------------------------------------------------------------------- tasks
 
     def task(self, seed: int) -> Task:
         """Return the episode of ``seed``: seeds in a row take all episodes in turn, and then all
         with the other side."""
         combos, number = self._drawn(seed)
         combo = combos[number % len(combos)]
-        return Task(
-            f"{self.name}-{seed}", source=self.library.envs[combo.env_id].codename, seed=seed
-        )
+        codename = self.library.envs[combo.env_id].codename
+        return Task(f"{self.name}-{seed}", source=codename, seed=seed)
 
     def initial(self, task: Task) -> State:
-        """Return the conversation before its first turn."""
         combos, number = self._drawn(task.seed)
         sides = {"first": 0, "second": 1, "random": number // len(combos) % 2}
         return State(combos[number % len(combos)].pk, sides[self.side])
 
     def _drawn(self, seed: int) -> tuple[list[Combo], int]:
-        return (
-            (self._held_out, seed - HELD_OUT_SEEDS.start)
-            if seed in HELD_OUT_SEEDS
-            else (self._training, seed)
-        )
+        if seed in HELD_OUT_SEEDS:
+            return self._held_out, seed - HELD_OUT_SEEDS.start
+        return self._training, seed
 
-    # ------------------------------------------------------------------------------------------
-    # turns
+    # --------------------------------------------------------------------------------------- turns
 
     def prompt(self, task: Task, state: State) -> list[dict[str, str]]:
-        """Return what the trained side is told: its role and the rules, then the conversation so
-        far."""
         return self._told(state, state.trained)
 
     def read(self, state: State, text: str) -> Action:
         """Return the action of the last JSON object in ``text``; its kind is one of the five, or
         "invalid"."""
         turn = conversation.read(text, 0)
-        return (
-            Action("invalid", text)
-            if turn is None
-            else Action(turn.kind, text, answer=turn.argument)
-        )
+        if turn is None:
+            return Action("invalid", text)
+        return Action(turn.kind, text, turn.argument)
 
     def replies(self, state: State) -> list[str]:
         """Return the replies without words: to do nothing and to leave."""
@@ -157,9 +137,8 @@ class Sotopia(Environment):
         if state.trained == 0 or state.turns:
             return state
         first = await self._reply(state, tools)
-        return msgspec.structs.replace(
-            state, turns=(first if first.kind != "leave" else Turn(0, "none"),)
-        )
+        first = Turn(0, "none") if first.kind == "leave" else first
+        return msgspec.structs.replace(state, turns=(first,))
 
     async def step(self, state: State, action: Action, tools: Tools) -> Transition:
         """Add the turn of the trained side and, unless it ended the conversation, the partner's. An
@@ -169,12 +148,10 @@ class Sotopia(Environment):
             turns = (*turns, await self._reply(msgspec.structs.replace(state, turns=turns), tools))
         after, done = msgspec.structs.replace(state, turns=turns), self._over(turns)
         names = [agent.name for agent in self._cast(state)[1]]
-        answered = [
-            conversation.line(turn, names[turn.side]) for turn in turns[len(state.turns) + 1 :]
-        ]
-        return Transition(
-            after, "\n".join([*answered, *(["The conversation is over."] if done else [])]), done
-        )
+        answers = turns[len(state.turns) + 1 :]
+        lines = [conversation.line(turn, names[turn.side]) for turn in answers]
+        lines += ["The conversation is over."] if done else []
+        return Transition(after, "\n".join(lines), done)
 
     async def _reply(self, state: State, tools: Tools) -> Turn:
         side = 1 - state.trained
@@ -190,62 +167,55 @@ class Sotopia(Environment):
 
     def _cast(self, state: State) -> tuple[Scenario, list[Agent]]:
         combo = self._combos[state.combo]
-        return self.library.envs[combo.env_id], [
-            self.library.agents[key] for key in combo.agent_ids
-        ]
+        agents = [self.library.agents[key] for key in combo.agent_ids]
+        return self.library.envs[combo.env_id], agents
 
     def _told(self, state: State, side: int) -> list[dict[str, str]]:
         scenario, agents = self._cast(state)
-        level, me, other, viewer = (
-            scenario.relationship,
-            agents[side],
-            agents[1 - side],
-            f"agent_{side}",
-        )
+        me, other, viewer = agents[side], agents[1 - side], f"agent_{side}"
+        level = scenario.relationship
         known = level if self.profiles == "relationship" else min(level, 1)
         names = [other.name if known else conversation.STRANGER] * 2
         names[side] = me.name
         text = conversation.INSTRUCTIONS.format(
-            scenario=shown(scenario.scenario, viewer), relationship=conversation.RELATIONSHIPS[level],
-            own=conversation.profile(me, 5, own=True), other=conversation.profile(other, known),
-            goal=shown(scenario.agent_goals[side], viewer), limit=self.turns, split=SPLIT, number=len(state.turns) + 1,
-            history=conversation.history(state.turns, names) or "Nobody has done anything yet.", name=me.name,
-        )  # fmt: skip
+            scenario=shown(scenario.scenario, viewer),
+            relationship=conversation.RELATIONSHIPS[level],
+            own=conversation.profile(me, 5, own=True),
+            other=conversation.profile(other, known),
+            goal=shown(scenario.agent_goals[side], viewer),
+            limit=self.turns,
+            split=SPLIT,
+            history=conversation.history(state.turns, names) or "Nobody has done anything yet.",
+            number=len(state.turns) + 1,
+            name=me.name,
+        )
         return [{"role": "user", "content": text}]
 
-    # ------------------------------------------------------------------------------------------
-    # judging
+    # ------------------------------------------------------------------------------------- judging
 
     def concluded(
         self, task: Task, before: State, action: Action, after: State | None, step: int, budget: int
     ) -> JudgedTurn:
         """Return the whole conversation, both sides, as the outcome judge sees it
         (``JudgedTurn.state`` is a ``Conversation``)."""
-        state = after or msgspec.structs.replace(
-            before, turns=(*before.turns, _turn(action, before.trained))
-        )
-        scenario, agents = self._cast(state)
+        turns = after.turns if after else (*before.turns, _turn(action, before.trained))
+        scenario, agents = self._cast(before)
         names = (agents[0].name, agents[1].name)
+        told = [conversation.profile(agent, 5, own=True) for agent in agents]
+        goals = [shown(goal, f"agent_{side}") for side, goal in enumerate(scenario.agent_goals)]
         whole = Conversation(
             scenario=shown(scenario.scenario, "environment"),
             names=names,
-            profiles=(
-                conversation.profile(agents[0], 5, own=True),
-                conversation.profile(agents[1], 5, own=True),
-            ),
-            goals=(
-                shown(scenario.agent_goals[0], "agent_0"),
-                shown(scenario.agent_goals[1], "agent_1"),
-            ),
-            trained=state.trained,
-            turns=state.turns,
+            profiles=(told[0], told[1]),
+            goals=(goals[0], goals[1]),
+            trained=before.trained,
+            turns=turns,
             rules=scenario.rules,
         )
         turn = super().judged(task, before, action, step, budget)
+        transcript = conversation.history(turns, names)
         return msgspec.structs.replace(
-            turn,
-            state=msgspec.to_builtins(whole),
-            transcript=conversation.history(state.turns, names),
+            turn, state=msgspec.to_builtins(whole), transcript=transcript
         )
 
     def measures(self, task: Task, turns: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
@@ -258,4 +228,4 @@ class Sotopia(Environment):
 
 
 def _turn(action: Action, side: int) -> Turn:
-    return Turn(side, action.kind, action.answer or "") if action.valid else Turn(side, "none")
+    return Turn(side, action.kind, action.argument or "") if action.valid else Turn(side, "none")

@@ -29,7 +29,6 @@ class Agent(msgspec.Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        """The first and the last name."""
         return f"{self.first_name} {self.last_name}".strip()
 
 
@@ -137,9 +136,7 @@ def _decoded(file: Path, kind: type[T]) -> T:
 def _check(rules: Rules, where: str) -> None:
     """Raises ValueError for rules that the rule judge could not apply."""
     for condition in (Condition(says=rules.secret or "."), *rules.goal):
-        patterns = [
-            pattern for pattern in (condition.says, condition.never, condition.agreed) if pattern
-        ]
+        patterns = list(filter(None, (condition.says, condition.never, condition.agreed)))
         try:
             groups = [re.compile(pattern).groups for pattern in patterns]
         except re.error as error:

@@ -6,14 +6,12 @@ from typing import Literal
 import msgspec
 
 from coppice.actors.environments.base import Task
-from coppice.actors.environments.webshop.episode import Outcome, Pages, Shopping
+from coppice.actors.environments.webshop.episode import Outcome, Pages, Shopping, Think
 from coppice.actors.environments.webshop.goals import Goal, make_goals
 from coppice.actors.environments.webshop.goals import split as parted
 from coppice.actors.environments.webshop.invented import catalogue
-from coppice.actors.environments.webshop.nouns import spacy_nouns
 from coppice.actors.environments.webshop.pages import observation, pieces
 from coppice.actors.environments.webshop.products import read_products
-from coppice.actors.environments.webshop.replies import Think
 from coppice.actors.environments.webshop.reward import reward
 from coppice.actors.environments.webshop.shop import BUY, SEARCH, Place, Shop
 from coppice.common.numbers import Count, Natural
@@ -57,27 +55,20 @@ class WebShop(Shopping):
         think: Think = "required",
     ):
         super().__init__(pages, horizon, history, outcome, think)
-        if (
-            bool(products) != bool(attributes)
-            or (human and not products)
-            or human_goals != bool(human)
-        ):
+        paired = bool(products) == bool(attributes)
+        if not paired or (human and not products) or human_goals != bool(human):
             raise ValueError(
                 f"products = {products!r}, attributes = {attributes!r}, human = {human!r}, human_goals = {human_goals}: expected the first two"
                 " together, and a file `human` exactly if human_goals is on"
             )
+        goods = catalogue()
         if products:
-            goods = read_products(
-                products, attributes, human, lambda names: spacy_nouns(names, pipeline)
-            )
-        else:
-            goods = catalogue()
+            goods = read_products(products, attributes, human, pipeline)
         self.shop = Shop(goods)
         self.goals = make_goals(goods, human_goals)
         self.training, self.held_out = parted(self.goals, split)
 
     def initial(self, task: Task) -> State:
-        """Return the search page of the task's goal."""
         return State(int(task.id.rpartition("-")[2]), self.shop.digest)
 
     def goal(self, state: State) -> Goal:
@@ -90,38 +81,30 @@ class WebShop(Shopping):
         return self.goals[state.goal]
 
     def instruction(self, state: State) -> str:
-        """Return the goal's instruction."""
         return self.goal(state).instruction
 
     def page(self, state: State) -> str:
-        """Return the page as the policy sees it, without the instruction."""
         return observation(pieces(self.shop, state.place, self.instruction(state)), self.rich)
 
     def clickables(self, state: State) -> list[str]:
-        """Return the names that can be clicked (``Shop.clickables``)."""
         return list(self.shop.clickables(state.place))
 
     def replies(self, state: State) -> list[str]:
         """Return a search for the whole instruction, where the page offers a search, and a click on
         every other name."""
-        names = [f"click[{name}]" for name in self.clickables(state) if name != SEARCH]
-        searches = (
-            [f"search[{self.instruction(state)}]"] if SEARCH in self.clickables(state) else []
-        )
-        return [f"<think>any</think><action>{one}</action>" for one in [*searches, *names]]
+        names = self.clickables(state)
+        commands = [f"search[{self.instruction(state)}]"] if SEARCH in names else []
+        commands += [f"click[{name}]" for name in names if name != SEARCH]
+        return [f"<think>any</think><action>{command}</action>" for command in commands]
 
     def anchor(self, state: State) -> str:
         """Return the page with the chosen options, which the rendering "text" does not show."""
         return "\n".join([self.page(state), *map(" = ".join, sorted(state.place.options))])
 
     async def go(self, state: State, query: str, name: str) -> tuple[State, float | None]:
-        """Return the state after a search or a click, and the reward if that was a purchase."""
         if name == BUY:
             product = self.shop.products[state.place.asin]
             return state, reward(product, state.place.chosen, self.goal(state))
-        place = (
-            self.shop.searched(state.place, query)
-            if query
-            else self.shop.clicked(state.place, name)
-        )
+        shop, place = self.shop, state.place
+        place = shop.searched(place, query) if query else shop.clicked(place, name)
         return msgspec.structs.replace(state, place=place), None

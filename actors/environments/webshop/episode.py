@@ -1,6 +1,7 @@
 """What episodes of the embedded shop and of a server's shop share: prompts, replies, the horizon
 and the outcome."""
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -16,18 +17,23 @@ from coppice.actors.environments.base import (
     Tools,
     Transition,
 )
-from coppice.actors.environments.webshop.replies import Think, command_of, read_reply
 from coppice.actors.environments.webshop.shop import SEARCH
 from coppice.common.numbers import Count, Natural
 from coppice.wire.messages import JudgedTurn
 
-PROMPT = (Path(__file__).parent.parent / "prompts" / "webshop.txt").read_text().strip()
+PROMPT = (Path(__file__).parent / "prompt.txt").read_text().strip()
 PERFECT = 10.0
 """The outcome of a perfect purchase."""
 LONGEST_PROMPT = 13_000
 """The characters of a prompt above which earlier turns are left out."""
 Pages = Literal["text", "text_rich"]
 Outcome = Literal["success", "score"]
+Think = Literal["required", "optional"]
+
+_BLOCK = re.compile(r"<action>(.*?)</action>", re.DOTALL)
+_THOUGHT = re.compile(r"<think>(.*?)</think>", re.DOTALL | re.IGNORECASE)
+_COMMAND = re.compile(r"(search|click)\[(.+)\]", re.DOTALL)
+_CHINESE = re.compile("[\u4e00-\u9fff]")
 
 
 class Shopping(Environment):
@@ -44,6 +50,8 @@ class Shopping(Environment):
     measured: Sequence[str] = ("success", "score")
     gives_step_rewards = True
     headline = "success"
+    training: Sequence[int]
+    held_out: Sequence[int]
 
     def __init__(
         self, pages: Pages, horizon: Count, history: Natural, outcome: Outcome, think: Think
@@ -51,8 +59,8 @@ class Shopping(Environment):
         self.rich, self.horizon, self.history = pages == "text_rich", horizon, history
         self.outcome: Outcome = outcome
         self.think: Think = think
-        self.training: Sequence[int] = ()
-        self.held_out: Sequence[int] = ()
+
+    # -------------------------------------------------------------------------------- of each shop
 
     def page(self, state: Any) -> str:
         """Return the page as the policy sees it, without the instruction."""
@@ -71,17 +79,15 @@ class Shopping(Environment):
         reward (0 to 1) if that was a purchase."""
         raise NotImplementedError
 
-    # ------------------------------------------------------------------------------------------ the
-    # contract
+    # -------------------------------------------------------------------------------- the contract
 
     def task(self, seed: int) -> Task:
         """Return the task of ``seed``. Seeds of held-out tasks give held-out goals, and consecutive
         ones give different goals."""
-        goals = self.held_out if seed in HELD_OUT_SEEDS else self.training
-        number = goals[
-            (seed - HELD_OUT_SEEDS.start if seed in HELD_OUT_SEEDS else seed) % len(goals)
-        ]
-        return Task(f"{self.name}-{number}", seed=seed)
+        held_out = seed in HELD_OUT_SEEDS
+        goals = self.held_out if held_out else self.training
+        number = seed - HELD_OUT_SEEDS.start if held_out else seed
+        return Task(f"{self.name}-{goals[number % len(goals)]}", seed=seed)
 
     def prompt(self, task: Task, state: Any) -> list[dict[str, str]]:
         """Return one user message: the rules and the task, then the earlier turns, the page and its
@@ -94,7 +100,6 @@ class Shopping(Environment):
         return [{"role": "user", "content": f"{head}{SPLIT}{tail}"}]
 
     def read(self, state: Any, text: str) -> Action:
-        """Return the action of a reply (``replies.read_reply``)."""
         return read_reply(text, self.clickables(state), self.think)
 
     async def step(self, state: Any, action: Action, tools: Tools) -> Transition:
@@ -103,44 +108,34 @@ class Shopping(Environment):
         The next prompt shows the page, so only the last step and one without effect have an
         observation.
         """
-        name = (
-            self.clickables(state)[action.move[0]] if action.kind == "click" and action.move else ""
-        )
-        query = (action.query or "") if action.kind == "search" else ""
+        query = (action.argument or "") if action.kind == "search" else ""
+        name = self.clickables(state)[action.move[0]] if action.move else ""
         after, reward = await self.go(state, query, name) if query or name else (state, None)
-        past = (
-            (*state.past, (self.page(state), command_of(action.text)))[-self.history :]
-            if self.history
-            else ()
-        )
+        past = (*state.past, (self.page(state), command_of(action.text)))
+        past = past[-self.history :] if self.history else ()
         after = msgspec.structs.replace(after, step=state.step + 1, past=past)
-        if reward is not None:
-            outcome = PERFECT * (float(reward == 1) if self.outcome == "success" else reward)
-            measures = {"success": float(reward == 1), "score": 100 * reward}
-            return Transition(
-                after,
-                f"The purchase is rewarded with {reward:.3f}.",
-                True,
-                outcome,
-                measures,
-                outcome,
-            )
-        if after.step >= self.horizon:
-            nothing = {"success": 0.0, "score": 0.0}
-            return Transition(
-                after, "The actions are used up without a purchase.", True, 0.0, nothing, 0.0
-            )
-        return Transition(
-            after, "" if query or name else "This action does nothing here.", False, reward=0.0
-        )
+        if reward is None and after.step < self.horizon:
+            seen = "" if query or name else "This action does nothing here."
+            return Transition(after, seen, False, reward=0.0)
+        if reward is None:
+            reward, seen = 0.0, "The actions are used up without a purchase."
+        else:
+            seen = f"The purchase is rewarded with {reward:.3f}."
+        success = float(reward == 1)
+        outcome = PERFECT * (success if self.outcome == "success" else reward)
+        measures = {"success": success, "score": 100 * reward}
+        return Transition(after, seen, True, outcome, measures, outcome)
 
     def judged(self, task: Task, state: Any, action: Action, step: int, budget: int) -> JudgedTurn:
         """Return what a judge sees: the words of a search are the query, a click is a move, and the
         page is the context."""
         turn = super().judged(task, state, action, step, self.horizon)
-        question, page = self.instruction(state), self.page(state)
         return msgspec.structs.replace(
-            turn, question=question, think=action.think, query=action.query, context=page
+            turn,
+            question=self.instruction(state),
+            think=action.think,
+            query=action.argument,
+            context=self.page(state),
         )
 
 
@@ -155,9 +150,32 @@ def turn_text(
     offered = [f"click[{name}]" for name in clickables if name != SEARCH]
     if SEARCH in clickables:
         offered.insert(0, "search[<your query>]")
-    return (
-        "\n".join(
-            [*lines, f"Current page: {page}", "Actions:", *(f"'{action}'," for action in offered)]
-        )
-        + "\n"
-    )
+    lines += [f"Current page: {page}", "Actions:", *(f"'{action}'," for action in offered), ""]
+    return "\n".join(lines)
+
+
+def command_of(text: str) -> str:
+    """Return the first action block of a reply in lower case, "none" if there is none."""
+    block = _BLOCK.search(text.lower())
+    return block[1].strip() if block else "none"
+
+
+def read_reply(text: str, clickables: list[str], think: Think) -> Action:
+    """Return the action of ``<think> .. </think><action> search[..] or click[..] </action>``. Case
+    does not matter, and the first action block counts.
+
+    "search" has ``argument``, the words. "click" has ``move``, the place in ``clickables``, or no
+    move if the name cannot be clicked: such an action is readable, but it does nothing. "invalid":
+    no block, no thought where one is required, a Chinese character, or another form.
+    """
+    block, thought = _BLOCK.search(text.lower()), _THOUGHT.search(text)
+    if block is None or (think == "required" and thought is None) or _CHINESE.search(text):
+        return Action("invalid", text)
+    reason, command = thought and thought[1].strip(), _COMMAND.fullmatch(block[1].strip())
+    if command is None or not (argument := command[2].strip()):
+        return Action("invalid", text, think=reason)
+    if command[1] == "search":
+        return Action("search", text, argument, think=reason)
+    reachable = argument in clickables and argument != "search"
+    move = (clickables.index(argument),) if reachable else None
+    return Action("click", text, move=move, think=reason)

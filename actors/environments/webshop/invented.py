@@ -57,7 +57,7 @@ def catalogue(seed: int = SEED, count: int = COUNT) -> list[Product]:
         row, attributes = _product(KINDS[number % len(KINDS)], number, brands, rng)
         rows.append(row)
         described[row["asin"]] = attributes
-    return made(rows, described, {}, lambda names: [() for _ in names])
+    return made(rows, described)
 
 
 def _brands(rng: random.Random, count: int) -> list[str]:
@@ -75,11 +75,8 @@ def _product(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return a product and its attributes as rows of the original layout."""
     attributes = rng.sample(WORDS["pools"][kind.pool].split(";"), rng.randint(*SHOWN_ATTRIBUTES))
-    brand, head, line = (
-        rng.choice(brands),
-        rng.choice(kind.heads.split("|")),
-        rng.choice(WORDS["lines"].split()),
-    )
+    brand, head = rng.choice(brands), rng.choice(kind.heads.split("|"))
+    line = rng.choice(WORDS["lines"].split())
     named = attributes[: rng.randint(1, 2)]
     row = {
         "asin": f"C{number:03X}{rng.randrange(16**6):06X}",
@@ -119,21 +116,16 @@ def _pricing(kind: Kind, rng: random.Random) -> str | None:
     chance = rng.random()
     if chance < UNPRICED:
         return None
-    return (
-        f"${low:.2f} - ${low * rng.uniform(1.1, 1.6):.2f}"
-        if chance < UNPRICED + RANGES
-        else f"${low:.2f}"
-    )
+    if chance < UNPRICED + RANGES:
+        return f"${low:.2f} - ${low * rng.uniform(1.1, 1.6):.2f}"
+    return f"${low:.2f}"
 
 
 def _choices(groups: Sequence[str], rng: random.Random) -> dict[str, list[dict[str, str]]]:
     choices = {}
     for group in groups:
         values = WORDS["options"][group].split(";")
-        kept = sorted(
-            rng.sample(
-                range(len(values)), rng.randint(2, min(MOST_VALUES[len(groups)], len(values)))
-            )
-        )
+        count = rng.randint(2, min(MOST_VALUES[len(groups)], len(values)))
+        kept = sorted(rng.sample(range(len(values)), count))
         choices[WORDS["names"].get(group, group)] = [{"value": values[place]} for place in kept]
     return choices

@@ -22,19 +22,15 @@ class Piece(msgspec.Struct, frozen=True):
 
 def pieces(shop: Shop, place: Place, instruction: str) -> list[Piece]:
     """Return the strings of a page from top to bottom. Empty strings are left out."""
+    task = [Piece("Instruction:"), Piece(instruction)]
     if place.page == "search":
-        shown = [Piece("WebShop"), *_task(instruction), Piece("Search", "button")]
+        shown = [Piece("WebShop"), *task, Piece("Search", "button")]
     elif place.page == "results":
-        shown = [*_task(instruction), *_results(shop, place)]
+        shown = [*task, BACK, *_results(shop, place)]
     else:
         product = shop.products[place.asin]
         content = _sub_page(product, place) if place.page in SUB_PAGES else _item(product, place)
-        shown = [
-            *_task(instruction),
-            Piece("Back to Search", "button"),
-            Piece("< Prev", "button"),
-            *content,
-        ]
+        shown = [*task, BACK, PREVIOUS, *content]
     return [piece for piece in shown if piece.text.strip()]
 
 
@@ -44,9 +40,8 @@ def page_text(shown: Sequence[Piece], rich: bool) -> str:
     if not rich:
         return SEPARATOR.join(piece.text.strip() for piece in shown)
     chosen = [piece.text.strip() for piece in shown if piece.kind == "option" and piece.clicked]
-    return "\n".join(
-        [*(f"You have clicked {value}." for value in reversed(chosen)), *map(_rich, shown)]
-    )
+    lines = [f"You have clicked {value}." for value in reversed(chosen)]
+    return "\n".join([*lines, *map(_rich, shown)])
 
 
 def observation(shown: Sequence[Piece], rich: bool) -> str:
@@ -54,11 +49,9 @@ def observation(shown: Sequence[Piece], rich: bool) -> str:
     in "text", each string in single quotes."""
     task = next(at for at, piece in enumerate(shown) if piece.text == "Instruction:")
     rest = shown[task + 2 :]
-    return (
-        page_text(rest, True)
-        if rich
-        else SEPARATOR.join(f"'{piece.text.strip()}'" for piece in rest)
-    )
+    if rich:
+        return page_text(rest, True)
+    return SEPARATOR.join(f"'{piece.text.strip()}'" for piece in rest)
 
 
 def _rich(piece: Piece) -> str:
@@ -67,51 +60,32 @@ def _rich(piece: Piece) -> str:
     return text if piece.kind == "text" else f"{before}[{mark}] {text} [{mark}_]"
 
 
-def _task(instruction: str) -> list[Piece]:
-    return [Piece("Instruction:"), Piece(instruction)]
+BACK, PREVIOUS = Piece("Back to Search", "button"), Piece("< Prev", "button")
 
 
 def _results(shop: Shop, place: Place) -> list[Piece]:
     total = len(shop.search.results(place.query))
-    previous = [Piece("< Prev", "button")] if place.number > 1 else []
-    shown = [
-        Piece("Back to Search", "button"),
-        Piece(f"Page {place.number} (Total results: {total})"),
-        *previous,
-        Piece("Next >", "button"),
-    ]
+    shown = [Piece(f"Page {place.number} (Total results: {total})")]
+    shown += [PREVIOUS] if place.number > 1 else []
+    shown += [Piece("Next >", "button")]
     for asin in shop.listed(place):
         product = shop.products[asin]
-        shown += [
-            Piece(asin, "link", asin in place.visited),
-            Piece(product.name),
-            Piece(product.tag),
-        ]
+        link = Piece(asin, "link", asin in place.visited)
+        shown += [link, Piece(product.name), Piece(product.tag)]
     return shown
 
 
 def _item(product: Product, place: Place) -> list[Piece]:
-    options = [
-        piece
-        for name, values in product.options.items()
-        for piece in (
-            Piece(name),
-            *(Piece(value, "option", value in place.chosen) for value in values),
-        )
-    ]
-    texts = [Piece(product.name), Piece(f"Price: {product.tag}"), Piece(RATING)]
-    return [
-        *options,
-        *texts,
-        *(Piece(name, "button") for name in ("Description", "Features", "Reviews", "Buy Now")),
-    ]
+    shown: list[Piece] = []
+    for name, values in product.options.items():
+        options = [Piece(value, "option", value in place.chosen) for value in values]
+        shown += [Piece(name), *options]
+    shown += [Piece(product.name), Piece(f"Price: {product.tag}"), Piece(RATING)]
+    buttons = ("Description", "Features", "Reviews", "Buy Now")
+    return shown + [Piece(name, "button") for name in buttons]
 
 
 def _sub_page(product: Product, place: Place) -> list[Piece]:
     """Return the content of a sub-page. There are no reviews."""
-    return [
-        Piece(text)
-        for text in {"description": (product.description,), "features": product.bullets}.get(
-            place.page, ()
-        )
-    ]
+    texts = {"description": (product.description,), "features": product.bullets}
+    return [Piece(text) for text in texts.get(place.page, ())]

@@ -15,6 +15,8 @@ DEFAULT_PRICE = 100.0
 LONGEST_ASIN = 10
 PATH_SEPARATOR = "\u203a"
 """Stands between the parts of a product category."""
+NOUNS = ("NOUN", "PROPN")
+"""The parts of speech that decide whether two products are of one type."""
 
 
 class Human(msgspec.Struct, frozen=True):
@@ -50,14 +52,9 @@ class Product(msgspec.Struct, frozen=True):
     nouns: tuple[str, ...]
 
 
-def read_products(
-    products: str,
-    attributes: str,
-    human: str,
-    nouns: Callable[[Sequence[str]], list[tuple[str, ...]]],
-) -> list[Product]:
-    """Return the products of three files in the original layout. human: "" for none. nouns: finds
-    the nouns of names without the field "nouns".
+def read_products(products: str, attributes: str, human: str, pipeline: str) -> list[Product]:
+    """Return the products of three files in the original layout. human: "" for none. pipeline: of
+    spaCy, for names without the field "nouns".
 
     Raises FileNotFoundError for a missing file and ValueError for a file of another layout.
     """
@@ -65,7 +62,7 @@ def read_products(
     described = _json(attributes, dict)
     instructions = _json(human, dict) if human else {}
     try:
-        return made(rows, described, instructions, nouns)
+        return made(rows, described, instructions, lambda names: spacy_nouns(names, pipeline))
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"products = {products!r}, attributes = {attributes!r}: {type(error).__name__}: {error}; expected the layout of"
@@ -76,11 +73,12 @@ def read_products(
 def made(
     rows: Sequence[Mapping[str, Any]],
     attributes: Mapping[str, Mapping[str, Any]],
-    human: Mapping[str, Sequence[Mapping[str, Any]]],
-    nouns: Callable[[Sequence[str]], list[tuple[str, ...]]],
+    human: Mapping[str, Sequence[Mapping[str, Any]]] | None = None,
+    nouns: Callable[[Sequence[str]], list[tuple[str, ...]]] = lambda names: [() for _ in names],
 ) -> list[Product]:
     """Return the products of rows in the original layout. A row whose asin is longer than ten
-    characters, "nan" or a repetition is left out."""
+    characters, "nan" or a repetition is left out. nouns: finds the nouns of names without the field
+    "nouns"."""
     first: dict[str, Mapping[str, Any]] = {}
     for row in rows:
         if row["asin"] != "nan" and len(row["asin"]) <= LONGEST_ASIN:
@@ -88,13 +86,31 @@ def made(
     unknown = [row["name"] for row in first.values() if "nouns" not in row]
     parsed = dict(zip(unknown, nouns(unknown), strict=True)) if unknown else {}
     return [
-        _product(
-            row,
-            attributes.get(asin, {}),
-            human.get(asin, ()),
-            row.get("nouns", parsed.get(row["name"], ())),
-        )
+        _product(row, attributes.get(asin, {}), (human or {}).get(asin, ()), parsed)
         for asin, row in first.items()
+    ]
+
+
+def spacy_nouns(names: Sequence[str], pipeline: str) -> list[tuple[str, ...]]:
+    """Return the lower-case nouns of each name. pipeline: the name or the folder of a spaCy
+    pipeline that tags parts of speech.
+
+    Raises ValueError with the remedy if spaCy or the pipeline is not installed.
+    """
+    missing = "spaCy is not installed"
+    try:
+        import spacy  # pyright: ignore[reportMissingImports] (an extra)
+
+        missing = f"spaCy has no pipeline {pipeline!r}"
+        parser = spacy.load(pipeline, exclude=["parser", "ner"])
+    except (ImportError, OSError):
+        raise ValueError(
+            f"{missing}, and it finds the nouns of product names: install the extra `webshop` and the pipeline"
+            " (python -m spacy download en_core_web_sm), or give each product of the file a list `nouns`"
+        ) from None
+    return [
+        tuple(token.text.lower() for token in document if token.pos_ in NOUNS)
+        for document in parser.pipe(list(names))
     ]
 
 
@@ -102,7 +118,7 @@ def _product(
     row: Mapping[str, Any],
     described: Mapping[str, Any],
     human: Sequence[Mapping[str, Any]],
-    nouns: Sequence[str],
+    parsed: Mapping[str, tuple[str, ...]],
 ) -> Product:
     bullets = row["small_description"]
     price, tag = _price(row.get("pricing"), row["asin"])
@@ -128,7 +144,7 @@ def _product(
             )
             for one in human
         ),
-        nouns=tuple(nouns),
+        nouns=tuple(row["nouns"] if "nouns" in row else parsed.get(row["name"], ())),
     )
 
 
@@ -145,10 +161,8 @@ def _options(
 def _price(pricing: str | None, asin: str) -> tuple[float, str]:
     """Return the price in dollars and its tag. The price of a range is drawn uniformly, and the
     draw depends on the product alone."""
-    numbers = [
-        float(number.replace(",", ""))
-        for number in re.findall(r"\$\s*([\d,]*\.?\d+)", pricing or "")
-    ]
+    found = re.findall(r"\$\s*([\d,]*\.?\d+)", pricing or "")
+    numbers = [float(number.replace(",", "")) for number in found]
     if not numbers:
         return DEFAULT_PRICE, f"${DEFAULT_PRICE}"
     if len(numbers) == 1:

@@ -1,17 +1,26 @@
-"""The rules of the shop: where a click or a search leads. Places are values, so any place can be
+"""The rules of the shop: where a click or a search leads. Search is BM25 over the products' texts,
+with the settings of WebShop's Lucene index. Places are values, so any place can be
 left in several ways."""
 
 import hashlib
 from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
 
+import bm25s
 import msgspec
+import numpy as np
+import Stemmer
 
 from coppice.actors.environments.webshop.products import Product
-from coppice.actors.environments.webshop.search import Search
 
 PER_PAGE = 10
 SEARCH, BACK, NEXT, PREVIOUS, BUY = "search", "back to search", "next >", "< prev", "buy now"
 SUB_PAGES = ("description", "features", "reviews")
+MOST_RESULTS = 50
+K1, B = 0.9, 0.4
+REMEMBERED = 10_000
+"""How many queries keep their results: every page that a query leads to asks for them again."""
 
 
 class Place(msgspec.Struct, frozen=True):
@@ -33,6 +42,46 @@ class Place(msgspec.Struct, frozen=True):
     def chosen(self) -> list[str]:
         """The chosen option values."""
         return [value for _, value in self.options]
+
+
+class Search:
+    """An index of products. The order of equal scores is that of the products, so results are the
+    same in every process."""
+
+    def __init__(self, products: Sequence[Product]):
+        self.asins = [product.asin for product in products]
+        self._stemmer = Stemmer.Stemmer("porter")
+        self._index = bm25s.BM25(method="lucene", k1=K1, b=B)
+        self._index.index(
+            self._tokens([_text(product) for product in products]), show_progress=False
+        )
+        self.results = lru_cache(REMEMBERED)(self._results)
+
+    def _results(self, query: str) -> tuple[str, ...]:
+        """Return the asins of at most 50 products that share a word with the query, best first."""
+        (words,) = self._tokens([query])
+        if not words:
+            return ()
+        scores = self._index.get_scores(words)
+        best = np.lexsort((np.arange(len(scores)), -scores))[:MOST_RESULTS]
+        return tuple(self.asins[place] for place in best if scores[place] > 0)
+
+    def _tokens(self, texts: list[str]) -> Any:
+        return bm25s.tokenize(
+            [text.lower().replace("'s", "") for text in texts],
+            token_pattern=r"(?u)\b\w+\b",
+            stopwords="english",
+            stemmer=self._stemmer,
+            return_ids=False,
+            show_progress=False,
+        )
+
+
+def _text(product: Product) -> str:
+    options = ", and ".join(
+        f"{name}: {', '.join(values)}" for name, values in product.options.items()
+    )
+    return " ".join([product.name, product.description, *product.bullets[:1], options])
 
 
 class Shop:
@@ -64,11 +113,10 @@ class Shop:
             }
         if place.page in SUB_PAGES:
             return dict.fromkeys((BACK, PREVIOUS), "button")
-        shown = dict.fromkeys((BACK, PREVIOUS, *SUB_PAGES, BUY), "button")
-        groups = self.products[place.asin].options
-        return shown | {
-            value: f"option:{name}" for name, values in groups.items() for value in values
-        }
+        shown: dict[str, str] = dict.fromkeys((BACK, PREVIOUS, *SUB_PAGES, BUY), "button")
+        for name, values in self.products[place.asin].options.items():
+            shown |= dict.fromkeys(values, f"option:{name}")
+        return shown
 
     def searched(self, place: Place, query: str) -> Place:
         """Return the first page of a query's results. Product and options are forgotten."""
@@ -88,14 +136,9 @@ class Shop:
         if name in (NEXT, PREVIOUS) and place.page == "results":
             return msgspec.structs.replace(place, number=place.number + (1 if name == NEXT else -1))
         if name == PREVIOUS:
-            return (
-                msgspec.structs.replace(place, page="item")
-                if place.page != "item"
-                else self._results(place)
-            )
+            if place.page == "item":
+                return Place("results", place.query, place.number, visited=place.visited)
+            return msgspec.structs.replace(place, page="item")
         if name in SUB_PAGES:
             return msgspec.structs.replace(place, page=name)
         return Place() if name == BACK else place
-
-    def _results(self, place: Place) -> Place:
-        return Place("results", place.query, place.number, visited=place.visited)

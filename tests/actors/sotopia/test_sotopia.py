@@ -15,19 +15,8 @@ from coppice.actors.environments.sotopia.conversation import Conversation, Turn
 from coppice.actors.environments.sotopia.environment import Sotopia, State
 from coppice.actors.environments.sotopia.scenarios import OWN, Agent, load, shown
 from coppice.scheduler.growth.tasks import GeneratedTasks
-from coppice.wire.messages import Passage
 
-AGENT = Agent(
-    "Ada",
-    "Bell",
-    30,
-    "pilot",
-    "She/her",
-    "Ada sings.",
-    "Ada is calm.",
-    "slowly",
-    "Ada cannot swim.",
-)
+AGENT = Agent("Ada", "Bell", 30, "pilot", public_info="Ada sings.", personality_and_values="Ada is calm.", secret="Ada cannot swim.")  # fmt: skip
 
 
 def reply(kind: str, argument: str = "") -> str:
@@ -39,12 +28,6 @@ class Table(Tools):
 
     def __init__(self, *script: str):
         self.rng, self.script, self.told = random.Random(0), list(script), []
-
-    async def retrieve(self, query: str, topk: int) -> list[Passage]:
-        raise AssertionError(query)
-
-    async def play(self, player: str, state: Any) -> tuple[int, ...]:
-        raise AssertionError(player)
 
     async def say(
         self, speaker: str, messages: list[dict[str, str]], max_tokens: int, stop: list[str]
@@ -75,8 +58,6 @@ def start(environment: Sotopia, combo: str = "scenario-01-1", trained: int = 0) 
         ('{"action_type": "speak", "argument": 3}', None),
         ('{"action_type": "speak", "argument": "no end', None),
         (reply("speak", "Hello.") + ' {"a": 1}', None),
-        ("speak: Hello.", None),
-        ("", None),
         ('{"a":' * 5_000, None),
     ],
 )  # fmt: skip
@@ -211,12 +192,6 @@ async def test_a_side_that_leaves_ends_the_conversation() -> None:
     assert begun.turns == (Turn(0, "none"),)  # the trained side acts at least once
 
 
-def test_states_survive_plain_values_and_are_hashable() -> None:
-    state = State("scenario-01-1", 1, (Turn(0, "speak", "a"),))
-    assert msgspec.convert(msgspec.to_builtins(state), State) == state
-    assert len({state, state}) == 1
-
-
 def test_no_held_out_scenario_is_trained_and_every_episode_is_held_out_from_both_sides() -> None:
     environment = Sotopia()
     tasks = GeneratedTasks(environment.task, seed=1)
@@ -261,24 +236,18 @@ def test_scenarios_are_read_from_a_folder_in_the_layout_of_the_data(tmp_path: Pa
         Sotopia(str(tmp_path), judge="sotopia")
 
 
+def rules(whole: Any) -> Any:
+    return whole["envs"]["scenario-01"]["rules"][0]
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
         (lambda whole: whole["envs"]["scenario-01"].update(relationship=6), "relationship"),
         (lambda whole: whole["combos"][0].update(env_id="gone"), "gone"),
         (lambda whole: whole.update(combos=[]), "no combos"),
-        (
-            lambda whole: whole["envs"]["scenario-01"]["rules"][0]["goal"][0].update(says="x"),
-            "exactly one",
-        ),
-        (
-            lambda whole: whole["envs"]["scenario-01"]["rules"][0]["goal"][0].update(agreed="("),
-            "no regular expression",
-        ),
-        (
-            lambda whole: whole["envs"]["scenario-01"]["rules"][0].update(secret="("),
-            "no regular expression",
-        ),
+        (lambda whole: rules(whole)["goal"][0].update(says="x"), "exactly one"),
+        (lambda whole: rules(whole).update(secret="("), "no regular expression"),
     ],
 )
 def test_a_file_outside_the_layout_is_refused_with_its_fault(
@@ -294,13 +263,9 @@ def test_a_file_outside_the_layout_is_refused_with_its_fault(
 def test_the_outcome_judge_sees_both_sides_and_the_last_words() -> None:
     environment = Sotopia()
     turns = (Turn(0, "speak", "40 euros."), Turn(1, "speak", "40 euros, then."))
-    before, action = (
-        start(environment),
-        environment.read(start(environment), reply("speak", "40 euros.")),
-    )
-    judged = environment.concluded(
-        Task("t"), before, action, State("scenario-01-1", 0, turns), 1, 4
-    )
+    before, after = start(environment), State("scenario-01-1", 0, turns)
+    action = environment.read(before, reply("speak", "40 euros."))
+    judged = environment.concluded(Task("t"), before, action, after, 1, 4)
     whole = msgspec.convert(judged.state, Conversation)
     assert whole.turns == turns and whole.trained == 0 and whole.rules is not None
     assert whole.names == ("Mara Ellwood", "Tobin Hask") and "40 euros or more" in whole.goals[0]
@@ -314,15 +279,6 @@ def test_measures_leave_out_what_was_not_judged() -> None:
         {"valid": 1.0, "forced": 0.0},
         {"valid": 0.0, "forced": 0.0, "goal": 10.0, "outcome": 1.0},
     ]
-    assert Sotopia().measures(Task("t"), turns) == {
-        "goal": [10.0],
-        "outcome": [1.0],
-        "turns": [2.0],
-        "valid": [1.0, 0.0],
-    }
+    expected = {"goal": [10.0], "outcome": [1.0], "turns": [2.0], "valid": [1.0, 0.0]}
+    assert Sotopia().measures(Task("t"), turns) == expected
     assert Sotopia().measures(Task("t"), turns[:1])["goal"] == []
-
-
-def test_options_that_cannot_work_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"turns = 1"):
-        Sotopia(turns=1)

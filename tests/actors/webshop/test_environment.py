@@ -13,9 +13,8 @@ import pytest
 
 from coppice.actors.environments import registry
 from coppice.actors.environments.base import SPLIT, Task, Transition
-from coppice.actors.environments.webshop.environment import State, WebShop
-from coppice.actors.environments.webshop.episode import LONGEST_PROMPT, turn_text
-from coppice.actors.environments.webshop.replies import read_reply
+from coppice.actors.environments.webshop.environment import WebShop
+from coppice.actors.environments.webshop.episode import LONGEST_PROMPT, read_reply
 from coppice.scheduler.growth.tasks import GeneratedTasks
 from coppice.tools.defaults.legal_play import FIRST_SEED
 from coppice.wire.faults import DataFault
@@ -62,9 +61,7 @@ def perfect(environment: WebShop, task: Task) -> list[str]:
         (said("click[search]"), "click", None, None),
         (said("search[a]") + "<action>click[red]</action>", "search", "a", None),
         (said("search[]"), "invalid", None, None),
-        (said("search[ ]"), "invalid", None, None),
         (said("buy[red]"), "invalid", None, None),
-        (said("red"), "invalid", None, None),
         ("<action>click[red]</action>", "invalid", None, None),
         ("<think>so</think>click[red]", "invalid", None, None),
         ("<think>so</think><action>click[red]", "invalid", None, None),
@@ -78,14 +75,8 @@ def test_a_reply_is_read_as_documented(
     action = read_reply(
         text, [*CLICKABLES, "search"] if "search]" in text else CLICKABLES, "required"
     )
-    assert (action.kind, action.query, action.move) == (kind, query, move)
+    assert (action.kind, action.argument, action.move) == (kind, query, move)
     assert action.valid == (kind != "invalid")
-
-
-def test_a_thought_may_be_made_optional() -> None:
-    action = read_reply("<action>click[red]</action>", CLICKABLES, "optional")
-    assert (action.kind, action.think) == ("click", None)
-    assert read_reply(said("click[red]"), CLICKABLES, "optional").think == "so"
 
 
 @pytest.mark.parametrize(("outcome", "imperfect"), [("success", 0.0), ("score", 10 * 2 / 3)])
@@ -103,6 +94,7 @@ def test_a_purchase_ends_the_episode_with_its_outcome(outcome: Any, imperfect: f
     assert {transition.reward for transition in before} == {0.0}
     assert (last.done, last.outcome, last.reward) == (True, 10.0, 10.0)
     assert last.measures == {"success": 1.0, "score": 100.0}
+    assert last.observation == "The purchase is rewarded with 1.000."
     # no options: (3 + 0 + 1) / 6
     (*_, last) = play(environment, task, [*commands[:2], "click[buy now]"])
     assert last.measures["score"] == pytest.approx(100 * 2 / 3)
@@ -112,8 +104,13 @@ def test_a_purchase_ends_the_episode_with_its_outcome(outcome: Any, imperfect: f
 
 def test_an_episode_without_a_purchase_ends_at_the_horizon_with_nothing() -> None:
     task = SHOP.task(5)
-    transitions = play(SHOP, task, ["search[mug]", "nonsense", *["click[next >]"] * 8])
+    transitions = play(SHOP, task, ["search[mug]", "click[x]", *["click[next >]"] * 8])
     assert [transition.done for transition in transitions] == [False] * 9 + [True]
+    shown = [transition.observation for transition in transitions if transition.observation]
+    assert shown == [
+        "This action does nothing here.",
+        "The actions are used up without a purchase.",
+    ]
     assert (transitions[-1].outcome, transitions[-1].reward) == (0.0, 0.0)
     assert transitions[-1].measures == {"success": 0.0, "score": 0.0}
 
@@ -125,32 +122,6 @@ def test_an_invalid_or_impossible_action_leaves_the_page_and_uses_a_step(reply: 
     state = SHOP.initial(SHOP.task(5))
     after = asyncio.run(SHOP.step(state, SHOP.read(state, reply), NOBODY)).state
     assert (after.place, after.step) == (state.place, 1)
-
-
-def test_only_what_the_next_prompt_does_not_show_is_an_observation() -> None:
-    transitions = play(SHOP, SHOP.task(5), ["search[mug]", "click[x]", *["click[next >]"] * 8])
-    shown = [transition.observation for transition in transitions]
-    assert shown == [
-        "",
-        "This action does nothing here.",
-        *[""] * 7,
-        "The actions are used up without a purchase.",
-    ]
-    assert (
-        play(SHOP, SHOP.task(5), perfect(SHOP, SHOP.task(5)))[-1].observation
-        == "The purchase is rewarded with 1.000."
-    )
-
-
-def test_search_works_on_every_page() -> None:
-    goal = SHOP.goal(SHOP.initial(SHOP.task(5)))
-    transitions = play(
-        SHOP,
-        SHOP.task(5),
-        [f"search[{goal.product.name}]", f"click[{goal.product.asin}]", "search[lamp]"],
-    )
-    assert transitions[-1].state.place.page == "results"
-    assert transitions[-1].state.place.query == "lamp"
 
 
 def test_an_oracle_player_buys_perfectly_within_ten_steps() -> None:
@@ -199,45 +170,17 @@ def test_long_prompts_leave_the_history_out() -> None:
     assert "Actions taken: 1" in content
 
 
-def test_no_history_is_kept_when_none_is_shown() -> None:
-    (last,) = play(WebShop(history=0), SHOP.task(5), ["search[lamp]"])
-    assert last.state.past == ()
-    assert "Observation" not in turn_text("p", [], 1, ())
-
-
-def test_states_survive_the_journal_and_hash() -> None:
-    for transition in play(SHOP, SHOP.task(9), perfect(SHOP, SHOP.task(9))):
-        state = transition.state
-        assert (
-            msgspec.convert(
-                msgspec.msgpack.decode(msgspec.msgpack.encode(msgspec.to_builtins(state))), State
-            )
-            == state
-        )
-        assert isinstance(hash(state), int)
-
-
 def test_equal_situations_have_equal_anchors_whatever_came_before() -> None:
     task = SHOP.task(9)
     search, product, *choices, _ = perfect(SHOP, task)
     direct = play(SHOP, task, [search, product])[-1].state
-    around = play(
-        SHOP,
-        task,
-        ["search[lamp]", search, "nonsense", product, "click[features]", "click[< prev]"],
-    )[-1].state
+    detour = ["search[lamp]", search, "nonsense", product, "click[features]", "click[< prev]"]
+    around = play(SHOP, task, detour)[-1].state
     assert direct != around
     assert SHOP.anchor(direct) == SHOP.anchor(around)
     chosen = play(SHOP, task, [search, product, choices[0]])[-1].state
     assert SHOP.page(chosen) == SHOP.page(direct)
     assert SHOP.anchor(chosen) != SHOP.anchor(direct)
-
-
-def test_rich_pages_show_the_chosen_option() -> None:
-    rich, task = WebShop(pages="text_rich"), SHOP.task(9)
-    search, product, choice, *_ = perfect(rich, task)
-    page = rich.page(play(rich, task, [search, product, choice])[-1].state)
-    assert page.startswith(f"You have clicked {choice[6:-1]}.\n[button] Back to Search [button_]")
 
 
 # ----------------------------------------------------------------------------------------------
@@ -256,12 +199,6 @@ def test_held_out_seeds_draw_only_held_out_goals_and_training_seeds_only_the_oth
     assert len(set(held_out)) == 128
     assert set(held_out) <= set(environment.held_out)
     assert environment.initial(environment.task(FIRST_SEED)).goal in environment.training
-    if split == "products":
-        products = [
-            {environment.goals[number].product.asin for number in part}
-            for part in (drawn, held_out)
-        ]
-        assert products[0].isdisjoint(products[1])
 
 
 def test_a_state_of_another_catalogue_is_a_data_fault() -> None:
@@ -385,9 +322,9 @@ def test_missing_and_foreign_files_are_refused_with_the_reason(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"pages": "html"}, "pages"), ({"horizon": 0}, "horizon"), ({"split": "random"}, "split"), ({"outcome": "x"}, "outcome"),
+        ({"pages": "html"}, "pages"),
         ({"products": "a.json"}, "expected the first two together"), ({"human_goals": True}, "exactly if human_goals is on"),
-        ({"human": "a.json"}, "exactly if human_goals is on"), ({"page": "text"}, "unknown to webshop, which takes"),
+        ({"human": "a.json"}, "exactly if human_goals is on"),
     ],
 )  # fmt: skip
 def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> None:

@@ -16,7 +16,7 @@ ROWS = [
     }
     for number in range(25)
 ]  # fmt: skip
-SHOP = Shop(made(ROWS, {}, {}, lambda names: [() for _ in names]))
+SHOP = Shop(made(ROWS, {}))
 TASK = "Find me a mug"
 RESULTS = SHOP.searched(Place(), "mug")
 ITEM = SHOP.clicked(RESULTS, "b0")
@@ -116,12 +116,7 @@ def test_pages_go_on_beyond_the_results() -> None:
 
 def test_at_most_fifty_results_without_those_that_share_no_word() -> None:
     many = Shop(
-        made(
-            [{**row, "asin": f"{row['asin']}{more}"} for row in ROWS for more in "xyz"],
-            {},
-            {},
-            lambda names: [],
-        )
+        made([{**row, "asin": f"{row['asin']}{more}"} for row in ROWS for more in "xyz"], {})
     )
     assert len(many.search.results("mug")) == 50
     assert SHOP.search.results("bicycle") == ()

@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from coppice.actors.environments.search_qa import SearchQA
+from coppice.actors.environments.search_qa.environment import SearchQA
 from coppice.actors.environments.task_files import load_tasks
 from coppice.judges.retriever.encoder import Encoder
 from coppice.judges.retriever.index import BadCorpus, Index, build, read_corpus
@@ -99,7 +99,7 @@ def test_traces_parse_as_valid_actions_and_the_loss_covers_exactly_the_action(
     for example in made:
         action = text.tokenizer.decode(example.tokens[example.start :])
         prefix = text.tokenizer.decode(example.tokens[: example.start])
-        parsed = environment.parse(action)
+        parsed = environment.read(None, action)
         assert parsed.valid
         assert action.startswith("<think>")
         assert action.endswith(("</search>", "</answer>"))

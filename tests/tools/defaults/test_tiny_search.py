@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coppice.actors.environments.base import Action
-from coppice.actors.environments.search_qa import SearchQA
+from coppice.actors.environments.search_qa.environment import SearchQA
 from coppice.learner.fine_tune import Example
 from coppice.scheduler.growth.text import Text
 from coppice.tools.defaults import search_play, tiny_search
@@ -113,7 +113,7 @@ def test_every_turn_of_random_play_is_a_readable_action_in_the_tokens_of_a_rollo
     kinds: Counter[str] = Counter()
     for example in play(policy):
         prompt, said = decoded(policy, example)
-        action: Action = environment.parse(said)
+        action: Action = environment.read(None, said)
         kinds[action.kind] += 1
         assert action.valid, said
         assert prompt.startswith("Question: ")

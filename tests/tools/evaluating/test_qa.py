@@ -22,7 +22,7 @@ from aiohttp import web
 
 from coppice.actors.config import ActorProcess, ActorsConfig
 from coppice.actors.environments.base import Task
-from coppice.actors.environments.search_qa import SearchQA
+from coppice.actors.environments.search_qa.environment import SearchQA
 from coppice.actors.environments.task_files import load_tasks
 from coppice.scheduler.config import SchedulerConfig, SchedulerProcess
 from coppice.scheduler.evaluation.evaluation import Estimate

@@ -12,7 +12,7 @@ import pytest
 
 from coppice.actors.engines.endpoint import EndpointText
 from coppice.actors.environments.base import Task
-from coppice.actors.environments.search_qa import SearchQA
+from coppice.actors.environments.search_qa.environment import SearchQA
 from coppice.scheduler.config import SchedulerConfig
 from coppice.scheduler.growth.context import Context
 from coppice.scheduler.growth.services import Runtime

@@ -17,8 +17,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from coppice.actors.environments.search_qa import SearchQA, State
-from coppice.actors.environments.search_qa import Step as PastStep
+from coppice.actors.environments.search_qa.environment import SearchQA, State
+from coppice.actors.environments.search_qa.environment import Step as PastStep
 from coppice.judges.base import Judge
 from coppice.judges.pprm import parse_final_score
 from coppice.learner.fine_tune import (
@@ -137,7 +137,7 @@ def test_a_trajectory_holds_every_turn_but_the_last_as_a_judge_sees_it(
     turn = record.judged_turn(second, second.steps[1])
     state = State(QUESTION, (PastStep("think 0", "query 0", found(0)),))
     environment = SearchQA("short", 2)
-    expected = environment.judged(task_of(second), state, environment.parse(action(1)), 2, 3)
+    expected = environment.judged(task_of(second), state, environment.read(state, action(1)), 2, 3)
     assert turn == msgspec.structs.replace(
         expected, observation=found(1), transcript=action(0) + found(0)
     )

@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from coppice.actors.environments import hub, registry
-from coppice.actors.environments.task_files import listed, load_tasks
+from coppice.actors.environments import registry
+from coppice.actors.environments.task_files import hub_set_of, listed, load_tasks
 from coppice.judges.config import JudgeModelConfig, JudgesConfig
 from coppice.learner.config import CriticConfig, LearnerConfig, LoraConfig, PrmConfig
 from coppice.scheduler.config import SchedulerProcess
@@ -37,7 +37,7 @@ def test_every_shipped_config_loads_for_its_hardware_and_survives_being_saved(pa
     assert config.actors.engine == ("local" if on_cpu else "sglang")
     assert on_cpu or config.actors.sglang.gpus > 0
     for source in (*listed(config.data.train), *listed(config.data.heldout)):
-        there = hub.named(source)
+        there = hub_set_of(source)
         assert source == "default" or (there is not None and there.folder and there.split), source
 
 

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from coppice.actors.environments.base import Task
-from coppice.actors.environments.search_qa import SearchQA
+from coppice.actors.environments.search_qa.environment import SearchQA
 from coppice.research.benches import call_cost
 from coppice.research.benches.load import ACTION
 from coppice.scheduler.concurrency import gather

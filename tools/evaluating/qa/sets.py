@@ -11,8 +11,7 @@ from pathlib import Path
 import msgspec
 
 from coppice.actors.environments.base import Rejected, Task
-from coppice.actors.environments.hub import chosen
-from coppice.actors.environments.task_files import load_tasks, too_few, unusable
+from coppice.actors.environments.task_files import load_tasks, too_few, unusable, with_split
 
 HUB = "RUC-NLPIR/FlashRAG_datasets"
 PAPER = ("nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", "bamboogle")
@@ -92,7 +91,7 @@ def _by_hops(path: Path, count: int | None, seed: int) -> list[QuestionSet]:
 
 def _read(name: str, source: str, count: int | None, seed: int) -> QuestionSet:
     try:
-        source = chosen(source, SPLITS)
+        source = with_split(source, SPLITS)
         tasks, rejected = load_tasks(source)
     except (FileNotFoundError, ValueError) as error:
         raise type(error)(f"--set {name}={source}: {error}") from None

@@ -13,7 +13,7 @@ import msgspec
 
 from coppice.actors.environments import registry
 from coppice.actors.environments.base import Task
-from coppice.actors.environments.search_qa import SearchQA
+from coppice.actors.environments.search_qa.environment import SearchQA
 from coppice.actors.environments.task_files import listed, load_tasks
 from coppice.scheduler.growth.tree import Tree
 from coppice.scheduler.ledger.journal import Journal

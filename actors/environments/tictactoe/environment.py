@@ -1,8 +1,8 @@
 """Tic-Tac-Toe against an opponent (methods.md 3.2).
 
 An action is ``<action>N</action>``, where N is a cell number from 1 to 9, row by row from the top
-left (the v2 format, methods.md 3.1). Inside the program a move is ``(cell,)``, and cells count from
-0. A board is a string of nine characters of "XO."; X moves first.
+left. Inside the program a move is ``(cell,)``, and cells count from 0. A board is a string of nine
+characters of "XO."; X moves first.
 """
 
 import random
@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import cache
 from math import isfinite
+from pathlib import Path
 from typing import Annotated
 
 import msgspec
@@ -29,8 +30,7 @@ acted."""
 
 _CELL = re.compile(r"\s*([1-9])\s*")
 
-# ------------------------------------------------------------------------------------------ the
-# rules
+# ---------------------------------------------------------------------------------- the rules
 
 
 def to_move(board: str) -> str:
@@ -40,9 +40,8 @@ def to_move(board: str) -> str:
 
 def winner(board: str) -> str:
     """Return the mark that has a line, "" when neither has."""
-    return next(
-        (board[a] for a, b, c in LINES if board[a] != "." and board[a] == board[b] == board[c]), ""
-    )
+    lines = (board[a] for a, b, c in LINES if board[a] != "." and board[a] == board[b] == board[c])
+    return next(lines, "")
 
 
 def legal_cells(board: str) -> tuple[int, ...]:
@@ -76,8 +75,7 @@ def optimal(board: str) -> tuple[int, ...]:
     return tuple(cell for cell in legal_cells(board) if -value(play(board, cell)) == value(board))
 
 
-# ------------------------------------------------------------------------------------------ the
-# environment
+# ----------------------------------------------------------------------------- the environment
 
 
 class State(msgspec.Struct, frozen=True):
@@ -96,10 +94,12 @@ class TicTacToe(Game):
     opponents: by name, the weight with which an episode draws its opponent: "random", or the name
     of a served player. The default is half "tictactoe_mcts", half "random" (methods.md 3.2).
     second: the share of the episodes that the opponent begins. opening: the number of random plies
-    (0 to 3) before the first player acts; after an odd number this player has O.
+    before the first player acts; after an odd number this player has O.
     """
 
     name = "tictactoe"
+    folder = Path(__file__).parent
+    measured: Sequence[str] = ("success", "draw")
 
     def __init__(
         self,
@@ -115,11 +115,8 @@ class TicTacToe(Game):
         super().__init__(prompt, history, boxed, stop_at_action)
         weights = {"tictactoe_mcts": 0.5, RANDOM: 0.5} if opponents is None else opponents
         total = sum(weights.values())
-        if (
-            "" in weights
-            or not all(w >= 0 for w in weights.values())
-            or not (isfinite(total) and total > 0)
-        ):
+        positive = all(weight >= 0 for weight in weights.values()) and total > 0
+        if "" in weights or not (positive and isfinite(total)):
             raise ValueError(
                 f"opponents = {weights}: expected player names with weights >= 0, one of them above 0"
             )
@@ -137,7 +134,6 @@ class TicTacToe(Game):
         return State(board, to_move(board) if begins else _other(to_move(board)), opponent)
 
     async def open(self, state: State, tools: Tools) -> State:
-        """Return the position in which the policy acts first."""
         if to_move(state.board) == state.me:
             return state
         return msgspec.structs.replace(state, board=await _reply(state, tools))
@@ -154,20 +150,16 @@ class TicTacToe(Game):
         }
 
     def move(self, text: str) -> tuple[int, ...] | None:
-        """Read a cell number from 1 to 9 as a cell from 0 to 8."""
         match = _CELL.fullmatch(text)
         return (int(match[1]) - 1,) if match else None
 
     def legal(self, state: State, move: tuple[int, ...]) -> bool:
-        """Return whether the game is on and the cell is free."""
         return move in self.moves(state)
 
     def moves(self, state: State) -> list[tuple[int, ...]]:
-        """Return the free cells, in ascending order."""
         return [(cell,) for cell in legal_cells(state.board)]
 
     def notation(self, move: tuple[int, ...]) -> str:
-        """Return the cell's number, 1 to 9."""
         return str(move[0] + 1)
 
     async def apply(self, state: State, move: tuple[int, ...], tools: Tools) -> Transition:
@@ -180,28 +172,22 @@ class TicTacToe(Game):
         if legal_cells(after.board):
             return Transition(after, "", False)
         outcome = returns(after.board, state.me)
-        return Transition(
-            after, "", True, outcome, {"success": float(outcome > 0), "draw": float(outcome == 0)}
-        )
+        measures = {"success": float(outcome > 0), "draw": float(outcome == 0)}
+        return Transition(after, "", True, outcome, measures)
 
     def lost(self, state: State) -> dict[str, float]:
-        """Return the measures of a loss: neither won nor drawn."""
         return {"success": 0.0, "draw": 0.0}
 
     def measures(self, task: Task, turns: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
-        """Return the measures of ``Game``, draw, optimal (per turn, if the oracle gives it), and
-        the return by side and by opponent."""
+        """Return the measures of ``Game``, optimal (per turn, if the oracle gives it), and the
+        return by side and by opponent."""
         results, start = super().measures(task, turns), self.initial(task)
-        results |= {"draw": [turns[-1]["draw"]]} if "draw" in turns[-1] else {}
-        results |= (
-            {"optimal": best}
-            if (best := [turn["optimal"] for turn in turns if "optimal" in turn])
-            else {}
-        )
-        results |= {"return_first" if start.me == "X" else "return_second": results["return"]}
-        return results | (
-            {f"return_vs_{start.opponent}": results["return"]} if len(self.opponents) > 1 else {}
-        )
+        if optimal_turns := [turn["optimal"] for turn in turns if "optimal" in turn]:
+            results["optimal"] = optimal_turns
+        results["return_first" if start.me == "X" else "return_second"] = results["return"]
+        if len(self.opponents) > 1:
+            results[f"return_vs_{start.opponent}"] = results["return"]
+        return results
 
 
 def _other(mark: str) -> str:

@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from math import fsum
+from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
@@ -19,7 +20,7 @@ from coppice.actors.environments.base import (
     Task,
     Tools,
     Transition,
-    prompt_file,
+    prompt_template,
 )
 from coppice.common.numbers import Count, Natural
 from coppice.wire.messages import JudgedTurn, Passage
@@ -55,8 +56,8 @@ class State(msgspec.Struct, frozen=True):
 
 
 class SearchQA(Environment):
-    """The search-QA rules. prompt: the name of a file in prompts/, or a path. topk: the number of
-    passages that a search shows.
+    """The search-QA rules. prompt: the name of a .txt file beside this one, or a path. topk: the
+    number of passages that a search shows.
 
     think: with "required" (SLATE), a block without a think block right before it is invalid; with
     "optional" (Search-R1, PPR), the first search or answer block counts, whatever precedes it.
@@ -80,8 +81,7 @@ class SearchQA(Environment):
         think: Literal["required", "optional"] = "required",
         newlines: Natural = 1,
     ):
-        path = prompt_file(prompt)
-        self.template = path.read_text().strip()
+        path, self.template = prompt_template(prompt, Path(__file__).parent)
         if "{question}" not in self.template:
             raise ValueError(f"prompt file {path} has no {{question}} placeholder")
         self.topk, self.max_observation_characters = topk, max_observation_characters
@@ -94,47 +94,37 @@ class SearchQA(Environment):
         return [self.template, self.topk, self.max_observation_characters, self.newlines]
 
     def initial(self, task: Task) -> State:
-        """Return the state before the first action."""
         return State(task.question)
 
     def prompt(self, task: Task, state: State | None = None) -> list[dict[str, str]]:
         """Return the chat messages that open the episode."""
         return [{"role": "user", "content": self.template.replace("{question}", task.question)}]
 
-    def read(self, state: State, text: str) -> Action:
-        """Like ``parse``, because the meaning of the text does not depend on the state."""
-        return self.parse(text)
-
-    def parse(self, text: str) -> Action:
+    def read(self, state: State | None, text: str) -> Action:
         """Return the action in generated text: a think block (unless optional), then a search or
         answer block; otherwise it is invalid."""
         parts = _strict(text) if self.think == "required" else _free(text)
         if parts is None:
             return Action("invalid", text)
         think, kind, content = (part.strip() for part in parts)
-        if kind == "search":
-            return Action("search", text, think=think, query=content)
-        return Action("answer", text, think=think, answer=content)
+        return Action(kind, text, content, think=think)
 
     def parse_forced(self, text: str) -> Action:
         """Return the answer generated after ``forced_prefix``: the text from the last opening tag
         to the closing tag."""
-        return Action("answer", text, answer=_last(text.split("</answer>")[0], "answer").strip())
+        return Action("answer", text, _last(text.split("</answer>")[0], "answer").strip())
 
     async def step(self, state: State, action: Action, tools: Tools) -> Transition:
         """An answer ends the episode, a search shows passages, and an invalid action shows a
         notice. Each of them uses one step."""
         if action.kind == "answer":
             return Transition(msgspec.structs.replace(state, done=True), "", True)
+        query = action.argument or ""
+        observation = INVALID_NOTICE
         if action.kind == "search":
-            passages = await tools.retrieve(action.query or "", self.topk)
-            observation = self.render(passages)
-        else:
-            observation = INVALID_NOTICE
-        step = Step(action.think or "", action.query or "", observation)
-        return Transition(
-            msgspec.structs.replace(state, steps=(*state.steps, step)), observation, False
-        )
+            observation = self.render(await tools.retrieve(query, self.topk))
+        steps = (*state.steps, Step(action.think or "", query, observation))
+        return Transition(msgspec.structs.replace(state, steps=steps), observation, False)
 
     def render(self, passages: list[Passage]) -> str:
         """Return the information block of methods.md 1.5, cut at ``max_observation_characters``."""
@@ -157,7 +147,6 @@ class SearchQA(Environment):
     def judged(
         self, task: Task, state: State, action: Action, step: int, budget: int
     ) -> JudgedTurn:
-        """Return what a judge sees of ``action`` taken in ``state``. ``step`` counts from 1."""
         return JudgedTurn(
             question=task.question,
             golds=task.golds,
@@ -166,8 +155,8 @@ class SearchQA(Environment):
             step=step,
             budget=budget,
             think=action.think,
-            query=action.query,
-            answer=action.answer,
+            query=action.argument if action.kind == "search" else None,
+            answer=action.argument if action.kind == "answer" else None,
             past_queries=[s.query for s in state.steps if s.query],
             past_observations=[s.observation for s in state.steps],
             evidence=task.evidence,
@@ -181,18 +170,19 @@ class SearchQA(Environment):
         search (PPR), also return their process and judge_valid.
         """
         own = [turn for turn in turns if not turn["forced"]]
-        em, f1 = turns[-1].get("outcome", 0.0), turns[-1].get("f1", 0.0)
-        optional = ("process", "judge_valid", "response_tokens")
-        some = {name: [turn[name] for turn in own if name in turn] for name in optional}
+        em, last = [turns[-1].get("outcome", 0.0)], own[-1]
         results = {
-            "em": [em],
-            f"em_{task.hops}_hop": [em],
-            "f1": [f1],
+            "em": em,
+            f"em_{task.hops}_hop": em,
+            "f1": [turns[-1].get("f1", 0.0)],
             "valid": [turn.get("valid", 0.0) for turn in own],
-            "answered": [own[-1].get("answered", float(not turns[-1]["forced"]))],
+            "answered": [last.get("answered", float(not turns[-1]["forced"]))],
             "turns": [float(len(own))],
-            "searches": [own[-1].get("searches", float(sum("query" in turn for turn in own)))],
-        } | {name: values for name, values in some.items() if values}
+            "searches": [last.get("searches", float(sum("query" in turn for turn in own)))],
+        }
+        for name in ("process", "judge_valid", "response_tokens"):
+            if values := [turn[name] for turn in own if name in turn]:
+                results[name] = values
         if any("reward" in turn for turn in own):
             results["return"] = [fsum(turn.get("reward", 0.0) for turn in own)]
         return results

@@ -35,7 +35,8 @@ ROOMS_CACHED, TRIES = 64, 4096
 
 
 class Position(NamedTuple):
-    """A parsed board. floor: all cells that are not walls. targets, boxes: sets of cells."""
+    """A parsed board. floor: all cells that are not walls. targets, boxes: sets of cells. key: the
+    position among those of its room. placed: the number of boxes on targets."""
 
     size: int
     floor: int
@@ -45,17 +46,14 @@ class Position(NamedTuple):
 
     @property
     def key(self) -> int:
-        """The position among those of its room."""
         return self.boxes << CELL_BITS | self.player
 
     @property
     def placed(self) -> int:
-        """The number of boxes on targets."""
         return (self.boxes & self.targets).bit_count()
 
     @property
     def solved(self) -> bool:
-        """Whether every box is on a target."""
         return self.boxes == self.targets
 
 
@@ -68,35 +66,30 @@ def parse(board: str) -> Position:
     """Return the position of a board. Raises ValueError unless it is a walled square with one
     player and as many boxes as targets."""
     size = isqrt(len(board))
-    cells = {
-        glyph: sum(1 << cell for cell, other in enumerate(board) if other == glyph)
-        for glyph in GLYPHS
-    }
-    border = sum(
-        1 << cell for cell in range(size * size) if {cell // size, cell % size} & {0, size - 1}
-    )
+    cells = dict.fromkeys(GLYPHS, 0)
+    for cell, glyph in enumerate(board):
+        cells[glyph] = cells.get(glyph, 0) | 1 << cell
+    border = (1 << size * size) - 1 & ~inside_of(size)
     targets = cells[TARGET] | cells[PLACED] | cells[PLAYER_ON_TARGET]
     boxes, players = cells[PLACED] | cells[BOX], cells[PLAYER] | cells[PLAYER_ON_TARGET]
-    if (
-        size * size != len(board)
-        or size not in SIZES
-        or set(board) - set(GLYPHS)
-        or border & ~cells[WALL]
-    ):
+    square = size * size == len(board) and size in SIZES
+    if not square or set(board) - set(GLYPHS) or border & ~cells[WALL]:
         raise ValueError(
             f"board {board!r}: expected a square of size {SIZES[0]} to {SIZES[-1]} of {GLYPHS!r} inside walls"
         )
-    if (
-        players.bit_count() != 1
-        or boxes.bit_count() != targets.bit_count()
-        or boxes.bit_count() not in BOXES
-    ):
+    count = boxes.bit_count()
+    if players.bit_count() != 1 or count != targets.bit_count() or count not in BOXES:
         raise ValueError(
             f"board {board!r}: expected one player, and as many boxes as targets, {BOXES[0]} to {BOXES[-1]}"
         )
-    return Position(
-        size, ~cells[WALL] & (1 << size * size) - 1, targets, boxes, players.bit_length() - 1
-    )
+    floor = ~cells[WALL] & (1 << size * size) - 1
+    return Position(size, floor, targets, boxes, players.bit_length() - 1)
+
+
+def inside_of(size: int) -> int:
+    """Return the cells inside the outer walls."""
+    inner = range(1, size - 1)
+    return sum(1 << row * size + column for row in inner for column in inner)
 
 
 def written(position: Position) -> str:
@@ -155,8 +148,7 @@ def distances(size: int, floor: int, targets: int) -> dict[int, int]:
 
 
 def shortest(position: Position) -> int | None:
-    """Return the length of a shortest solution in steps, None if the position cannot be solved any
-    more."""
+    """Return the steps of a shortest solution, None if the position cannot be solved any more."""
     return distances(position.size, position.floor, position.targets).get(position.key)
 
 
@@ -164,11 +156,9 @@ def optimal(position: Position) -> list[int]:
     """Return the directions with which a shortest solution begins, in ascending order, none if the
     position cannot be solved."""
     steps = shortest(position)
-    return (
-        []
-        if steps is None
-        else [way for way in range(4) if shortest(pushed(position, way)) == steps - 1]
-    )
+    if steps is None:
+        return []
+    return [way for way in range(4) if shortest(pushed(position, way)) == steps - 1]
 
 
 def cells_of(mask: int) -> list[int]:
@@ -190,9 +180,7 @@ def layout_digest(position: Position) -> bytes:
 
 def carved(size: int, rng: random.Random) -> int:
     """Return the cells that a random walk inside the outer walls opens."""
-    inside = sum(
-        1 << row * size + column for row in range(1, size - 1) for column in range(1, size - 1)
-    )
+    inside = inside_of(size)
     cell, step = rng.choice(cells_of(inside)), rng.choice(directions(size))
     floor = 1 << cell
     for _ in range(int(1.7 * 2 * size)):
@@ -230,12 +218,8 @@ def generate(
         if not wanted(room):
             continue
         table = distances(size, floor, targets)
-        starts = [
-            key
-            for key, steps in table.items()
-            if steps <= longest and not key >> CELL_BITS & targets
-        ]
-        if starts:
+        near = (key for key, steps in table.items() if steps <= longest)
+        if starts := [key for key in near if not key >> CELL_BITS & targets]:
             key = rng.choice(starts)
             return room._replace(boxes=key >> CELL_BITS, player=key & (1 << CELL_BITS) - 1)
     raise DataFault(

@@ -9,17 +9,17 @@ odds of the mines that a player faces, because a solved board would have shown o
 
 import random
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cache
+from pathlib import Path
 from typing import Literal
 
 import msgspec
 
-from coppice.actors.environments.base import Action, Task, Tools, Transition
+from coppice.actors.environments.base import Task, Tools, Transition
 from coppice.actors.environments.game import Game
 from coppice.common.numbers import Count, Natural
 from coppice.wire.faults import DataFault
-from coppice.wire.messages import JudgedTurn
 
 HIDDEN, FLAG, ZERO, HIT = "#", "F", ".", "*"
 """The marks on a board beside the digits 1..8: unknown, flagged by the player, no mine around, and
@@ -67,6 +67,8 @@ class Minesweeper(Game):
 
     name = "minesweeper"
     headline = "success"
+    measured = ("success", "completion", "success_reveal", "success_flags")
+    folder = Path(__file__).parent
 
     def __init__(
         self,
@@ -83,21 +85,18 @@ class Minesweeper(Game):
     ):
         super().__init__(prompt, history, boxed, stop_at_action)
         most = rows * columns - min(rows, 3) * min(columns, 3) - centre_start
-        if not 1 <= mines <= most:
-            kept = "the 3x3 around the first reveal" + (
-                ", and one safe cell, are" if centre_start else " is"
-            )
+        if most < 1:
             raise ValueError(
-                f"mines = {mines}: expected 1 to {most} on {rows}x{columns}, where {kept} kept free"
-                if most > 0
-                else f"rows = {rows}, columns = {columns}: expected a board larger than the 3x3 kept free of mines"
+                f"rows = {rows}, columns = {columns}: expected a board larger than the 3x3 kept free of mines"
             )
-        self.rows, self.columns, self.mines = rows, columns, mines
-        self.centre_start, self.flag_all, self.max_turns = (
-            centre_start,
-            success_rule == "flags",
-            max_turns,
-        )
+        if not 1 <= mines <= most:
+            kept = ", and one safe cell, are" if centre_start else " is"
+            raise ValueError(
+                f"mines = {mines}: expected 1 to {most} on {rows}x{columns}, where the 3x3 around the first"
+                f" reveal{kept} kept free"
+            )
+        self.rows, self.columns, self.mines, self.max_turns = rows, columns, mines, max_turns
+        self.centre_start, self.flag_all = centre_start, success_rule == "flags"
 
     def initial(self, task: Task) -> State:
         """Return the first board of the task's seed. Raises DataFault when the free reveal solves
@@ -108,9 +107,8 @@ class Minesweeper(Game):
             return state
         centre = self.rows // 2 * self.columns + self.columns // 2
         for attempt in range(TRIES):
-            opened = revealed(
-                msgspec.structs.replace(state, seed=task.seed + attempt * STRIDE), centre
-            )
+            drawn = msgspec.structs.replace(state, seed=task.seed + attempt * STRIDE)
+            opened = revealed(drawn, centre)
             if not all_revealed(opened):
                 return opened
         raise DataFault(
@@ -133,8 +131,8 @@ class Minesweeper(Game):
         }
 
     def move(self, text: str) -> tuple[int, int, int] | None:
-        """Read "reveal R C" (or open, click) or "flag R C" (or mark), counted from 1, as (kind,
-        row, column) with row and column from 0."""
+        """Read "reveal R C" (or open, click) or "flag R C" (or mark) as (kind, row, column), counted
+        from 0."""
         match = _MOVE.fullmatch(text)
         if match is None:
             return None
@@ -151,13 +149,12 @@ class Minesweeper(Game):
         if state.over:
             return []
         cells = [(mark, divmod(cell, state.columns)) for cell, mark in enumerate(state.board)]
-        reveals: list[tuple[int, ...]] = [
-            (REVEAL, *place) for mark, place in cells if mark == HIDDEN
+        return [
+            *((REVEAL, *place) for mark, place in cells if mark == HIDDEN),
+            *((MARK, *place) for mark, place in cells if mark in (HIDDEN, FLAG)),
         ]
-        return reveals + [(MARK, *place) for mark, place in cells if mark in (HIDDEN, FLAG)]
 
     def notation(self, move: tuple[int, ...]) -> str:
-        """Return "reveal R C" or "flag R C", counted from 1."""
         kind, row, column = move
         return f"{'flag' if kind == MARK else 'reveal'} {row + 1} {column + 1}"
 
@@ -185,31 +182,16 @@ class Minesweeper(Game):
     def lost(self, state: State) -> dict[str, float]:
         """Return success by the chosen rule, success_reveal and success_flags by each rule, and
         completion, the share of revealed safe cells."""
-        safe = state.rows * state.columns - state.mines
+        cells = len(state.board)
         return {
             "success": float(solved(state)),
             "success_reveal": float(all_revealed(state)),
             "success_flags": float(all_revealed(state) and all_flagged(state)),
-            "completion": (len(state.board) - sum(map(state.board.count, (HIDDEN, FLAG, HIT))))
-            / safe,
-        }
-
-    def judged(
-        self, task: Task, state: State, action: Action, step: int, budget: int
-    ) -> JudgedTurn:
-        """Like every game, but with this game's own budget of turns."""
-        return super().judged(task, state, action, step, self.max_turns)
-
-    def measures(self, task: Task, turns: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
-        """Return the measures of ``Game`` and success by each rule."""
-        both = ("success_reveal", "success_flags")
-        return super().measures(task, turns) | {
-            name: [turns[-1][name]] for name in both if name in turns[-1]
+            "completion": (cells - _closed(state.board)) / (cells - state.mines),
         }
 
 
-# ---------------------------------------------------------------------------------------------- the
-# rules
+# ----------------------------------------------------------------------------------- the rules
 
 
 @cache
@@ -230,11 +212,8 @@ def neighbours(rows: int, columns: int) -> tuple[tuple[int, ...], ...]:
 def lay(rows: int, columns: int, mines: int, cell: int, seed: int) -> str:
     """Return a layout whose mines are drawn uniformly outside the 3x3 around ``cell``."""
     kept = {cell, *neighbours(rows, columns)[cell]}
-    laid = set(
-        random.Random(seed).sample(
-            [other for other in range(rows * columns) if other not in kept], mines
-        )
-    )
+    open_cells = [other for other in range(rows * columns) if other not in kept]
+    laid = set(random.Random(seed).sample(open_cells, mines))
     return "".join(MINE if other in laid else SAFE for other in range(rows * columns))
 
 
@@ -246,11 +225,8 @@ def cell_of(state: State, move: Sequence[int]) -> int | None:
     if kind not in (REVEAL, MARK) or not (0 <= row < state.rows and 0 <= column < state.columns):
         return None
     cell = row * state.columns + column
-    return (
-        cell
-        if state.board[cell] == HIDDEN or (kind == MARK and state.board[cell] == FLAG)
-        else None
-    )
+    open_to = (HIDDEN,) if kind == REVEAL else (HIDDEN, FLAG)
+    return cell if state.board[cell] in open_to else None
 
 
 def played(state: State, move: Sequence[int]) -> State:
@@ -281,18 +257,17 @@ def revealed(state: State, cell: int) -> State:
 
 def all_revealed(state: State) -> bool:
     """Return whether every cell without a mine is revealed."""
-    left = sum(map(state.board.count, (HIDDEN, FLAG, HIT)))
-    return state.layout != "" and left == state.mines
+    return state.layout != "" and _closed(state.board) == state.mines
+
+
+def _closed(board: str) -> int:
+    """Return the number of cells that are not revealed as safe."""
+    return sum(map(board.count, (HIDDEN, FLAG, HIT)))
 
 
 def all_flagged(state: State) -> bool:
     """Return whether exactly the mines have flags."""
-    flags = [cell for cell, mark in enumerate(state.board) if mark == FLAG]
-    return (
-        state.layout != ""
-        and len(flags) == state.mines
-        and all(state.layout[cell] == MINE for cell in flags)
-    )
+    return "".join(MINE if mark == FLAG else SAFE for mark in state.board) == state.layout
 
 
 def solved(state: State) -> bool:

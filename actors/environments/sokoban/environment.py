@@ -7,16 +7,16 @@ episode ends with the solution or after ``horizon`` turns; a position that can n
 does not end it.
 """
 
-import re
 from math import isqrt
+from pathlib import Path
 from typing import Literal
 
 import msgspec
 
-from coppice.actors.environments import sokoban_pictures, sokoban_rooms
 from coppice.actors.environments.base import HELD_OUT_SEEDS, Action, Task, Tools, Transition
-from coppice.actors.environments.game import Game
-from coppice.actors.environments.sokoban_rooms import (
+from coppice.actors.environments.game import ACTION, Game
+from coppice.actors.environments.sokoban import pictures, rooms
+from coppice.actors.environments.sokoban.rooms import (
     BOXES,
     PLACED,
     SIZES,
@@ -26,7 +26,7 @@ from coppice.actors.environments.sokoban_rooms import (
     pushed,
     written,
 )
-from coppice.wire.messages import JudgedTurn
+from coppice.common.numbers import Count, Natural
 
 WORDS = ("up", "down", "left", "right")
 STILL = "still"
@@ -38,13 +38,10 @@ HELD_OUT_SHARE = 8
 ROW_PLACED = "*"
 """The box on a target in {row}, which a character tokenizer of ASCII must be able to read."""
 
-_BLOCK = re.compile(r"<action>(.*?)</action>", re.DOTALL)
-
 
 class State(msgspec.Struct, frozen=True):
-    """An episode under way. board: see ``sokoban_rooms``.
-
-    turn: turns used. score: the rewards so far. past: the last boards and what was done there.
+    """An episode under way. board: see ``rooms``. turn: turns
+    used. score: the rewards so far. past: the last boards and what was done there.
     over: no move can be made any more.
     """
 
@@ -71,31 +68,30 @@ class Sokoban(Game):
     name = "sokoban"
     headline = "success"
     gives_step_rewards = True
+    folder = Path(__file__).parent
 
     def __init__(
         self,
         prompt: str = "sokoban",
-        history: int = 2,
+        history: Natural = 2,
         stop_at_action: bool = True,
         size: int = 6,
         boxes: int = 1,
-        horizon: int = 15,
+        horizon: Count = 15,
         split: Literal["rooms", "released"] = "rooms",
         reading: Literal["strict", "released"] = "strict",
         outcome: Literal["return", "success"] = "return",
-        side: int = 0,
+        side: Natural = 0,
     ):
         super().__init__(prompt, history, stop_at_action=stop_at_action)
         for option, value, expected in (("size", size, SIZES), ("boxes", boxes, BOXES)):
             if value not in expected:
                 raise ValueError(f"{option} = {value}: expected {expected[0]} to {expected[-1]}")
-        if horizon < 1:
-            raise ValueError(f"horizon = {horizon}: expected 1 or more turns")
-        if side < 0 or (side and not self.pictures):
+        if side and not self.pictures:
             raise ValueError(
                 f"side = {side}: expected 0, or the pixels of a prompt that has a {{picture}}, such as sokoban_picture"
             )
-        self.size, self.boxes, self.horizon, self.side = size, boxes, horizon, side
+        self.size, self.boxes, self.max_turns, self.side = size, boxes, horizon, side
         self.split, self.reading, self.outcome = split, reading, outcome
 
     def initial(self, task: Task) -> State:
@@ -105,29 +101,23 @@ class Sokoban(Game):
         def wanted(room: Position) -> bool:
             return self.split == "released" or held_out == is_held_out(room)
 
-        return State(
-            written(sokoban_rooms.generate(self.size, self.boxes, task.seed, self.horizon, wanted))
-        )
+        room = rooms.generate(self.size, self.boxes, task.seed, self.max_turns, wanted)
+        return State(written(room))
 
     def view(self, state: State) -> dict[str, str]:
         """{board}: one line per row. {row}: the cells inside the outer walls without a break.
-        {turn}, {left}: this turn, and the turns left.
-
-        {size} and {boxes} are the room's.
-        """
+        {left}: the turns left. {size} and {boxes} are the room's."""
         lines = [state.board[at : at + self.size] for at in range(0, len(state.board), self.size)]
         return {
             "board": shown(state.board),
             "row": "".join(line[1:-1] for line in lines[1:-1]).replace(PLACED, ROW_PLACED),
-            "turn": str(state.turn + 1),
-            "left": str(self.horizon - state.turn),
+            "left": str(self.max_turns - state.turn),
             "size": str(self.size),
             "boxes": str(self.boxes),
         }
 
     def picture(self, state: State) -> bytes:
-        """Return the board as a PNG."""
-        return sokoban_pictures.picture(state.board, self.side)
+        return pictures.picture(state.board, self.side)
 
     def anchor(self, state: State) -> str:
         """Return the board, without the turn and the history."""
@@ -138,15 +128,14 @@ class Sokoban(Game):
         action block (methods.md 4.6)."""
         if self.reading == "strict":
             return super().read(state, text)
-        block = _BLOCK.search(text)
-        contained = (
-            move for move, word in enumerate((*WORDS, STILL)) if block and word in block[1].lower()
-        )
-        move = next(contained, None)
-        return Action("invalid", text) if move is None else Action("move", text, move=(move,))
+        block = ACTION.search(text)
+        words = block[1].lower() if block else ""
+        for move, word in enumerate((*WORDS, STILL)):
+            if word in words:
+                return Action("move", text, move=(move,))
+        return Action("invalid", text)
 
     def move(self, text: str) -> tuple[int, ...] | None:
-        """Read one of the four words in any case."""
         word = text.strip().lower()
         return (WORDS.index(word),) if word in WORDS else None
 
@@ -160,32 +149,20 @@ class Sokoban(Game):
 
     def good_moves(self, state: State) -> list[tuple[int, ...]]:
         """Return the steps with which a shortest solution begins."""
-        return (
-            []
-            if state.over
-            else [(direction,) for direction in sokoban_rooms.optimal(parse(state.board))]
-        )
+        best = [] if state.over else rooms.optimal(parse(state.board))
+        return [(direction,) for direction in best]
 
     def notation(self, move: tuple[int, ...]) -> str:
-        """Return the word of a move."""
         return (*WORDS, STILL)[move[0]]
 
     async def step(self, state: State, action: Action, tools: Tools) -> Transition:
         """Take a step. An invalid action changes nothing, but costs the step and the turn."""
-        return self._after(state, action.move if action.valid else None)
-
-    async def apply(self, state: State, move: tuple[int, ...], tools: Tools) -> Transition:
-        """Take a legal step."""
-        return self._after(state, move)
-
-    def _after(self, state: State, move: tuple[int, ...] | None) -> Transition:
+        move = action.move if action.valid else None
         before = parse(state.board)
         after = pushed(before, move[0]) if move is not None and move[0] < len(WORDS) else before
         reward = STEP + ON_TARGET * (after.placed - before.placed) + SOLUTION * after.solved
-        over = after.solved or state.turn + 1 >= self.horizon
-        word = (
-            "nothing, because the reply could not be read" if move is None else self.notation(move)
-        )
+        over = after.solved or state.turn + 1 >= self.max_turns
+        word = self.notation(move) if move else "nothing, because the reply could not be read"
         past = self.remember(state.past, f"{shown(state.board)}\nYou did: {word}\n")
         # all rewards are tenths, so this only removes rounding errors
         score = round(state.score + reward, 1)
@@ -197,9 +174,8 @@ class Sokoban(Game):
 
     def outgrown(self, state: State) -> Transition:
         """Return the end that the last turn would bring in ``state``, which is not solved."""
-        return Transition(
-            state, "", True, state.score if self.outcome == "return" else 0.0, self.lost(state)
-        )
+        outcome = state.score if self.outcome == "return" else 0.0
+        return Transition(state, "", True, outcome, self.lost(state))
 
     def lost(self, state: State) -> dict[str, float]:
         """Return success (1 when every box is on a target) and completion (the share of the boxes
@@ -209,12 +185,6 @@ class Sokoban(Game):
             "success": float(position.solved),
             "completion": position.placed / position.boxes.bit_count(),
         }
-
-    def judged(
-        self, task: Task, state: State, action: Action, step: int, budget: int
-    ) -> JudgedTurn:
-        """Like every game, but with this game's own budget of turns."""
-        return super().judged(task, state, action, step, self.horizon)
 
 
 def is_held_out(room: Position) -> bool:

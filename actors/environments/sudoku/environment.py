@@ -13,14 +13,14 @@ import re
 from collections.abc import Sequence
 from functools import cache
 from math import isqrt
+from pathlib import Path
 
 import msgspec
 
-from coppice.actors.environments.base import Action, Task, Tools, Transition
+from coppice.actors.environments.base import Task, Tools, Transition
 from coppice.actors.environments.game import Game
 from coppice.common.numbers import Count, Natural
 from coppice.wire.faults import DataFault
-from coppice.wire.messages import JudgedTurn
 
 BLANK = "."
 MOST_BLANKS = {4: 12, 9: 64}
@@ -49,15 +49,16 @@ class State(msgspec.Struct, frozen=True):
 
 
 class Sudoku(Game):
-    """The Sudoku rules. size: 9 or 4. blanks: cells to fill. max_turns: turns until the episode
-    ends with outcome 0.
+    """The Sudoku rules. prompt, history, boxed, stop_at_action: see ``Game``.
 
+    size: 9 or 4. blanks: cells to fill. max_turns: turns until the episode ends with outcome 0.
     terminate_on_wrong: if True, a wrong digit ends the episode as a loss; otherwise the digit is
     refused and the episode goes on.
     """
 
     name = "sudoku"
     headline = "success"
+    folder = Path(__file__).parent
 
     def __init__(
         self,
@@ -87,13 +88,11 @@ class Sudoku(Game):
 
     def view(self, state: State) -> dict[str, str]:
         """{board}: a labelled grid. {row}: its characters alone. {blanks}: the number of empty
-        cells. {empty}: their places. {size}, {box}."""
-        empty = [divmod(cell, state.size) for cell in empty_cells(state.board)]
+        cells. {size}, {box}."""
         return {
             "board": labelled(state.board),
             "row": state.board,
-            "blanks": str(len(empty)),
-            "empty": ", ".join(f"{row + 1} {column + 1}" for row, column in empty),
+            "blanks": str(state.board.count(BLANK)),
             "size": str(state.size),
             "box": str(isqrt(state.size)),
         }
@@ -112,13 +111,11 @@ class Sudoku(Game):
 
     def moves(self, state: State) -> list[tuple[int, ...]]:
         """Return every digit in every blank cell, row by row."""
-        cells = (
-            [] if state.over else [divmod(cell, state.size) for cell in empty_cells(state.board)]
-        )
-        return [(row, column, digit) for row, column in cells for digit in range(1, state.size + 1)]
+        blanks = [cell for cell, content in enumerate(state.board) if content == BLANK]
+        digits = [] if state.over else range(1, state.size + 1)
+        return [(*divmod(cell, state.size), digit) for cell in blanks for digit in digits]
 
     def notation(self, move: tuple[int, ...]) -> str:
-        """Return "ROW COL DIGIT", counted from 1."""
         row, column, digit = move
         return f"{row + 1} {column + 1} {digit}"
 
@@ -136,13 +133,12 @@ class Sudoku(Game):
             outcome = self.loss
         elif state.turn + 1 >= self.max_turns:
             outcome = 0.0
+        line = f"{self.notation(move)} {'right' if right else 'wrong'}"
         after = msgspec.structs.replace(
             state,
             board=board,
             turn=state.turn + 1,
-            past=self.remember(
-                state.past, f"{self.notation(move)} {'right' if right else 'wrong'}"
-            ),
+            past=self.remember(state.past, line),
             over=outcome is not None,
         )
         return Transition(after, "", after.over, outcome, self.lost(after) if after.over else {})
@@ -153,15 +149,8 @@ class Sudoku(Game):
         blanks, left = state.puzzle.count(BLANK), state.board.count(BLANK)
         return {"success": float(left == 0), "completion": (blanks - left) / blanks}
 
-    def judged(
-        self, task: Task, state: State, action: Action, step: int, budget: int
-    ) -> JudgedTurn:
-        """Like every game, but with this game's own budget of turns."""
-        return super().judged(task, state, action, step, self.max_turns)
 
-
-# ----------------------------------------------------------------------------------------------
-# boards
+# -------------------------------------------------------------------------------------- boards
 
 
 def cell_of(size: int, row: int, column: int, digit: int) -> int | None:
@@ -170,21 +159,14 @@ def cell_of(size: int, row: int, column: int, digit: int) -> int | None:
     return row * size + column if inside else None
 
 
-def empty_cells(board: str) -> list[int]:
-    """Return the blank cells of a board, row by row."""
-    return [cell for cell, content in enumerate(board) if content == BLANK]
-
-
 def labelled(board: str) -> str:
     """Return the board as a grid with R1.. and C1.. labels and lines between the boxes."""
     size = isqrt(len(board))
     box = isqrt(size)
 
     def line(label: str, cells: Sequence[str]) -> str:
-        parts = [
-            " ".join(cell.rjust(2) for cell in cells[at : at + box]) for at in range(0, size, box)
-        ]
-        return f"{label} {' | '.join(parts)}"
+        parts = [cells[at : at + box] for at in range(0, size, box)]
+        return f"{label} {' | '.join(' '.join(cell.rjust(2) for cell in part) for part in parts)}"
 
     lines = [line("  ", [f"C{column + 1}" for column in range(size)])]
     rule = "   " + "".join("+" if mark == "|" else "-" for mark in lines[0][3:])
@@ -195,39 +177,34 @@ def labelled(board: str) -> str:
     return "\n".join(lines)
 
 
-Masks = tuple[list[int], list[int], list[int]]
-
-
 @cache
 def _places(size: int) -> tuple[tuple[int, int, int, int], ...]:
-    """Return the number, row, column and box of every cell."""
+    """Return every cell with the numbers of its row, its column and its box among all units."""
     box = isqrt(size)
     cells = (divmod(cell, size) for cell in range(size * size))
-    return tuple((r * size + c, r, c, r // box * box + c // box) for r, c in cells)
+    return tuple(
+        (r * size + c, r, size + c, 2 * size + r // box * box + c // box) for r, c in cells
+    )
 
 
-def _free(board: str) -> Masks:
-    """Return for each row, column and box a bit mask of the digits that it does not hold (bit d - 1
-    for digit d)."""
+def _free(board: str) -> list[int]:
+    """Return for each row, then column, then box a bit mask of the digits that it does not hold
+    (bit d - 1 for digit d)."""
     size = isqrt(len(board))
-    every = (1 << size) - 1
-    rows, columns, boxes = [every] * size, [every] * size, [every] * size
-    for cell, row, column, box in _places(size):
+    free = [(1 << size) - 1] * (3 * size)
+    for cell, *units in _places(size):
         if board[cell] != BLANK:
-            bit = 1 << (int(board[cell]) - 1)
-            rows[row] &= ~bit
-            columns[column] &= ~bit
-            boxes[box] &= ~bit
-    return rows, columns, boxes
+            for unit in units:
+                free[unit] &= ~(1 << (int(board[cell]) - 1))
+    return free
 
 
 def candidates(board: str) -> dict[int, int]:
     """Return for each blank cell how many digits its row, column and box leave."""
-    rows, columns, boxes = _free(board)
-    places = _places(isqrt(len(board)))
+    free = _free(board)
     return {
-        cell: (rows[r] & columns[c] & boxes[b]).bit_count()
-        for cell, r, c, b in places
+        cell: (free[row] & free[column] & free[box]).bit_count()
+        for cell, row, column, box in _places(isqrt(len(board)))
         if board[cell] == BLANK
     }
 
@@ -235,10 +212,10 @@ def candidates(board: str) -> dict[int, int]:
 def solutions(board: str, limit: int) -> list[str]:
     """Return at most ``limit`` solutions, none if digits clash. Searches depth first, always in the
     cell with the fewest candidates."""
-    size, cells, solved = isqrt(len(board)), list(board), list[str]()
-    rows, columns, boxes = masks = _free(board)
+    size, cells, solved, free = isqrt(len(board)), list(board), list[str](), _free(board)
     filled = size * size - board.count(BLANK)
-    if any(sum(size - free.bit_count() for free in units) != filled for units in masks):
+    held = [size - digits.bit_count() for digits in free]
+    if any(sum(held[first : first + size]) != filled for first in (0, size, 2 * size)):
         return solved
 
     def search(blank: list[tuple[int, int, int, int]]) -> None:
@@ -247,54 +224,49 @@ def solutions(board: str, limit: int) -> list[str]:
             return
         best, fewest = 0, size + 1
         for place, (_, row, column, box) in enumerate(blank):
-            count = (rows[row] & columns[column] & boxes[box]).bit_count()
+            count = (free[row] & free[column] & free[box]).bit_count()
             if count < fewest:
                 best, fewest = place, count
                 if count < 2:
                     break
-        cell, row, column, box = blank[best]
+        cell, *units = blank[best]
         rest = blank[:best] + blank[best + 1 :]
-        digits = rows[row] & columns[column] & boxes[box]
+        digits = free[units[0]] & free[units[1]] & free[units[2]]
         while digits and len(solved) < limit:
             bit = digits & -digits
             digits ^= bit
             cells[cell] = str(bit.bit_length())
-            rows[row] ^= bit
-            columns[column] ^= bit
-            boxes[box] ^= bit
+            _toggle(free, units, bit)
             search(rest)
-            rows[row] ^= bit
-            columns[column] ^= bit
-            boxes[box] ^= bit
+            _toggle(free, units, bit)
 
     search([place for place in _places(size) if board[place[0]] == BLANK])
     return solved
 
 
+def _toggle(free: list[int], units: Sequence[int], bit: int) -> None:
+    for unit in units:
+        free[unit] ^= bit
+
+
 def full_grid(size: int, rng: random.Random) -> str:
     """Return a solved grid. Cells are filled in order with digits in random order, by backtracking."""
-    places, cells = _places(size), [0] * (size * size)
-    rows, columns, boxes = _free(BLANK * (size * size))
+    places, cells, free = _places(size), [0] * (size * size), _free(BLANK * (size * size))
 
     def fill(at: int) -> bool:
         if at == len(places):
             return True
-        cell, row, column, box = places[at]
+        cell, *units = places[at]
         digits = list(range(1, size + 1))
         rng.shuffle(digits)
         for digit in digits:
             bit = 1 << (digit - 1)
-            if not rows[row] & columns[column] & boxes[box] & bit:
-                continue
-            cells[cell] = digit
-            rows[row] ^= bit
-            columns[column] ^= bit
-            boxes[box] ^= bit
-            if fill(at + 1):
-                return True
-            rows[row] ^= bit
-            columns[column] ^= bit
-            boxes[box] ^= bit
+            if free[units[0]] & free[units[1]] & free[units[2]] & bit:
+                cells[cell] = digit
+                _toggle(free, units, bit)
+                if fill(at + 1):
+                    return True
+                _toggle(free, units, bit)
         return False
 
     fill(0)

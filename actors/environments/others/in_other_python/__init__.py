@@ -1,0 +1,1 @@
+"""Files that also run in other Pythons, without any package of this project."""
