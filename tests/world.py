@@ -72,7 +72,7 @@ def search(folder: Path) -> Path:
     return _write(folder, _SEARCH.format(folder=folder), _SLATE, _ALWAYS)
 
 
-def playing(folder: Path, environment: str, seeing: bool = False, **shape: int) -> Path:
+def playing(folder: Path, environment: str, seeing: bool = False, **shape: Any) -> Path:
     """The config of a world that makes its own tasks. seeing: with a policy that reads pictures.
     shape: values of the policy's configuration."""
     if seeing:

@@ -119,7 +119,7 @@ def test_no_answer_that_an_actor_spoils_enters_a_tree() -> None:
             spoiled, text = spoil(result, random.Random(seed))
             told.add(text)
             with pytest.raises(InfrastructureFault, match="expected"):
-                answers.sampled(request, 100, 1, lambda: 1, spoiled)
+                answers.sampled(request, 100, 1, lambda: 1, spoiled)  # pyright: ignore
     assert len(told) == 8
 
 

@@ -40,7 +40,7 @@ class Searching(SearchQA):
 
     def parse(self, text: str) -> Action:
         """Return a search for the text."""
-        return Action("search", text, think="I look it up.", query=text[:20] or "capital")
+        return Action("search", text, text[:20] or "capital", think="I look it up.")
 
     async def step(self, state: State, action: Action, tools: Tools) -> Transition:
         """As in every search, a little later."""

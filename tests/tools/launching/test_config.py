@@ -685,8 +685,8 @@ def test_visual_sokoban_holds_the_papers_settings_and_refuses_a_warm_start() -> 
 
 
 def test_a_key_is_changed_by_key_value_alone_between_other_options() -> None:
-    given = "scheduler.updates=7 --actors 2 learner.lr=1e-5 --set seed=3 --learner 1"
-    config, _ = resolve(arguments(given.split()))
+    given: str = "scheduler.updates=7 --actors 2 learner.lr=1e-5 --set seed=3 --learner 1"
+    config, _ = resolve(arguments(list(given.split())))
     assert (config.scheduler.updates, config.learner.lr, config.seed) == (7, 1e-5, 3)
     assert (config.actors.count, config.learner.count) == (2, 1)
 
