@@ -10,27 +10,23 @@ FILE = "state.json"
 
 class Frontier(msgspec.Struct, frozen=True):
     """version: that of the weights. trained: runs (first id, last id, version) of groups with
-    consecutive ids that one version trained; a bare id stands for a group of unknown version, as
-    earlier releases wrote it. records: the metrics of the newest updates, by version."""
+    consecutive ids that one version trained. records: the metrics of the newest updates, by
+    version."""
 
     version: int = 0
-    trained: list[int | tuple[int, int, int]] = []
+    trained: list[tuple[int, int, int]] = []
     records: dict[int, dict[str, float]] = {}
 
-    @property
-    def dated(self) -> bool:
-        """Whether the version of each group is known, and not of an earlier release, whose
-        checkpoints have no digests either."""
-        return not any(isinstance(run, int) for run in self.trained)
-
     def groups(self) -> dict[int, int]:
-        """Return the version that trained each group, by the group's id. A group of unknown version
-        counts to the newest one."""
-        runs = [(run, run, self.version) if isinstance(run, int) else run for run in self.trained]
-        return {group: version for first, last, version in runs for group in range(first, last + 1)}
+        """Return the version that trained each group, by the group's id."""
+        return {
+            group: version
+            for first, last, version in self.trained
+            for group in range(first, last + 1)
+        }
 
 
-def runs(groups: dict[int, int]) -> list[int | tuple[int, int, int]]:
+def runs(groups: dict[int, int]) -> list[tuple[int, int, int]]:
     """Return the runs of consecutive ids with equal versions, ascending: {4: 1, 5: 1, 7: 2} is [(4,
     5, 1), (7, 7, 2)]."""
     joined: list[tuple[int, int, int]] = []
@@ -39,7 +35,7 @@ def runs(groups: dict[int, int]) -> list[int | tuple[int, int, int]]:
             joined[-1] = (joined[-1][0], group, version)
         else:
             joined.append((group, group, version))
-    return [*joined]
+    return joined
 
 
 def read(run: Path, version: int) -> Frontier:

@@ -51,16 +51,16 @@ def parser() -> argparse.ArgumentParser:
 def plug_in(arguments: list[str] | None = None) -> int:
     """Run the command coppice serve and return its exit status."""
     command = parser()
-    asked = command.parse_args(arguments)
+    flags = command.parse_args(arguments)
     begin()
     try:
-        if asked.invite or asked.revoke:
-            _change_invitations(asked)
+        if flags.invite or flags.revoke:
+            _change_invitations(flags)
             return 0
-        if asked.judge is None:
+        if flags.judge is None:
             command.error("name the judge that is served, as module:Class or a built-in name")
-        endpoint, keys = _reached(asked)
-        worker = make_worker(asked.judge, dict(options.option(text) for text in asked.option))
+        endpoint, keys = _reached(flags)
+        worker = make_worker(flags.judge, dict(options.option(text) for text in flags.option))
     except (OSError, ValueError) as error:
         print(f"coppice serve: {error}", file=sys.stderr)
         return 2
@@ -68,55 +68,55 @@ def plug_in(arguments: list[str] | None = None) -> int:
     while True:
         print(f"serving {offered} to {endpoint}; Ctrl-C drains and leaves", flush=True)
         try:
-            loop.run(serve([worker], asked.name or f"{worker.name}-plugin", endpoint, keys))
+            loop.run(serve([worker], flags.name or f"{worker.name}-plugin", endpoint, keys))
             return 0
         # the scheduler refused this worker, or a model server does not answer
         except (Fault, OSError) as error:
-            before, endpoint = endpoint, _endpoint_now(asked)
+            before, endpoint = endpoint, _endpoint_now(flags)
             if endpoint in (before, ""):
                 print(f"coppice serve: {error}", file=sys.stderr)
                 return 1
 
 
-def _reached(asked: argparse.Namespace) -> tuple[str, PeerKeys]:
+def _reached(flags: argparse.Namespace) -> tuple[str, PeerKeys]:
     """Return the endpoint and the keys of the run folder or of the invitation."""
-    if asked.invite_file is None:
-        return connection(asked.run)
-    invitation = Invitation.read(asked.invite_file)
+    if flags.invite_file is None:
+        return connection(flags.run)
+    invitation = Invitation.read(flags.invite_file)
     return invitation.endpoint, invitation
 
 
-def _endpoint_now(asked: argparse.Namespace) -> str:
+def _endpoint_now(flags: argparse.Namespace) -> str:
     """Return the run's current endpoint, "" if it has none. A resumed run has a new endpoint and
     the same keys."""
     try:
-        return _reached(asked)[0]
+        return _reached(flags)[0]
     except (FileNotFoundError, ValueError):
         return ""
 
 
-def _change_invitations(asked: argparse.Namespace) -> None:
+def _change_invitations(flags: argparse.Namespace) -> None:
     """Invite or revoke. Raises ValueError or OSError, which names the remedy."""
-    if asked.run is None:
+    if flags.run is None:
         raise ValueError("--invite and --revoke need --run: only the owner of a run invites to it")
-    endpoint, _ = connection(asked.run)
-    keys = RunKeys.load(asked.run / "keys")
-    if asked.revoke:
-        keys.revoke(asked.revoke)
-        print(f"{asked.revoke} is revoked; a live run sends its worker away within seconds")
+    endpoint, _ = connection(flags.run)
+    keys = RunKeys.load(flags.run / "keys")
+    if flags.revoke:
+        keys.revoke(flags.revoke)
+        print(f"{flags.revoke} is revoked; a live run sends its worker away within seconds")
         return
-    if asked.to is not None and asked.to.exists():
-        raise FileExistsError(f"{asked.to} is there already: name another file, or remove it")
-    name, invitation = keys.invite(asked.invite, reachable(endpoint, asked.host))
+    if flags.to is not None and flags.to.exists():
+        raise FileExistsError(f"{flags.to} is there already: name another file, or remove it")
+    name, invitation = keys.invite(flags.invite, reachable(endpoint, flags.host))
     text = msgspec.json.encode(invitation).decode()
-    if asked.to is not None:
-        write_private(asked.to, text + "\n")
+    if flags.to is not None:
+        write_private(flags.to, text + "\n")
     else:
         print(text, flush=True)
     # On the other stream, so that the invitation can be redirected to a file.
     print(
-        f"{name} may offer {asked.invite} and nothing else. The guest saves the line as a file that only the guest can read and runs"
-        f" coppice serve module:Class --invite-file FILE. Take it back: coppice serve --run {asked.run} --revoke {name}",
+        f"{name} may offer {flags.invite} and nothing else. The guest saves the line as a file that only the guest can read and runs"
+        f" coppice serve module:Class --invite-file FILE. Take it back: coppice serve --run {flags.run} --revoke {name}",
         file=sys.stderr,
     )
     if is_loopback(invitation.endpoint):

@@ -37,26 +37,24 @@ def finds(query: str, evidence: str, question: str) -> float:
     """Return +1 if the query would find the passage, 0 if it names only a part of what finds it,
     and -1 if it names nothing of it.
 
-    A query finds the passage if it names every word of the field, together with the title or the
-    value, and has no content word that neither the question nor the passage has. One word of the
-    field is not enough: "Estonia main religion" does not find the main export partner of Estonia. A
-    foreign word names something else: "Estonia main export partner" does not ask for the main
-    export of Estonia.
+    A query finds the passage if it names every word of the field ("Estonia main religion" does not
+    find its main export partner), together with the title or the value, and has no content word
+    that neither the question nor the passage has.
     """
     title, field, value = (
         content_words(part) or set(normalize(part).split()) for part in parts(evidence)
     )
     # with function words, because ".at" may be all that a value has
-    asked = set(normalize(query).split())
+    words = set(normalize(query).split())
     # "national holiday" does not name the value of "National holiday: National Day"
     own = value - field or value
-    names_field = bool(field) and field <= asked
-    names_title = bool(title) and title <= asked
-    names_value = bool(own) and len(own & asked) >= _HALF * len(own)
+    names_field = bool(field) and field <= words
+    names_title = bool(title) and title <= words
+    names_value = bool(own) and len(own & words) >= _HALF * len(own)
     foreign = content_words(query) - content_words(question) - title - field - value
     if names_field and (names_title or names_value) and not foreign:
         return 1.0
-    return 0.0 if field & asked or names_title or names_value else -1.0
+    return 0.0 if field & words or names_title or names_value else -1.0
 
 
 def passages(observation: str) -> list[str]:

@@ -60,10 +60,8 @@ class ExactMatch(RuleJudge):
     columns = ("outcome", "f1")
 
     def judge(self, turn: JudgedTurn) -> Judgement:
-        # None means no answer block and "" an empty block. Only "" can equal a gold that consists
-        # of articles and punctuation.
-        if turn.answer is None:
-            return Judgement(dict.fromkeys(self.columns, 0.0))
-        return Judgement(
-            {"outcome": exact_match(turn.answer, turn.golds), "f1": f1(turn.answer, turn.golds)}
-        )
+        # None means no answer block. Only "", an empty block, can equal a gold that consists of
+        # articles and punctuation.
+        if (answer := turn.answer) is None:
+            return Judgement({"outcome": 0.0, "f1": 0.0})
+        return Judgement({"outcome": exact_match(answer, turn.golds), "f1": f1(answer, turn.golds)})

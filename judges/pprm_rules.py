@@ -104,9 +104,9 @@ def _unusable(turn: JudgedTurn) -> str:
 
 
 def _by_evidence(turn: JudgedTurn) -> dict[str, Graded]:
-    known = [passage for passage in turn.evidence if shown(passage, turn.past_observations)]
-    missing = [passage for passage in turn.evidence if passage not in known]
-    graded = {"Information": _used(turn, known[-1]) if known else _understood(turn)}
+    found = [passage for passage in turn.evidence if shown(passage, turn.past_observations)]
+    missing = [passage for passage in turn.evidence if passage not in found]
+    graded = {"Information": _used(turn, found[-1]) if found else _understood(turn)}
     if turn.answer is None:
         graded["Query"] = _finding(turn, missing)
     graded["Decision"] = _decided(graded.get("Query"), _named(missing[0], turn) if missing else "")
@@ -125,10 +125,10 @@ def _named(passage: str, turn: JudgedTurn) -> str:
 def _understood(turn: JudgedTurn) -> Graded:
     """Grade the use of the question, which is the only information before any supporting passage is
     shown."""
-    asked, thought = content_words(turn.question), content_words(turn.think or "")
-    if len(asked & thought) >= _HALF * len(asked):
+    question, thought = content_words(turn.question), content_words(turn.think or "")
+    if len(question & thought) >= _HALF * len(question):
         return _EACH, "the reasoning takes up what the question asks"
-    if asked & thought:
+    if question & thought:
         return 1, "the reasoning takes up little of the question"
     return 0, "the reasoning ignores the question"
 
@@ -209,10 +209,10 @@ def _worded(turn: JudgedTurn) -> Graded:
     if unusable := _unusable(turn):
         return 0, unusable
     query = normalize(turn.query or "")
-    asked, said = content_words(query), f"the query {_quoted(query)}"
-    known = asked & _known_words(turn)
-    if known and len(known) >= _HALF * len(asked):
+    words, said = content_words(query), f"the query {_quoted(query)}"
+    familiar = words & _known_words(turn)
+    if familiar and len(familiar) >= _HALF * len(words):
         return _EACH, f"{said} is new and to the point"
-    if known:
+    if familiar:
         return 1, f"{said} is new but mostly of words that nothing before speaks of"
     return 0, f"{said} shares no word with the question or what was found"

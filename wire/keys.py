@@ -106,8 +106,7 @@ class RunKeys:
 
     @classmethod
     def create(cls, folder: Path) -> "RunKeys":
-        """Create the keys that ``folder`` lacks. A resumed run keeps its keys and invitations; one
-        from before roles gets its roles' keys."""
+        """Create the keys that ``folder`` lacks. A resumed run keeps its keys and invitations."""
         (folder / "peers").mkdir(mode=0o700, parents=True, exist_ok=True)
         folder.chmod(0o700)
         if not all((folder / name).exists() for name in _SERVER_FILES):

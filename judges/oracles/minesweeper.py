@@ -139,11 +139,8 @@ def _read(plain: Any) -> State:
     state = msgspec.convert(plain, State)
     cells = state.rows * state.columns
     shown = set(state.board)
-    if (
-        min(state.rows, state.columns) < 1
-        or len(state.board) != cells
-        or len(state.layout) not in (0, cells)
-    ):
+    sized = len(state.board) == cells and len(state.layout) in (0, cells)
+    if min(state.rows, state.columns) < 1 or not sized:
         raise ValueError(
             f"board {state.board!r}: expected {state.rows} rows of {state.columns} cells, and a layout as large or none"
         )

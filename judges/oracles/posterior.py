@@ -27,16 +27,18 @@ _GRAIN = 840 * 840
 with denominators of at most 8."""
 
 
+Near = tuple[int, ...]
+"""The numbers beside a group of cells, by which the group is known."""
+
+
 class Contradiction(ValueError):
     """No layout fits the numbers."""
 
 
 class Posterior(msgspec.Struct, frozen=True):
-    """For each hidden cell, in ascending order, ``mined[cell] / layouts`` is the probability of a
-    mine.
+    """For each hidden cell, ascending, ``mined[cell] / layouts`` is the probability of a mine.
 
-    layouts: the number of layouts that fit, or a multiple of this number. exact: whether the budget
-    was enough for all components.
+    layouts: the number of layouts that fit, or a multiple. exact: whether the budget was enough.
     """
 
     mined: dict[int, int]
@@ -59,7 +61,7 @@ class _Component(msgspec.Struct, frozen=True):
     each number lacks."""
 
     groups: list[list[int]]
-    near: list[tuple[int, ...]]
+    near: list[Near]
     lacks: dict[int, int]
 
 
@@ -84,7 +86,7 @@ def posterior(
     certain. Raises Contradiction when no layout fits.
     """
     hidden = [cell for cell in range(rows * columns) if cell not in numbers]
-    known, limits = _deduced(rows, columns, numbers)
+    settled, limits = _deduced(rows, columns, numbers)
     solved: list[tuple[_Component, _Counts]] = []
     skipped: list[_Component] = []
     nodes = 0
@@ -98,8 +100,8 @@ def posterior(
             solved.append((component, counts))
             nodes += counts.nodes
     inside = {cell for component, _ in solved for group in component.groups for cell in group}
-    free = [cell for cell in hidden if cell not in known and cell not in inside]
-    left = mines - sum(known.values())
+    free = [cell for cell in hidden if cell not in settled and cell not in inside]
+    left = mines - sum(settled.values())
     layouts, weights, free_mined = _combined(
         [counts.layouts for _, counts in solved], len(free), left
     )
@@ -107,7 +109,7 @@ def posterior(
         raise Contradiction(
             f"no layout of {mines} mines on {rows}x{columns} fits the numbers {dict(numbers)}"
         )
-    mined = {cell: layouts if mine else 0 for cell, mine in known.items()}
+    mined = {cell: layouts if mine else 0 for cell, mine in settled.items()}
     mined |= dict.fromkeys(free, free_mined)
     for (component, counts), weight in zip(solved, weights, strict=True):
         for group, sums in zip(component.groups, counts.mined, strict=True):
@@ -129,11 +131,11 @@ def _deduced(
     near = neighbours(rows, columns)
     cells = [{other for other in near[cell] if other not in numbers} for cell in numbers]
     lacks = list(numbers.values())
-    beside: dict[int, list[int]] = defaultdict(list)
+    numbers_at: dict[int, list[int]] = defaultdict(list)
     for i, around in enumerate(cells):
         for cell in around:
-            beside[cell].append(i)
-    known: dict[int, int] = {}
+            numbers_at[cell].append(i)
+    settled: dict[int, int] = {}
     waiting = list(range(len(cells)))
     while waiting:
         i = waiting.pop()
@@ -144,32 +146,32 @@ def _deduced(
         if lacks[i] in (0, len(cells[i])):
             mine = int(lacks[i] > 0)
             for cell in list(cells[i]):
-                known[cell] = mine
-                for j in beside[cell]:
+                settled[cell] = mine
+                for j in numbers_at[cell]:
                     cells[j].remove(cell)
                     lacks[j] -= mine
-                waiting += beside[cell]
+                waiting += numbers_at[cell]
     limits: dict[frozenset[int], int] = {}
     for around, lack in zip(cells, lacks, strict=True):
         if around and limits.setdefault(frozenset(around), lack) != lack:
             raise Contradiction(
                 f"the cells {sorted(around)} would hold {lack} mines by one number and not by another"
             )
-    return known, limits
+    return settled, limits
 
 
 def _components(limits: Mapping[frozenset[int], int]) -> list[_Component]:
     """Return the components of the cells, each with its groups."""
-    beside: dict[int, list[int]] = defaultdict(list)
+    numbers_at: dict[int, list[int]] = defaultdict(list)
     for i, around in enumerate(limits):
         for cell in around:
-            beside[cell].append(i)
-    groups: dict[tuple[int, ...], list[int]] = defaultdict(list)
-    for cell in sorted(beside):
-        groups[tuple(beside[cell])].append(cell)
+            numbers_at[cell].append(i)
+    groups: dict[Near, list[int]] = defaultdict(list)
+    for cell in sorted(numbers_at):
+        groups[tuple(numbers_at[cell])].append(cell)
     touching = _touching(groups)
     lacks = list(limits.values())
-    components, seen = [], set[tuple[int, ...]]()
+    components, seen = [], set[Near]()
     for start in groups:
         if start in seen:
             continue
@@ -181,41 +183,39 @@ def _components(limits: Mapping[frozenset[int], int]) -> list[_Component]:
     return components
 
 
-def _touching(groups: Iterable[tuple[int, ...]]) -> dict[int, set[tuple[int, ...]]]:
+def _touching(groups: Iterable[Near]) -> dict[int, set[Near]]:
     """Return the groups beside each number."""
-    touching: dict[int, set[tuple[int, ...]]] = defaultdict(set)
+    touching: dict[int, set[Near]] = defaultdict(set)
     for near in groups:
         for i in near:
             touching[i].add(near)
     return touching
 
 
-def _reached(
-    start: tuple[int, ...], touching: Mapping[int, set[tuple[int, ...]]]
-) -> list[tuple[int, ...]]:
+def _reached(start: Near, touching: Mapping[int, set[Near]]) -> list[Near]:
     """Return the groups of the component of ``start``, in breadth-first order."""
     reached, seen = [start], {start}
     for near in reached:
-        new = set[tuple[int, ...]]().union(*(touching[i] for i in near)) - seen
+        new = set[Near]().union(*(touching[i] for i in near)) - seen
         seen |= new
         reached += sorted(new)
     return reached
 
 
-def _ordered(groups: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+def _ordered(groups: Sequence[Near]) -> list[Near]:
     """Order the groups so that few numbers are open at once: begin at an end of the component and
     always close a number if possible."""
     touching = _touching(groups)
     # the last group reached is at an end
     start = _reached(_reached(groups[0], touching)[-1], touching)[-1]
-    waiting = {i: len(beside) for i, beside in touching.items()}
-    ordered: list[tuple[int, ...]] = []
+    waiting = {i: len(groups) for i, groups in touching.items()}
+    ordered: list[Near] = []
     opened: set[int] = set()
     rest = {near: place for place, near in enumerate(_reached(start, touching))}
     while rest:
         reachable = {near for i in opened for near in touching[i]} or {start}
 
-        def cost(near: tuple[int, ...]) -> tuple[int, int, int]:
+        def cost(near: Near) -> tuple[int, int, int]:
             """Prefer the least increase of open numbers, then the groups beside the number that is
             nearest to being closed."""
             change = sum((i not in opened) - (waiting[i] == 1) for i in near)
@@ -250,11 +250,11 @@ def _count(component: _Component, budget: int) -> _Counts | None:
     layers: list[dict[int, int]] = []
     moves: list[dict[int, list[tuple[int, int]]]] = []
     nodes = 0
-    for size, taken, beside in reversed(steps):
+    for size, taken, open_numbers in reversed(steps):
         after: dict[int, int] = {}
         came: dict[int, list[tuple[int, int]]] = {}
         for state, ways in layer.items():
-            lacks = [((state >> slot) & full, later) for slot, later in beside]
+            lacks = [((state >> slot) & full, later) for slot, later in open_numbers]
             least = max(0, max(lack - later for lack, later in lacks))
             most = min(size, min(lack for lack, _ in lacks))
             nodes += max(most - least + 1, 1)

@@ -1,9 +1,8 @@
 """Tic-Tac-Toe: the oracle that rewards moves, and the opponents (methods.md 3.2). Moves are cells
 counted from 0.
 
-The search is OpenSpiel's UCT with random rollouts. 1,000 simulations of 10 rollouts take about 7 ms
-on one core. A search holds Python's global lock, so several searches at once are no faster in one
-process; serve more processes instead.
+The search is OpenSpiel's UCT with random rollouts; 1,000 simulations of 10 rollouts take about 7 ms.
+It holds Python's global lock, so for more searches at once serve more processes.
 """
 
 import asyncio
@@ -25,8 +24,6 @@ _MEMORY_MB = 64
 """More memory than a search needs: each simulation adds at most 9 nodes of about 100 bytes."""
 _SLACK = 1e-9
 """Means that differ only by rounding count as equal."""
-
-
 Simulations = Annotated[int, msgspec.Meta(ge=2)]
 """Simulations of a search, of which the first only opens the root."""
 
@@ -45,28 +42,21 @@ class Search(msgspec.Struct, frozen=True):
         randomness."""
         rng = random.Random(seed)
         evaluator = pyspiel.RandomRolloutEvaluator(self.rollouts, rng.getrandbits(31))
-        bot = pyspiel.MCTSBot(
-            _GAME,
-            evaluator,
-            self.uct_c,
-            self.simulations,
-            _MEMORY_MB,
-            self.solve,
-            rng.getrandbits(31),
-            False,
-        )
+        limits = (self.simulations, _MEMORY_MB, self.solve)
+        seed, verbose = rng.getrandbits(31), False
+        bot = pyspiel.MCTSBot(_GAME, evaluator, self.uct_c, *limits, seed, verbose)
         return bot.mcts_search(_position(board))
 
     def values(self, board: str, seed: int) -> dict[int, float]:
         """Return the mean backed-up return of each cell tried, in [-1, 1] for the side to move;
         with ``solve``, proven results replace means."""
-        tried = (child for child in self.root(board, seed).children if child.explore_count)
-        return {
-            child.action: child.outcome[child.player]
-            if child.outcome
-            else child.total_reward / child.explore_count
-            for child in tried
-        }
+        values = {}
+        for child in self.root(board, seed).children:
+            if child.explore_count and child.outcome:
+                values[child.action] = child.outcome[child.player]
+            elif child.explore_count:
+                values[child.action] = child.total_reward / child.explore_count
+        return values
 
 
 def _position(board: str) -> Any:
@@ -86,12 +76,9 @@ def _read(state: Any) -> str:
         board = msgspec.convert(state, State).board
     except msgspec.ValidationError as error:
         raise DataFault(f"state {state!r} is not one of tictactoe: {error}") from None
-    fair = (
-        len(board) == 9
-        and set(board) <= set("XO.")
-        and board.count("X") - board.count("O") in (0, 1)
-    )
-    if not fair or not legal_cells(board):
+    whole = len(board) == 9 and set(board) <= set("XO.")
+    fair = board.count("X") - board.count("O") in (0, 1)
+    if not (whole and fair and legal_cells(board)):
         raise DataFault(
             f"board {board!r}: expected nine characters of 'XO.', X having begun, and a game that is on"
         )
@@ -102,12 +89,11 @@ class TicTacToeOracle(RuleJudge):
     """Rewards a valid move: its value is within ``tolerance`` of the best value that the search
     finds (methods.md 3.2).
 
-    Columns: reward is 1.0 for a valid move and 0.0 for any other text or move; optimal is the same
-    by exact minimax, for the log; valid_share is valid moves / legal moves. kind: "mcts", or
-    "minimax" for exact values, which takes no other option. tolerance: a difference of returns in
-    [-1, 1]; 0 is the paper's arg max. simulations, rollouts, uct_c, solve: see ``Search``. seed:
-    the seed of the first search. Every search has a new seed, so that a position's error differs
-    each time.
+    Columns: reward (1 for a valid move, else 0); optimal, the same by exact minimax, for the log;
+    valid_share, valid moves / legal moves. kind: "mcts", or "minimax" for exact values, which takes
+    no other option. tolerance: a difference of returns in [-1, 1]; 0 is the paper's arg max.
+    simulations, rollouts, uct_c, solve: see ``Search``. seed: of the first search; every search has
+    a new seed, so that a position's error differs each time.
     """
 
     name = "tictactoe"

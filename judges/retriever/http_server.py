@@ -31,15 +31,15 @@ def application(backend: Backend) -> web.Application:
 
     async def retrieve(request: web.Request) -> web.Response:
         try:
-            asked = msgspec.json.decode(await request.read(), type=_Request)
+            body = msgspec.json.decode(await request.read(), type=_Request)
         except jsonl.MALFORMED as error:
             return web.json_response({"detail": jsonl.fault(error)}, status=422)
-        topk = 3 if asked.topk is None else asked.topk
-        if topk < 1 or not asked.queries:
+        topk = 3 if body.topk is None else body.topk
+        if topk < 1 or not body.queries:
             expected = "expected at least one query and topk >= 1"
             return web.json_response({"detail": expected}, status=422)
-        passages = await backend.search(asked.queries, topk)
-        result = [[_item(p, asked.return_scores) for p in row] for row in passages]
+        passages = await backend.search(body.queries, topk)
+        result = [[_item(p, body.return_scores) for p in row] for row in passages]
         return web.json_response({"result": result})
 
     app = web.Application()

@@ -10,10 +10,9 @@ lists |
 nprobe=64,k_factor_rf=4 |
 | hnsw | HNSW32 | 4 d + about 270 | efSearch=128 |
 
-Any other name is taken for a factory string, such as "OPQ64,IVF4096,PQ64" or SLATE's
-"IVF65536_HNSW32,PQ128". Sources: FAISS's wiki ("Guidelines to choose an index": between 4 and 16
-sqrt(vectors) lists, at least 30 training vectors for each), docs/retrieval.md. np: no polysemous
-training, which takes most of the training's time and serves searches of another kind.
+Any other name is taken for a factory string, such as SLATE's "IVF65536_HNSW32,PQ128". np: without
+polysemous training, which takes most of the time and serves searches of another kind. Sources:
+FAISS's wiki ("Guidelines to choose an index"), docs/retrieval.md.
 """
 
 import math
@@ -26,8 +25,7 @@ import faiss
 import numpy as np
 
 BLOCK = 16384
-"""Vectors that are added at once: some tens of MiB, and enough for FAISS to share them among its
-threads."""
+"""Vectors that are added at once: some tens of MiB, and enough for all threads of FAISS."""
 _TRAINED_ON = 64
 """Vectors sampled for each centroid of a training. FAISS warns below 39, and takes at most 256
 itself."""
@@ -59,9 +57,8 @@ def fill(index: faiss.Index, vectors: Iterable[np.ndarray], count: int, scratch:
     """Train an index if its kind needs that, and add ``count`` vectors, float32 blocks of [vectors,
     dimensions], or one array.
 
-    Memory: what the index keeps, one block, and the training sample. Because a trained kind needs
-    the vectors twice, blocks wait in the file ``scratch`` meanwhile. Raises ValueError for too few
-    vectors to train on.
+    Memory: what the index keeps, one block, and the training sample; blocks that a trained kind
+    needs twice wait in the file ``scratch``. Raises ValueError for too few vectors to train on.
     """
     if not index.is_trained:
         if not isinstance(vectors, np.ndarray):

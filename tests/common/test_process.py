@@ -1,10 +1,75 @@
-"""What every process of a run does first."""
+"""What every process of a run does first, and a function in a process of its own."""
 
+import os
 import resource
+import signal
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
 
-from coppice.common.process import FILES
+import pytest
+
+from coppice.common.process import FILES, Killed, in_subprocess
+
+
+def _number() -> int:
+    return os.getpid()
+
+
+def _refuse(value: int) -> None:
+    raise ValueError(f"{value}: expected less")
+
+
+def _die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _linger(mark: Path) -> None:
+    try:
+        mark.write_text(str(os.getpid()))
+        time.sleep(120)
+    finally:
+        mark.with_name("cleaned").touch()
+
+
+def test_it_answers_from_elsewhere_and_raises_what_the_function_raises() -> None:
+    assert in_subprocess(_number) != os.getpid()
+    with pytest.raises(ValueError, match="7: expected less"):
+        in_subprocess(_refuse, 7)
+
+
+def test_a_process_that_is_killed_is_told_at_once() -> None:
+    with pytest.raises(Killed):
+        in_subprocess(_die)
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """A background job, such as a CI run may be, begins with SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_an_interruption_ends_it_after_its_own_cleaning_up(tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+
+    def interrupt() -> None:
+        while not (mark.exists() and mark.read_text()):
+            time.sleep(0.05)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    threading.Thread(target=interrupt).start()
+    with pytest.raises(KeyboardInterrupt):
+        in_subprocess(_linger, mark)
+    assert (tmp_path / "cleaned").exists()
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(mark.read_text()), 0)
+
 
 BEGUN = """
 import resource

@@ -11,9 +11,8 @@ from typing import Any
 
 import msgspec
 
-from coppice.judges.base import Judge
 from coppice.judges.config import JudgesConfig, with_served_model
-from coppice.judges.serve import BUILT_IN, make_worker
+from coppice.judges.serve import make_worker
 from coppice.wire.messages import JudgedTurn, JudgeRequest, JudgeResult
 from tests.services import bench
 
@@ -62,25 +61,6 @@ async def test_the_judge_of_the_docs_is_served_by_the_command_of_the_docs(tmp_pa
         finally:
             serving.terminate()
             assert await asyncio.wait_for(serving.wait(), 30) == 0
-
-
-def test_the_table_of_built_in_judges_names_each_with_its_columns() -> None:
-    rows = dict(
-        re.findall(r"^\| `(\w+)` \| (`.*?`) \|", TEXT.split("## Built in")[1], re.MULTILINE)
-    )
-    asks = {"endpoint": {"url": "http://127.0.0.1:1/v1", "model": "m"}}
-    needs = {"slate": asks, "pprm": asks, "sotopia": asks, "reward_model": {"model": "m"}}
-    assert set(rows) == set(BUILT_IN)
-    for name, columns in rows.items():
-        judge = make_worker(name, needs.get(name, {}))
-        assert isinstance(judge, Judge)
-        assert tuple(re.findall(r"`(\w+)`", columns)) == tuple(judge.columns)
-
-
-def test_the_defaults_of_the_docs_are_those_of_the_class() -> None:
-    for attribute in ("concurrency", "batch"):
-        (value,) = re.findall(rf"^\| `{attribute}` \|.*\((\d+)\)", TEXT, re.MULTILINE)
-        assert int(value) == getattr(Judge, attribute)
 
 
 def test_the_settings_of_the_docs_make_the_judges_they_name() -> None:

@@ -173,13 +173,13 @@ def test_random_states_and_what_the_watch_remembers_come_back(tmp_path: Path, ll
     assert msgspec.json.decode(msgspec.json.encode(rng.state()), type=rng.RngState) == rng.state()
 
 
-def test_a_frontier_is_stored_as_runs_and_older_ones_are_read(tmp_path: Path) -> None:
+def test_a_frontier_is_stored_as_runs_and_the_newest_one_is_read(tmp_path: Path) -> None:
     groups = {4: 1, 5: 1, 6: 2, 8: 2, 9: 2}
     stored = frontier.runs(groups)
     assert stored == [(4, 5, 1), (6, 6, 2), (8, 9, 2)]
     assert frontier.Frontier(2, stored).groups() == groups
     folder = tmp_path / "checkpoints" / "v000003"
     folder.mkdir(parents=True)
-    (folder / frontier.FILE).write_text('{"version": 3, "trained": [1, 5], "lengths": {}}')
-    assert frontier.read(tmp_path, 3).groups() == {1: 3, 5: 3}
+    (folder / frontier.FILE).write_text('{"version": 3, "trained": [[1, 2, 3]]}')
+    assert frontier.read(tmp_path, 3).groups() == {1: 3, 2: 3}
     assert frontier.read(tmp_path, 0) == frontier.Frontier()

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import zmq
-import zmq.asyncio
 
 from coppice.scheduler.dispatch.calls import DispatchConfig
 from coppice.scheduler.dispatch.dispatcher import Dispatcher
@@ -149,30 +147,6 @@ async def test_a_message_under_a_lost_workers_identity_is_refused_when_another_k
         assert [worker.name for worker in b.dispatcher.workers()] == ["actor-0"]
         spy.close()
         asked.cancel()
-
-
-async def test_a_run_folder_from_before_roles_is_resumed_and_its_shared_key_opens_nothing_more(
-    tmp_path: Path,
-) -> None:
-    folder = tmp_path / "keys"
-    folder.mkdir()
-    pairs = [key for _ in range(2) for key in zmq.curve_keypair()]
-    names = ("server_public", "server_secret", "client_public", "client_secret")
-    for name, key in zip(names, pairs, strict=True):
-        (folder / name).write_bytes(key)
-    async with bench(tmp_path) as b:
-        assert b.run_keys.server_public.encode() == pairs[0]
-        old = PeerKeys(*(key.decode() for key in (pairs[0], pairs[2], pairs[3])))
-        with pytest.raises(Rejected, match="no scheduler answered"):
-            await Service("old", {"echo": thief}, 1, give_up_s=0.5).run(
-                b.dispatcher.endpoint, old, signals=False
-            )
-        b.tasks["r"] = asyncio.create_task(
-            Service("r", {"retrieve": honest}, 1).run(
-                b.dispatcher.endpoint, PeerKeys.load(folder, "retriever"), signals=False
-            )
-        )
-        await b.dispatcher.wait_for("retrieve", 1, 30)
 
 
 def test_a_damaged_key_file_grants_nothing_and_a_name_cannot_leave_the_folder(

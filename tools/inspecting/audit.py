@@ -145,17 +145,13 @@ def _records(homes: list[Path], trees: list[_Known], ended: bool) -> Iterator[Vi
 
 def _checkpoints(run: Path, journaled: dict[int, int | None]) -> Iterator[Violation]:
     """Every checkpoint is what was written; the newest one's frontier and the journal agree on
-    every group.
-
-    One of an earlier release has neither digests nor the versions of its groups, so only its groups
-    are compared.
-    """
+    every group."""
     newest = frontier.Frontier()
     for folder in sorted((run / "checkpoints").glob("v??????")):
         newest = frontier.Frontier()
         try:
             newest = frontier.read(run, int(folder.name[1:]))
-            for name, expected in digest.sums(folder).items() if newest.dated else ():
+            for name, expected in digest.sums(folder).items():
                 if digest.file(folder / name) != expected:
                     yield Violation(
                         "checkpoints are whole", f"{folder.name}/{name} differs from its digest"
@@ -167,7 +163,7 @@ def _checkpoints(run: Path, journaled: dict[int, int | None]) -> Iterator[Violat
         if group not in journaled:
             what = f"group {group} was trained and is not in the journal"
             yield Violation("journal and checkpoint agree", what)
-        elif newest.dated and (said := journaled[group]) not in (version, None):
+        elif (said := journaled[group]) not in (version, None):
             what = f"group {group} was trained into version {version}, and the journal says {said}"
             yield Violation("journal and checkpoint agree", what)
     for group, version in journaled.items():
