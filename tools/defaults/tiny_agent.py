@@ -1,9 +1,5 @@
 """The tiny search policy for agents: it calls a tool instead of writing search tags, and answers in
-plain text.
-
-Its warm start is that of ``search_play`` in this notation: random calls about made-up countries,
-with which it learns how a call is written and no skill.
-"""
+plain text. Its warm start is that of ``search_play`` in this notation."""
 
 from pathlib import Path
 

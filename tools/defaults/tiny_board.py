@@ -1,10 +1,5 @@
 """A policy so small that two CPU cores train it in minutes: a Llama with random weights that reads
-and writes characters.
-
-Each printable ASCII character, the newline and each action tag is one token, so that a move is a
-handful of tokens. The policy knows nothing: ``legal_play`` teaches it the notation and the rules,
-and all skill is left to reinforcement learning.
-"""
+and writes characters, each action tag being one token. ``legal_play`` teaches it the notation."""
 
 import string
 from collections.abc import Callable

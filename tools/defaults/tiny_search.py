@@ -1,12 +1,9 @@
-"""A policy so small that two CPU cores train it many times: a Llama with random weights and one
-token per name of the default corpus.
+"""A policy so small that two CPU cores train it many times: a Llama with random weights, one token
+per name of the default corpus (a name is copied without being spelt) and byte-level BPE.
 
-The rest of the vocabulary is byte-level BPE over the words of questions, passages and actions. A
-query is then two tokens and an answer one, so the policy copies a name without spelling it. Each
-attention layer starts by writing back what it reads (its output matrix is the transpose of its
+Each attention layer starts by writing back what it reads (its output matrix is the transpose of its
 orthogonal value matrix), so that the policy has only to learn where to look; other initial weights
-needed many times as many steps. The policy knows nothing: ``search_play`` teaches it the notation
-with made-up countries.
+needed many times as many steps.
 """
 
 import json

@@ -1,9 +1,6 @@
 """Supervised warm start: a few steps on synthetic traces, stopped early on purpose, after which the
-policy writes usable actions.
-
-Traces use only the warm split (no entity of the held-out split) and the passages of the real index,
-in exactly the token format of a rollout. The loss covers the action tokens alone.
-"""
+policy writes usable actions. Traces use the warm split alone and the passages of the real index, in
+exactly the token format of a rollout; the loss covers the action tokens."""
 
 import hashlib
 import random

@@ -1,8 +1,6 @@
-"""What a resume may change of a run's config, and the record of what it changed.
-
-``RUN/config.json`` is the newest config. ``RUN/config-1.json``, ``config-2.json`` and so on are
-those that the run had before, the oldest first.
-"""
+"""What a resume may change of a run's config, and the record of what it changed: ``RUN/config.json``
+is the newest config, and ``config-1.json``, ``config-2.json`` .. are the former ones, the oldest
+first."""
 
 import contextlib
 import json

@@ -1,9 +1,6 @@
-"""One TOML file per experiment becomes typed structs. An unknown key, a wrong type or a value out
-of range is refused with its path.
-
-A file may state only the values that differ from another file: `extends = "slate-7b.toml"` at its
-top.
-"""
+"""One TOML file per experiment becomes typed structs, over the file that its key ``extends`` names
+and over the parts of its ``method``. An unknown key, a wrong type or a value out of range is
+refused with its path."""
 
 import difflib
 import math

@@ -1,8 +1,5 @@
-"""Orders to a run on this machine: pause, resume, drain a worker, stop.
-
-Each function returns in words what happens next. It raises ValueError, with what to do instead,
-when the order cannot be given, and OSError when the system refuses it.
-"""
+"""Orders to a run on this machine: pause, resume, drain a worker, stop. Each returns in words what
+happens next, and raises ValueError with what to do instead, or OSError."""
 
 import os
 import signal

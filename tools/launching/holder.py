@@ -1,10 +1,6 @@
-"""What runs on a node of a cluster: it holds one process of a run there, and reports to the
-launcher.
-
-A process lives as long as its holder, and a holder as long as the launcher's connection. A node
-that sees the run folder uses it in place. On another node the process gets a folder of its own,
-with what a worker needs: its process file, the endpoint and the keys of its role alone.
-"""
+"""What runs on a node of a cluster: it holds one process of a run there, which lives as long as the
+launcher's connection, and reports to the launcher. A node that does not see the run folder gets a
+folder with what the process needs: its file, the endpoint and the keys of its role alone."""
 
 import asyncio
 import os

@@ -1,9 +1,6 @@
 """Writes the job that starts a run on a cluster: a script for SLURM's sbatch, or a RayJob for
-KubeRay's operator.
-
-Both start Ray on the nodes and then the same command with ``--cluster ray`` on the first of them; a
-job that is started again goes on with its run.
-"""
+KubeRay's operator. Both start Ray on the nodes and the same command with ``--cluster ray`` on the
+first of them; a job that is started again goes on with its run."""
 
 import math
 import re

@@ -1,10 +1,6 @@
-"""Starts the processes of a run on the nodes of a Ray cluster. Ray places them by their resources
-and says when a node is lost.
-
-``Nodes`` belongs to one launch, and each process that it starts looks to the supervisor like one of
-this machine (``Away``). The scheduler and its journal stay with the launcher; so does the model
-that judges are served with.
-"""
+"""Starts the processes of a run on the nodes of a Ray cluster, which places them by their resources
+and says when a node is lost. Each looks to the supervisor like one of this machine (``Away``). The
+scheduler, its journal and the model that judges are served with stay with the launcher."""
 
 import contextlib
 import os

@@ -1,9 +1,5 @@
-"""What the launcher writes into a run folder of itself and its machine, and how it names a run.
-
-``RUN/launcher.json`` has the processes, restarts and failures of a launch and how it ended. The
-launcher writes it anew whenever something changes, and ``coppice launch --status`` reads it.
-``RUN/environment.json`` has machine, Python, packages and commit of the newest launch.
-"""
+"""What the launcher writes into a run folder of itself (``launcher.json``: processes, restarts,
+failures and the end) and of the machine (``environment.json``), and how it names a run."""
 
 import contextlib
 import importlib.metadata

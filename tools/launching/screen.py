@@ -1,10 +1,6 @@
-"""What the launcher shows of a run: the scheduler's lines, its records as a table under a progress
-bar, and its own lines about processes.
-
-On a terminal the bar is written anew in its place, above the rows that came since. Elsewhere, and
-with NO_COLOR, it comes as a plain line with each heading and after the last update, and nothing is
-ever overwritten.
-"""
+"""What the launcher shows of a run. On a terminal a progress bar is written anew in its place, above
+the rows that came since. Elsewhere, and with NO_COLOR, it comes as a plain line with each heading,
+and nothing is ever overwritten."""
 
 import contextlib
 import io

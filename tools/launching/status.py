@@ -1,10 +1,6 @@
-"""``coppice launch --status RUN``: what runs, how far it is, what waits for what, what failed last
-and what to do, on one page. ``coppice watch`` shows its parts anew every second.
-
-It only reads: the launcher's record, the scheduler's report, the journal (opened read-only), and
-the system's list of processes. So it works on live, stopped and broken runs and disturbs none. What
-cannot be read is said on the page and costs only its own lines.
-"""
+"""``coppice launch --status RUN``: what runs, how far it is, what waits for what, what failed last and
+what to do. It only reads, so it works on live, stopped and broken runs; what cannot be read is said
+and costs only its own lines. ``coppice watch`` shows its parts anew every second."""
 
 import shlex
 import sqlite3

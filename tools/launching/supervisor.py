@@ -1,13 +1,11 @@
 """Runs the processes of a plan, with logs, restarts and an orderly end. No process outlives the
 launcher.
 
-A worker that dies is started again. When a vital process (scheduler, learner rank) dies, all
-processes are stopped and started anew from journal and checkpoint, as by ``--resume``; only before
-the training has begun are the ranks alone started again. Of several schedulers only the first is
-vital: another one resumes from its own journal beside the learner, which waits for it. A process
-that hangs (tools/launching/watchdog.py) is diagnosed, killed, and then treated like one that died.
-A process that dies too often, or of an error that would repeat (tools/launching/failures.py), ends
-the run, and the launcher prints the cause.
+A worker that dies is started again. When a vital process (the first scheduler, a learner rank)
+dies, all are stopped and started anew from journal and checkpoint, as by ``--resume``; only before
+the training has begun are the ranks alone started again. A process that hangs (watchdog.py) is
+diagnosed, killed, and then treated like one that died. A process that dies too often, or of an
+error that would repeat (failures.py), ends the run.
 """
 
 import faulthandler

@@ -1,11 +1,6 @@
-"""Finds processes that are alive and do not answer, and says where they hang: their state, their
-Python stacks and their last calls.
-
-The scheduler reports heartbeats, calls and progress in ``RUN/health.json`` (scheduler/telemetry/health.py);
-the system tells which processes are stopped. A process that is merely slow is never found:
-heartbeats stop only if the event loop of a worker stands still, and
-``scheduler.dispatch.replace_after_s`` is far above any pause of a busy machine.
-"""
+"""Finds processes that are alive and do not answer, by ``RUN/health.json`` and the system's list of
+stopped processes, and says where they hang. A process that is merely slow is never found:
+heartbeats stop only if the event loop of a worker stands still."""
 
 import os
 import re

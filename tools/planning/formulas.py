@@ -1,11 +1,6 @@
-"""The arithmetic of a plan: work into FLOPs, seconds and bytes. Every formula is here, with its
-units.
-
-Sources: a multiplication with an addition is 2 FLOPs, and a backward costs two forwards (Kaplan et
-al. 2020, arXiv 2001.08361, section 2.1); decoding is bound by what it reads, weights once for a
-batch and each sample's keys and values (Pope et al. 2022, arXiv 2211.05102). How much of a device's
-peak is reached is an input (``Assumed``): nothing of this project was measured on a GPU.
-"""
+"""The arithmetic of a plan: work into FLOPs, seconds and bytes. A multiplication with an addition is
+2 FLOPs, a backward costs two forwards (Kaplan et al. 2020, arXiv 2001.08361, section 2.1); decoding
+is bound by what it reads (Pope et al. 2022, arXiv 2211.05102). What a device reaches is an input."""
 
 import math
 from typing import Annotated, Any

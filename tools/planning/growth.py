@@ -1,10 +1,6 @@
 """Grows the trees of some updates by the real strategy, with a simulated policy, environment and
-judge, and counts what actors and learner get to do.
-
-No model is needed, and a strategy of one's own is counted like a built-in one. Caches are the
-scheduler's own model of a prefix cache, unlimited and emptied by each update; the paths are packed
-and cut by the learner's own code.
-"""
+judge, and counts what actors and learner get to do. Caches are the scheduler's own model of a
+prefix cache, emptied by each update; the learner's own code packs and cuts the paths."""
 
 import asyncio
 import itertools
