@@ -21,7 +21,7 @@ from coppice.actors.environments.minesweeper.environment import (
     labelled,
     revealed,
 )
-from coppice.actors.environments.minesweeper.environment import environment as minesweeper
+from coppice.actors.environments.minesweeper import environment as minesweeper
 from coppice.wire.faults import DataFault
 
 NOBODY: Any = None

@@ -21,7 +21,7 @@ from coppice.actors.environments.sudoku.environment import (
     labelled,
     solutions,
 )
-from coppice.actors.environments.sudoku.environment import environment as sudoku
+from coppice.actors.environments.sudoku import environment as sudoku
 from coppice.wire.faults import DataFault
 
 NOBODY: Any = None

@@ -15,7 +15,7 @@ import msgspec
 
 from coppice.actors.environments.base import HELD_OUT_SEEDS, Action, Task, Tools, Transition
 from coppice.actors.environments.game import ACTION, Game
-from coppice.actors.environments.sokoban.environment import pictures, rooms
+from coppice.actors.environments.sokoban import pictures, rooms
 from coppice.actors.environments.sokoban.rooms import (
     BOXES,
     PLACED,
