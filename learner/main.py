@@ -65,13 +65,9 @@ class Leader:
     it. ``work`` runs once, until ``stop``."""
 
     def __init__(
-        self,
-        trainer: Trainer,
-        run: Path,
-        inbox: Inbox,
-        published: Published,
+        self, trainer: Trainer, run: Path, inbox: Inbox, published: Published,
         server: WeightServer | None = None,
-    ):
+    ):  # fmt: skip
         self.trainer, self.run, self.inbox, self.published = trainer, run, inbox, published
         self.config, self.server = trainer.config, server
         self.updates = 0
@@ -186,12 +182,9 @@ class Leader:
 
 
 def publish_newest(
-    trainer: Trainer,
-    run: Path,
-    whole: dict[str, torch.Tensor] | None,
-    server: WeightServer | None,
-    trained: dict[int, int] | None = None,
-) -> Published:
+    trainer: Trainer, run: Path, whole: dict[str, torch.Tensor] | None,
+    server: WeightServer | None, trained: dict[int, int] | None = None,
+) -> Published:  # fmt: skip
     """Publish the trainer's version where ``learner.publish`` and ``publish_url`` say."""
     c, file = trainer.config, trainer.config.publish != "memory"
     published = publish(trainer.policy, trainer.version, run, c.keep, whole, server, file, trained)
@@ -225,7 +218,7 @@ async def lead(
             number, lambda: [service.drain() for service in services]
         )
     working = asyncio.create_task(leader.work())
-    serving = asyncio.create_task(_serve_all(services, homes))
+    serving = asyncio.create_task(_serve(services, homes))
     drained = asyncio.create_task(_drained(services))
     try:
         await asyncio.wait([working, serving, drained], return_when=asyncio.FIRST_COMPLETED)
@@ -244,24 +237,21 @@ async def lead(
             server.close()
 
 
-async def _serve_all(services: list[Service], homes: list[Path]) -> None:
-    """Serve every scheduler. A task of its own, because a bare gather that is cancelled says so
-    after the error that ended the rank."""
-    await asyncio.gather(
-        *(_serve(service, home) for service, home in zip(services, homes, strict=True))
-    )
+async def _serve(services: list[Service], homes: list[Path]) -> None:
+    """Serve the scheduler of each shard's folder until all have drained their service. A task of
+    its own, because a bare gather that is cancelled says so after the error that ended the rank."""
+    runs = []
+    for service, folder in zip(services, homes, strict=True):
+        keys = PeerKeys.load(folder / "keys", "learner")
+        endpoint = (folder / "endpoint").read_text().strip()
+        runs.append(service.run(endpoint, keys, signals=False))
+    await asyncio.gather(*runs)
 
 
 async def _drained(services: list[Service]) -> None:
     """Wait until every scheduler has asked for the end."""
     for service in services:
         await service.draining.wait()
-
-
-async def _serve(service: Service, folder: Path) -> None:
-    """Serve the scheduler of one shard until it drains the service. folder: the shard's."""
-    keys = PeerKeys.load(folder / "keys", "learner")
-    await service.run((folder / "endpoint").read_text().strip(), keys, signals=False)
 
 
 def follow(trainer: Trainer) -> None:

@@ -219,17 +219,10 @@ def _flex_mask(forest: Forest, window: int | None, device: torch.device | str) -
 
 
 def tree_attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    layout: Layout | None = None,
-    **_: Any,
-) -> tuple[torch.Tensor, None]:
+    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+    attention_mask: torch.Tensor | None, scaling: float | None = None, dropout: float = 0.0,
+    sliding_window: int | None = None, layout: Layout | None = None, **_: Any,
+) -> tuple[torch.Tensor, None]:  # fmt: skip
     """Transformers calls this function in every layer: query [1, heads, nodes, width], key and
     value [1, key heads, nodes, width] -> output [1, nodes, heads, width]. Without a layout it
     computes transformers' own causal attention. Raises RuntimeError if a layer did not receive the

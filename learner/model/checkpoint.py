@@ -49,12 +49,9 @@ class DamagedError(CheckpointError):
 
 
 def save(
-    trainer: Trainer,
-    run: Path,
-    trained: dict[int, int],
-    keep: int,
+    trainer: Trainer, run: Path, trained: dict[int, int], keep: int,
     records: dict[int, dict[str, float]] | None = None,
-) -> Path:
+) -> Path:  # fmt: skip
     """Write ``RUN/checkpoints/vNNNNNN``. If the ranks are sharded, every rank must call this.
     Raises CheckpointError with the cause.
 
@@ -124,12 +121,9 @@ def _attempt(
 
 
 def _finish(
-    trainer: Trainer,
-    draft: Path,
-    folder: Path,
-    trained: dict[int, int],
+    trainer: Trainer, draft: Path, folder: Path, trained: dict[int, int],
     records: dict[int, dict[str, float]],
-) -> None:
+) -> None:  # fmt: skip
     prm = trainer.prm.updates if trainer.prm is not None else 0
     watch = trainer.watch.state()
     state = State(trainer.version, frontier.runs(trained), records, prm, trainer.kl_factor, watch)

@@ -1,8 +1,10 @@
-"""A model folder's weights for sharded ranks: the model is made hollow (on torch's meta device,
-without values), sharded, and then each rank reads its own rows alone.
+"""A model folder's weights. Sharded ranks make the model hollow (on torch's meta device, without
+values), shard it, and then each reads its own rows alone. Replicated ranks of a machine share the
+frozen weights of a model with adapters.
 """
 
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from coppice.common import vision
 from coppice.learner.forest.attention import NAME
-from coppice.learner.model.ranks import own_rows
+from coppice.learner.model.ranks import Ranks, own_rows
 
 log = logging.getLogger("learner.loading")
 
@@ -34,7 +36,8 @@ def load(folder: str, hollow: bool) -> Any:
     stored = _stored(folder)
     for weight, names in _names(model).items():
         if _entry(stored, names, weight) is None:
-            log.warning("%s lacks %s: every rank loads all weights first", folder, names[0])
+            told = "%s does not store %s as the model has it: every rank loads all weights first"
+            log.warning(told, folder, names[0])
             return vision.load(folder, torch.float32, NAME)
     return model
 
@@ -114,3 +117,46 @@ def _replace(
         new = torch.nn.Parameter(after, parameter.requires_grad)
         for owner, _, name in (one.rpartition(".") for one in names):
             module.get_submodule(owner)._parameters[name] = new
+
+
+_ALIGNMENT = 64
+"""Each tensor begins at a multiple of this many bytes, as an allocator would place it."""
+
+
+def hold(model: Any, compute: torch.dtype, ranks: Ranks) -> None:
+    """Convert the frozen weights of linear layers to ``compute``, then move all frozen weights into
+    memory that the ranks share.
+
+    Autocast rounds a linear layer's weight at every forward and keeps the rounded copy for
+    backward. Rounding the weight once gives the same products. Embeddings and norms stay in
+    float32, as under autocast. Nothing may write to these weights afterwards. This is a collective
+    of replicated ranks on a CPU.
+    """
+    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)}
+    for linear in (m for m in model.modules() if isinstance(m, torch.nn.Linear)):
+        if not linear.weight.requires_grad and id(linear.weight) not in embeddings:
+            linear.weight.data = linear.weight.data.to(compute)
+    one_machine = os.environ.get("LOCAL_WORLD_SIZE") == str(ranks.count)
+    if ranks.count > 1 and one_machine and hasattr(os, "memfd_create"):
+        _share([weight for weight in model.parameters() if not weight.requires_grad], ranks)
+
+
+def _share(weights: list[torch.nn.Parameter], ranks: Ranks) -> None:
+    """Give rank 0's weights to all ranks, in a file in memory that exists until the last rank ends."""
+    ends = [0]
+    for weight in weights:
+        ends.append(ends[-1] + -(-weight.nbytes // _ALIGNMENT) * _ALIGNMENT)
+    first, file = ranks.rank == 0, -1
+    if first:
+        file = os.memfd_create("frozen-weights")
+        os.ftruncate(file, ends[-1])
+    where = ranks.broadcast(f"/proc/{os.getpid()}/fd/{file}".encode() if first else None)
+    memory = torch.from_file(where.decode(), shared=True, size=ends[-1], dtype=torch.uint8)
+    for weight, start in zip(weights, ends, strict=False):
+        place = memory[start : start + weight.nbytes].view(weight.dtype).view(weight.shape)
+        if first:
+            place.copy_(weight.data)
+        weight.data = place
+    ranks.barrier()  # the file is complete, and every rank has mapped it
+    if first:
+        os.close(file)

@@ -20,7 +20,6 @@ from coppice.learner.forest.attention import FOREST, Backend, Layout
 from coppice.learner.forest.head import token_logprobs
 from coppice.learner.forest.trees import Forest
 from coppice.learner.model import loading
-from coppice.learner.model.frozen import hold
 from coppice.learner.model.ranks import Ranks, whole
 
 
@@ -143,7 +142,7 @@ class TreeModel:
         if ranks.sharded:
             loading.fill(self.tower, folder, self.device)
         if self.lora and self.device.startswith("cpu") and not ranks.sharded:
-            hold(model, self.compute, ranks)
+            loading.hold(model, self.compute, ranks)
         self.model: Any = self.tower.model
         """The Hugging Face model, including its adapters."""
         self.causal: Any = self.tower.causal

@@ -32,15 +32,10 @@ class Published(msgspec.Struct, frozen=True):
 
 
 def publish(
-    policy: Policy,
-    version: int,
-    run: Path,
-    keep: int,
-    whole: dict[str, torch.Tensor] | None = None,
-    server: WeightServer | None = None,
-    file: bool = True,
-    trained: dict[int, int] | None = None,
-) -> Published:
+    policy: Policy, version: int, run: Path, keep: int,
+    whole: dict[str, torch.Tensor] | None = None, server: WeightServer | None = None,
+    file: bool = True, trained: dict[int, int] | None = None,
+) -> Published:  # fmt: skip
     """Write ``RUN/weights/vNNNNNN`` with adapters in the PEFT format, or with all weights. Only the
     ``keep`` newest folders stay.
 
@@ -97,10 +92,7 @@ def _write(tensors: dict[str, torch.Tensor], path: Path) -> str:
 
 def fingerprint(tensors: dict[str, torch.Tensor]) -> str:
     """Return an identifier of weights that are in no file, from two sums over each tensor's bits,
-    computed on the tensors' device.
-
-    Unlike the digest of a file, the fingerprint does not protect against forgery.
-    """
+    computed on their device. Unlike a file's digest, it does not protect against forgery."""
     total = hashlib.sha256()
     for name in sorted(tensors):
         bits = tensors[name].detach().contiguous().view(torch.int16).flatten()
@@ -117,9 +109,8 @@ def fingerprint(tensors: dict[str, torch.Tensor]) -> str:
 
 
 def announce(run: Path, published: Published, trained: dict[int, int] | None = None) -> None:
-    """Write ``RUN/learner.json``, which a scheduler reads when it starts. trained: the groups that
-    versions after the newest checkpoint have trained, with these versions; a scheduler that starts
-    beside a living learner admits their trees no second time."""
+    """Write ``RUN/learner.json``, which a scheduler reads when it starts. trained: the version of
+    each group trained after the newest checkpoint, whose trees are admitted no second time."""
     write_whole(
         run / "learner.json", {**msgspec.structs.asdict(published), "trained": runs(trained or {})}
     )

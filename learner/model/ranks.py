@@ -19,12 +19,9 @@ Sharding = Literal["replicate", "fsdp", "hybrid"]
 
 
 class Ranks:
-    """This process among the learner's ranks, from the opening of the group until ``close``. With
-    one rank every operation is the identity.
-
-    shards: neighbouring ranks that hold one copy of the model together. copies: the ranks that hold
-    each part of it, if the model is sharded.
-    """
+    """This process among the learner's ranks, until ``close``. With one rank every operation is the
+    identity. shards: neighbouring ranks that hold one copy of the model together. copies: the ranks
+    that hold each part of it, if the model is sharded."""
 
     def __init__(self, timeout_s: float, sharding: Sharding = "replicate", shard_ranks: int = 0):
         cuda, timeout = torch.cuda.is_available(), timedelta(seconds=timeout_s)
@@ -63,10 +60,9 @@ class Ranks:
         ranks.
 
         layer: class name of the decoder layers; each layer's parameters are gathered together.
-        Gradients are summed over all ranks, not averaged, because an update's weights are global.
-        With bfloat16 compute, parameters are gathered in bfloat16 and gradients are reduced in
-        float32. Autocast, not FSDP2, narrows the activations, so that the self-check can compute in
-        float32.
+        Gradients are summed over all ranks, because an update's weights are global. With bfloat16
+        compute, parameters are gathered in bfloat16 and gradients are reduced in float32. Autocast,
+        not FSDP2, narrows the activations, so that the self-check can compute in float32.
         """
         if not self.sharded:
             return module.to(self.device)
@@ -81,8 +77,7 @@ class Ranks:
         return module
 
     def broadcast(self, payload: bytes | None) -> bytes:
-        """Return rank 0's bytes on every rank. Raises RuntimeError if a rank is gone or is silent
-        for longer than the timeout."""
+        """Return rank 0's bytes on every rank. Raises RuntimeError if a rank is gone or silent."""
         if self.count == 1:
             assert payload is not None
             return payload
@@ -96,8 +91,7 @@ class Ranks:
         return buffer.cpu().numpy().tobytes()
 
     def add_gradients(self, parameters: list[torch.nn.Parameter]) -> None:
-        """Sum every gradient over the ranks. Weights are global, so the sum is the update's
-        gradient. With FSDP2 the sum is done already."""
+        """Sum every gradient over the ranks; with FSDP2 this is done already."""
         for p in parameters:
             if p.grad is None and not self.sharded:
                 p.grad = torch.zeros_like(p)

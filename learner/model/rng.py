@@ -25,12 +25,8 @@ def state() -> RngState:
     name, key, *rest = np.random.get_state()
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     numpy: Any = (name, np.asarray(key).tolist(), *rest)
-    return RngState(
-        (version, list(words), spare),
-        numpy,
-        _packed(torch.get_rng_state()),
-        [_packed(one) for one in cuda],
-    )
+    own, *devices = (one.numpy().tobytes() for one in (torch.get_rng_state(), *cuda))
+    return RngState((version, list(words), spare), numpy, own, devices)
 
 
 def restore(saved: RngState) -> None:
@@ -42,10 +38,6 @@ def restore(saved: RngState) -> None:
     torch.set_rng_state(_unpacked(saved.torch))
     for device, packed in enumerate(saved.cuda[: torch.cuda.device_count()]):
         torch.cuda.set_rng_state(_unpacked(packed), device)
-
-
-def _packed(tensor: torch.Tensor) -> bytes:
-    return tensor.numpy().tobytes()
 
 
 def _unpacked(packed: bytes) -> torch.Tensor:

@@ -1,8 +1,5 @@
-"""Parameters and optimizer moments as safetensors: one file per rank, which any other number of
-ranks can read.
-
-Each file holds rows of tensors, and its header holds each tensor's complete shape and first row. A
-rank reads only the rows that it needs.
+"""Parameters and optimizer moments as safetensors: one file of rows per rank, whose header holds
+each tensor's complete shape and first row. Any number of ranks reads only the rows that it needs.
 """
 
 import json

@@ -49,9 +49,8 @@ class Snapshot:
     def __init__(
         self, version: int, tensors: dict[str, torch.Tensor], bucket_bytes: int = BUCKET_BYTES
     ):
-        self.version = version
+        self.version, size = version, 0
         self.buckets: list[Named] = [[]]
-        size = 0
         for name, tensor in tensors.items():
             if self.buckets[-1] and size + tensor.nbytes > bucket_bytes:
                 self.buckets.append([])
@@ -71,7 +70,7 @@ class WeightServer:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         else:
             log.warning(
-                "anyone who reaches %s can disturb the serving of weights and join a broadcast: keep this network closed",
+                "anyone who reaches %s can disturb the giving of weights and join a broadcast: keep this network closed",
                 host,
             )
         self.token = secrets.token_urlsafe(24)
@@ -200,11 +199,8 @@ def described(bucket: Named) -> dict[str, Any]:
 
 
 def joined(store: Any, name: str, backend: str, size: int, timeout: timedelta) -> Any:
-    """Return a process group beside the learner's own, as rank 0. The other ranks join by SGLang's
-    init_weights_update_group.
-
-    The store uses the keys of ``torch.distributed.init_process_group``, which SGLang calls.
-    """
+    """Return a second process group, as rank 0, under the keys of init_process_group. The other
+    ranks join by SGLang's init_weights_update_group."""
     from torch.distributed import distributed_c10d as c10d
 
     # This helper also works in a process without a default group (a learner with one rank).
@@ -243,8 +239,7 @@ def handles(bucket: Named) -> str:
 
 @contextlib.contextmanager
 def _shared_by_name() -> Iterator[None]:
-    """Share CPU memory by name, since unrelated processes cannot pass file descriptors to each
-    other."""
+    """Share CPU memory by name, since unrelated processes cannot pass file descriptors."""
     with _sharing:
         before = torch.multiprocessing.get_sharing_strategy()
         torch.multiprocessing.set_sharing_strategy("file_system")

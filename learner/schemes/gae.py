@@ -29,17 +29,10 @@ def needs(
 
 
 def advantages(
-    table: TurnTable,
-    column: str = "outcome",
-    gamma: Share = 1.0,
-    lam: Share = 1.0,
-    whiten: bool = True,
-    whiten_ddof: Ddof = 0,
-    targets: Kind = "gae",
-    kl_coef: NotNegative = 0.0,
-    rho_max: Positive = 1.0,
-    c_max: Positive = 1.0,
-) -> Estimate:
+    table: TurnTable, column: str = "outcome", gamma: Share = 1.0, lam: Share = 1.0,
+    whiten: bool = True, whiten_ddof: Ddof = 0, targets: Kind = "gae", kl_coef: NotNegative = 0.0,
+    rho_max: Positive = 1.0, c_max: Positive = 1.0,
+) -> Estimate:  # fmt: skip
     """Return advantages and value targets. Each score of ``column`` rewards the last token of its
     turn."""
     rewards = table.at_last_token(table.column(column))

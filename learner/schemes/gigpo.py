@@ -25,14 +25,9 @@ def needs(column: str, **_: object) -> SchemeNeeds:
 
 
 def advantages(
-    table: TurnTable,
-    column: str = "reward",
-    gamma: Share = 0.95,
-    alpha: NotNegative = 1.0,
-    episode_std: bool = False,
-    step_std: bool = False,
-    ddof: Ddof = 1,
-) -> np.ndarray:
+    table: TurnTable, column: str = "reward", gamma: Share = 0.95, alpha: NotNegative = 1.0,
+    episode_std: bool = False, step_std: bool = False, ddof: Ddof = 1,
+) -> np.ndarray:  # fmt: skip
     """Both std switches are off in the released code ("mean_norm")."""
     if table.anchor is None:
         raise KeyError(

@@ -29,14 +29,9 @@ trains = scored("outcome")
 
 
 def needs(
-    process: str,
-    outcome: str,
-    targets: Kind,
-    kl_coef: float,
-    rho_max: float,
-    c_max: float,
+    process: str, outcome: str, targets: Kind, kl_coef: float, rho_max: float, c_max: float,
     **_: object,
-) -> SchemeNeeds:
+) -> SchemeNeeds:  # fmt: skip
     return SchemeNeeds(
         columns=frozenset({process, outcome}),
         group="batch",
@@ -46,20 +41,11 @@ def needs(
 
 
 def advantages(
-    table: TurnTable,
-    normalisation: Normalisation = "constant",
-    invalid: Invalid = "zero",
-    process: str = "process",
-    outcome: str = "outcome",
-    gamma: Share = 1.0,
-    lam: Share = 1.0,
-    whiten: bool = True,
-    whiten_ddof: Ddof = 0,
-    targets: Kind = "gae",
-    kl_coef: NotNegative = 0.0,
-    rho_max: Positive = 1.0,
-    c_max: Positive = 1.0,
-) -> Estimate:
+    table: TurnTable, normalisation: Normalisation = "constant", invalid: Invalid = "zero",
+    process: str = "process", outcome: str = "outcome", gamma: Share = 1.0, lam: Share = 1.0,
+    whiten: bool = True, whiten_ddof: Ddof = 0, targets: Kind = "gae", kl_coef: NotNegative = 0.0,
+    rho_max: Positive = 1.0, c_max: Positive = 1.0,
+) -> Estimate:  # fmt: skip
     """Return advantages and value targets. Whitening and critic use only the policy's own tokens
     (in methods.md 2.4: all response tokens)."""
     rewards = table.at_last_token(turn_rewards(table, normalisation, invalid, process, outcome))

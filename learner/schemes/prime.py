@@ -47,14 +47,10 @@ def trains(
 
 
 def advantages(
-    table: TurnTable,
-    outcome: str = "outcome",
-    process_weight: NotNegative = 5.0,
-    outcome_weight: NotNegative = 5.0,
-    accuracy_low: Share = 0.2,
-    accuracy_high: Share = 0.8,
+    table: TurnTable, outcome: str = "outcome", process_weight: NotNegative = 5.0,
+    outcome_weight: NotNegative = 5.0, accuracy_low: Share = 0.2, accuracy_high: Share = 0.8,
     whiten_ddof: Ddof = 0,
-) -> np.ndarray:
+) -> np.ndarray:  # fmt: skip
     """``trains`` has left out the questions outside [accuracy_low, accuracy_high]."""
     trajectories, mask = table.trajectories(), table.mask()
     token_rewards = table.token_column("prm") * mask

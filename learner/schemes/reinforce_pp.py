@@ -33,12 +33,9 @@ def needs(column: str, baseline: str, leave_out_equal: bool, **_: object) -> Sch
 
 
 def advantages(
-    table: TurnTable,
-    column: str = "reward",
-    baseline: Literal["group", "none"] = "group",
-    whiten_ddof: Ddof = 0,
-    leave_out_equal: bool = False,
-) -> np.ndarray:
+    table: TurnTable, column: str = "reward", baseline: Literal["group", "none"] = "group",
+    whiten_ddof: Ddof = 0, leave_out_equal: bool = False,
+) -> np.ndarray:  # fmt: skip
     trajectories = table.trajectories()
     returns = trajectories.total(table.column(column))
     if baseline == "group":

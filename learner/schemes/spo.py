@@ -34,13 +34,9 @@ def needs(column: str, form: str, whiten: bool, **_: object) -> SchemeNeeds:
 
 
 def advantages(
-    table: TurnTable,
-    column: str = "outcome",
-    form: Literal["released", "paper"] = "released",
-    most: Count = 32,
-    certain: Positive = 0.9,
-    whiten: bool = True,
-) -> Estimate:
+    table: TurnTable, column: str = "outcome", form: Literal["released", "paper"] = "released",
+    most: Count = 32, certain: Positive = 0.9, whiten: bool = True,
+) -> Estimate:  # fmt: skip
     """Return advantages and which tokens are trained. certain: more than 1 trains the tokens of
     every probability."""
     tree, trajectories = segments(table), table.trajectories()

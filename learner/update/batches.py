@@ -1,11 +1,10 @@
 """Batches from the stream: as soon as ``questions`` trees are closed, the oldest of them form one
-update, in the order of their ids. If several schedulers stream, these are the oldest of each
-scheduler, in equal parts: so every scheduler hears of every update, and what scheduler/ledger/pacing.py
-says of the staleness holds for each.
+update, in the order of their ids; of several schedulers in equal parts, so that what
+scheduler/ledger/pacing.py says of the staleness holds for each.
 
 A group enters once (its id is the key), leaves in exactly one batch, and is then part of the
 trained frontier. A tree that dynamic sampling replaced is no question; its groups leave without
-their turns. This file is pure: it uses neither sockets nor a model.
+their turns.
 """
 
 import itertools

@@ -6,15 +6,12 @@ KL(current || reference). As loss terms, k2 has the gradient of this KL, k3 that
 current), and k1 a gradient that is 0 in expectation; k1 belongs in the reward (learner/update/rewards.py).
 """
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Literal
+
+from torch import Tensor
 
 from coppice.learner.config import AdaptiveKl
 from coppice.learner.update.corrections import k3
-
-if TYPE_CHECKING:
-    from torch import Tensor
-else:
-    Tensor = Any
 
 Estimator = Literal["k1", "k2", "k3"]
 

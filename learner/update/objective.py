@@ -18,12 +18,9 @@ Aggregation = Literal["turn", "trajectory", "token", "constant"]
 
 
 def token_weights(
-    table: TurnTable,
-    sampled: np.ndarray,
-    aggregation: Aggregation,
-    mean_over_steps: bool = False,
-    constant_tokens: int = 0,
-) -> np.ndarray:
+    table: TurnTable, sampled: np.ndarray, aggregation: Aggregation,
+    mean_over_steps: bool = False, constant_tokens: int = 0,
+) -> np.ndarray:  # fmt: skip
     """Return the weight of each token's term, float64 [tokens]. Forced tokens get 0, because they
     have no sampling probability.
 

@@ -1,9 +1,6 @@
 """What a learner's settings amount to: which models train and how, which passes an update makes,
-and how its tokens are weighed.
-
-``plan_of`` is the one reading of ``LearnerConfig``. The trainer builds and runs what it says; the
-estimate of the memory, the plan of a run and the rules of the launcher read the same, without
-torch.
+and how its tokens are weighed. The trainer builds and runs what ``plan_of`` says; the estimate of
+the memory, the plan of a run and the rules of the launcher read the same, without torch.
 """
 
 import msgspec
@@ -19,9 +16,8 @@ from coppice.learner.update.objective import Aggregation
 class ModelPlan(msgspec.Struct, frozen=True):
     """A model that trains. lora: its adapters; with rank 0 every weight trains. forwards,
     backwards: how often an update forwards all its tokens alone, and with a backward. vocabulary:
-    whether it gives log-probabilities; a critic gives one value instead. copy: a second, frozen
-    copy of the weights at version 0 is held. With adapters none is, because the model without them
-    is the initial one."""
+    whether it gives log-probabilities; a critic gives one value instead. copy: whether a frozen
+    copy of the initial weights is held; with adapters the model without them is the initial one."""
 
     lora: LoraConfig
     forwards: float
@@ -31,15 +27,10 @@ class ModelPlan(msgspec.Struct, frozen=True):
 
 
 class LearnerPlan(msgspec.Struct, frozen=True):
-    """What ``plan_of`` reads from a config. scheme, correct: the advantage scheme and the
-    correction with their options.
-
-    models: those that train, by their names in a checkpoint. critic, prm: the settings of two of
-    them, None for one that is not built. kl: something reads the KL to the initial policy.
-    reference: the log-probabilities under the initial policy are computed, which the KL and the
-    reward model may read. proximal: those of the policy when the update begins. aggregation: how
-    the tokens are weighed.
-    """
+    """What ``plan_of`` reads from a config. models: those that train, by their names in a
+    checkpoint. critic, prm: their settings, None for one that is not built. kl: something reads the
+    KL to the initial policy. reference, proximal: the log-probabilities under the initial policy,
+    and under that when the update begins, are computed."""
 
     scheme: Scheme
     correct: Corrected

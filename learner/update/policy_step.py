@@ -26,11 +26,10 @@ masked), forwarded."""
 class Objective(msgspec.Struct, frozen=True):
     """What the policy's steps on a batch maximise, each [tokens], float32 unless said otherwise.
 
-    segment: int64, the turn or trajectory over which the correction takes its ratio. proximal: if
-    nothing reads it, the behaviour policy's log-probabilities (nothing reads it with one optimizer
-    step, in which the current policy is the proximal one). reference: None if nothing reads it.
-    latest: the policy's log-probabilities before this optimizer step, for the tokens of a segment
-    that lie in another micro-batch. kl_coef: weight of the KL in the loss.
+    segment: int64, the turn or trajectory over which the correction takes its ratio. proximal: the
+    behaviour policy's log-probabilities if nothing reads it, as with one optimizer step. reference:
+    None if nothing reads it. latest: the policy's log-probabilities before this optimizer step, for
+    the tokens of a segment that lie in another micro-batch. kl_coef: weight of the KL in the loss.
     """
 
     rows: Rows

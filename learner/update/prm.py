@@ -93,11 +93,8 @@ class ImplicitPrm:
         self, table: TurnTable, rows: Rows, steps: Plan, reference: np.ndarray, version: int
     ) -> tuple[np.ndarray, dict[str, float]]:
         """Return token rewards for the scheme [tokens] and metrics. Learns before or after the
-        scoring (methods.md 4.2).
-
-        Before its first step the model equals the policy, so its rewards would be numerical noise.
-        They are exactly 0 then.
-        """
+        scoring (methods.md 4.2). Before its first step the model equals the policy, so its rewards
+        would be numerical noise; they are exactly 0 then."""
         before = self.rewards(rows, steps, reference)
         guarded = before if self.updates else np.zeros_like(before)
         metrics = self._learn(table, rows, steps, reference, before, version)

@@ -1,10 +1,9 @@
-"""How the learner changes the reward before a scheme reads it. The reward is the column that the
-scheme declares (``SchemeNeeds.reward``).
+"""How the learner changes the reward (the column ``SchemeNeeds.reward``) before a scheme reads it.
 
 A score is multiplied by reward_scale and then clipped to [-reward_clip, reward_clip]. Then the
-turn's soft overlong punishment and its KL penalty are subtracted. A turn whose score is missing (an
-outcome is a score of the last turn alone) passes them on to the next turn of its trajectory that
-has a score. So a scheme that sums rewards over a trajectory sees the whole trajectory's KL.
+turn's soft overlong punishment and its KL penalty are subtracted. A turn without a score (an
+outcome is a score of the last turn alone) passes them on to the next turn that has one, so a sum of
+rewards over a trajectory holds its whole KL.
 """
 
 import msgspec

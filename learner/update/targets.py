@@ -2,10 +2,9 @@
 for off-policy data.
 
 All estimators run along one trajectory's own tokens, [tokens]. Tokens that the environment inserts
-between two turns are a transition, not a step (when gamma = lambda = 1, this equals the papers'
-loop over all response tokens). The value after the last token is 0. log_ratio is log proximal - log
-behaviour. V-trace and Retrace correct only the targets: the ratio of a token's own action, rho_t in
-IMPALA's policy gradient, belongs to the correction in the loss.
+are a transition, not a step (when gamma = lambda = 1, this equals the papers' loop over all
+response tokens). The value after the last token is 0. log_ratio is log proximal - log behaviour.
+V-trace and Retrace correct only the targets: rho_t belongs to the correction in the loss.
 """
 
 from typing import Literal
@@ -21,11 +20,8 @@ Kind = Literal["gae", "vtrace", "retrace"]
 
 class Estimate(msgspec.Struct, frozen=True):
     """The result of a scheme. advantages: float64 [tokens]. returns: float64 [tokens], the critic's
-    targets, if the scheme has a critic.
-
-    trained: bool [tokens], the sampled tokens that the objective counts; None for all of them. The
-    others have no weight in any mean.
-    """
+    targets, if the scheme has a critic. trained: bool [tokens], the sampled tokens that have weight
+    in the objective; None for all of them."""
 
     advantages: np.ndarray
     returns: np.ndarray | None = None
@@ -97,13 +93,9 @@ def estimate(
     table: TurnTable, rewards: np.ndarray, gamma: float, lam: float, whiten: bool, targets: Kind,
     kl_coef: float = 0.0, rho_max: float = 1.0, c_max: float = 1.0, whiten_ddof: int = 0,
 ) -> Estimate:  # fmt: skip
-    """Return the advantages and value targets of every trajectory. whiten: whiten the advantages
-    over the sampled tokens of the batch.
-
-    rewards: float64 [tokens]. kl_coef: weight of the k1 KL to the reference policy, which is
-    subtracted from each sampled token's reward. rho_max, c_max: V-trace's bounds (rho-bar and
-    c-bar).
-    """
+    """Return the advantages, whitened over the sampled tokens of the batch if ``whiten``, and value
+    targets of every trajectory. rewards: float64 [tokens]. kl_coef: weight of the k1 KL to the
+    reference policy, which is subtracted from each sampled token's reward."""
     if kl_coef:
         rewards = rewards - kl_coef * table.token_column("kl") * table.mask()
     values = table.token_column("value")

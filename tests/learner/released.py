@@ -94,8 +94,12 @@ def table(questions: Sequence[Node]) -> TurnTable:
         trajectory=np.arange(len(rows)),
         turn=np.ones(len(rows), np.int64),
         tokens=np.array(list(map(len, tokens))),
-        scores={"outcome": np.array([path[-1].outcome for _, path in rows]), "weight": np.array(weight)},
-        paths=[acted([0], action, [-1.0 if unsure(x) else -0.01 for x in action]) for action in tokens],
+        scores={
+            "outcome": np.array([path[-1].outcome for _, path in rows]), "weight": np.array(weight)
+        },
+        paths=[
+            acted([0], own, [-1.0 if unsure(x) else -0.01 for x in own]) for own in tokens
+        ],
     )  # fmt: skip
 
 

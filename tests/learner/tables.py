@@ -92,8 +92,9 @@ def random_table(seed: int) -> TurnTable:
     process[ends] = NO
     process[rng.random(n) < 0.2] = NO
     columns = {
-        "outcome": score.tolist(), "process": process.tolist(), "reward": rng.normal(0, 1, n).tolist(),
-        "mc_value": rng.random(n).tolist(), "valid": rng.integers(0, 2, n).tolist(),
+        "outcome": score.tolist(), "process": process.tolist(),
+        "reward": rng.normal(0, 1, n).tolist(), "mc_value": rng.random(n).tolist(),
+        "valid": rng.integers(0, 2, n).tolist(),
     }  # fmt: skip
     models = {
         name: rng.normal(0, 1, total).tolist() for name in ("prm", "value", "kl", "log_ratio")

@@ -43,10 +43,15 @@ def test_a_run_folder_that_cannot_be_written_is_named(tmp_path: Path, llama: Pat
         checkpoint.save(trainer(llama, tmp_path), tmp_path, {}, 3)
 
 
-def test_a_checkpoint_of_another_parametrisation_is_refused(tmp_path: Path, llama: Path) -> None:
+@pytest.mark.parametrize(
+    ("rank", "told"), [(0, "other parameters"), (8, r"another model.*learner\.lora\.rank")]
+)
+def test_a_checkpoint_of_another_parametrisation_is_refused_and_not_called_damage(
+    tmp_path: Path, llama: Path, rank: int, told: str
+) -> None:
     folder = checkpoint.save(trainer(llama, tmp_path, 4), tmp_path, {}, 3)
-    with pytest.raises(checkpoint.CheckpointError, match="other parameters"):
-        checkpoint.restore(trainer(llama, tmp_path, 0), folder)
+    with pytest.raises(checkpoint.CheckpointError, match=told):
+        checkpoint.restore(trainer(llama, tmp_path, rank), folder)
 
 
 def test_an_unfinished_checkpoint_is_never_the_newest_and_only_the_last_ones_are_kept(

@@ -1,7 +1,6 @@
 """The games' layout, where each turn is a prompt of its own below the root: packed training equals
 path-by-path training."""
 
-import itertools
 from pathlib import Path
 from typing import Any
 
@@ -50,23 +49,6 @@ def gradients(
 
         monkeypatch.setattr(stepper.adamw, "step", keep)
     return found, made.update(BATCH)
-
-
-def test_the_turns_of_a_fresh_batch_share_the_root_and_do_not_extend_each_other() -> None:
-    growing = episodes(6, 0, trees=2, turns=3)
-    table, chained = table_of(BATCH), table_of(growing)
-    trajectories = table.trajectories()
-    assert max(map(len, trajectories.rows)) == 3
-    for rows in trajectories.rows:
-        for earlier, later in itertools.pairwise(rows):
-            before, after = (list(table.paths[turn].tokens) for turn in (earlier, later))
-            assert after[: len(before)] != before
-            assert after[:6] == before[:6]
-    actions, expected = (
-        [path.tokens[path.start :].tolist() for path in some.paths] for some in (table, chained)
-    )
-    assert actions == expected
-    assert [path.start for path in table.paths] == [10] * len(table)
 
 
 @pytest.mark.slow

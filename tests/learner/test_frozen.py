@@ -13,7 +13,7 @@ import torch
 from coppice.learner.config import LearnerConfig, LoraConfig
 from coppice.learner.forest.trees import Path as TokenPath
 from coppice.learner.forest.trees import pack
-from coppice.learner.model import model
+from coppice.learner.model import loading
 from coppice.learner.model.model import Policy
 from coppice.learner.model.ranks import Ranks
 from tests import tiny
@@ -49,7 +49,7 @@ def test_no_bit_of_a_result_changes(
 ) -> None:
     folder = tiny.save(tmp_path / kind, kind)
     held = policy(folder, dtype)
-    monkeypatch.setattr(model, "hold", lambda *_: None)
+    monkeypatch.setattr(loading, "hold", lambda *_: None)
     expected, found = read(policy(folder, dtype)), read(held)
     assert all(g.any() for g in expected[2:])
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))

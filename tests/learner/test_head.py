@@ -68,14 +68,8 @@ def compare(
         leaves = [hidden.clone().requires_grad_(), weight.clone().requires_grad_(trained)]
         logprobs, entropy = compute(*leaves, targets, temperature, support)
         (logprobs * upstream).sum().backward()
-        sides.append(
-            [
-                logprobs.detach(),
-                entropy.detach(),
-                leaves[0].grad,
-                *([leaves[1].grad] if trained else []),
-            ]
-        )
+        slopes = [leaf.grad for leaf in leaves[: 1 + trained]]
+        sides.append([logprobs.detach(), entropy.detach(), *slopes])
     for got, expected in zip(*sides, strict=True):
         scale = max(1.0, float(expected.abs().max())) if expected.numel() else 1.0
         torch.testing.assert_close(got.double(), expected.double(), atol=bound * scale, rtol=0)

@@ -10,19 +10,9 @@ import torch
 
 from coppice.learner.config import AdaptiveKl
 from coppice.learner.model import checkpoint
-from coppice.learner.update.kl import Estimator, adapted, estimated
+from coppice.learner.update.kl import adapted, estimated
 from coppice.learner.update.passes import Rows, plan, sweep
 from tests.updates import batch, state, table_of, trainer
-
-
-@pytest.mark.parametrize(
-    ("estimator", "expected"), [("k1", -0.5), ("k2", 0.125), ("k3", np.exp(0.5) - 1.5)]
-)
-def test_each_estimator_has_its_value_where_the_reference_is_likelier_by_half_a_nat(
-    estimator: Estimator, expected: float
-) -> None:
-    value = estimated(estimator, torch.tensor([-2.0]), torch.tensor([-1.5]))
-    np.testing.assert_allclose(value, [expected], rtol=1e-6)
 
 
 def test_over_the_whole_vocabulary_k1_and_k3_are_the_kl_and_each_loss_term_has_the_gradient_of_its_docstring() -> (

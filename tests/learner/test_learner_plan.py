@@ -7,21 +7,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from coppice.learner.config import (
-    CriticConfig,
-    LearnerConfig,
-    LearnerProcess,
-    LoraConfig,
-    PrmConfig,
-)
+from coppice.learner.config import LearnerConfig, LearnerProcess
 from coppice.learner.model.model import TreeModel
 from coppice.learner.model.ranks import Ranks
 from coppice.learner.update.plan import LearnerPlan, plan_of
 from coppice.learner.update.trainer import Batch, Trainer
 from coppice.tools.launching.config import load
 from coppice.tools.launching.memory import rank_gib
-from coppice.tools.planning.formulas import Dense, learner_flops
-from coppice.tools.planning.growth import Work
 from tests.updates import episodes, trainer
 
 ROOT = Path(__file__).parents[2]
@@ -100,36 +92,3 @@ def test_every_shipped_config_is_trained_as_planned(tmp_path: Path, llama: Path)
             LearnerProcess("learner", str(tmp_path), 0, str(llama), 3, 1.0, config), Ranks(60)
         )
         agrees(made, plan_of(config))
-
-
-@pytest.mark.parametrize("scheme", ["gae", "oprl"])
-def test_a_missing_lora_is_that_of_the_policy_and_is_priced_as_such(scheme: str) -> None:
-    work = Work(
-        sampled=1,
-        longest=1,
-        steps=1,
-        context=1,
-        calls=1,
-        prefilled=1,
-        path=1,
-        forwarded=1,
-        packed=1,
-    )
-
-    def price(rank: int, own: LoraConfig | None) -> tuple[float, ...]:
-        own_section: dict[str, Any] = {
-            "gae": {"critic": CriticConfig(lora=own)},
-            "oprl": {"prm": PrmConfig(lora=own)},
-        }
-        config = LearnerConfig(
-            scheme=scheme, lora=LoraConfig(rank=rank), micro_tokens=1, **own_section[scheme]
-        )
-        return *rank_gib(config, {}, 2.0**30, 4), learner_flops(
-            config, Dense(1, 8, 16, 2, 100, 1, 4), work
-        )
-
-    adapters, whole = LoraConfig(rank=16), LoraConfig(rank=0)
-    assert price(16, None) == price(16, adapters)
-    assert price(0, None) == price(0, whole)
-    assert price(16, whole)[1] > price(16, None)[1]
-    assert price(16, whole)[2] > price(16, None)[2]

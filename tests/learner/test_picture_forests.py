@@ -20,7 +20,7 @@ from coppice.learner.model.ranks import Ranks
 from coppice.learner.update.trainer import Batch
 from tests import tiny
 from tests.pictures import squares
-from tests.updates import episodes, everything, gradient, process, steady, table_of, trainer
+from tests.updates import episodes, everything, process, table_of, trainer
 
 PICTURES = {1: squares(1, 2, 3), 2: squares(2, 2, 2), 3: squares(3, 2, 2), 4: squares(4, 3, 4)}
 
@@ -94,17 +94,6 @@ def test_each_picture_of_a_forest_is_encoded_once(seeing: Path) -> None:
     assert len(view.rows) == (forest.tokens < 0).sum()
 
 
-def test_another_picture_of_the_same_size_changes_what_follows_it(
-    seeing: Path, tmp_path: Path
-) -> None:
-    policy = Policy(str(seeing), process(seeing, tmp_path, rank=0).learner, 1.0, Ranks(60))
-    path = seen()[1]
-    other = msgspec.structs.replace(path, pictures={**PICTURES, 2: squares(9)})
-    with torch.no_grad():
-        a, b = (policy.read(alone(one), attention="causal")[0] for one in (path, other))
-    assert (a - b).abs().max() > 1e-3
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("rank", [0, 4])
 def test_the_self_check_holds_with_pictures_and_refuses_wrong_positions(
@@ -176,21 +165,6 @@ def test_a_trained_vision_tower_has_the_gradient_of_the_plain_paths(
     assert all(
         p.grad is not None for name, p in policy.trained().items() if "visual.blocks" in name
     )
-
-
-def test_the_update_is_the_same_for_any_cut_into_micro_batches(
-    seeing: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    settings: dict[str, Any] = {"scheme": "turn_grpo", "grad_clip": 1e9}
-    whole, cut = (
-        gradient(
-            steady(trainer(seeing, tmp_path, 0, micro_tokens=size, **settings)),
-            pictured(6, 0),
-            monkeypatch,
-        )
-        for size in (4096, 40)
-    )
-    assert float((whole - cut).norm() / whole.norm()) < 1e-4
 
 
 def test_settings_and_batches_that_need_a_model_with_vision_are_refused(

@@ -69,11 +69,5 @@ def test_bfloat16_compute_keeps_float32_masters_and_stays_near_float32(
     assert metrics["learner/grad_norm"] > 0
 
 
-def test_the_learning_rate_rises_linearly_over_the_warm_up(tmp_path: Path, llama: Path) -> None:
-    made = trainer(llama, tmp_path, warmup_updates=4)
-    rates = [made.update(batch(version, version))["learner/lr"] for version in range(6)]
-    assert rates == pytest.approx([0.0025, 0.005, 0.0075, 0.01, 0.01, 0.01])
-
-
 def test_more_ranks_than_micro_batches_leave_some_without_work() -> None:
     assert sorted(map(len, share([7], 3))) == [0, 0, 1]

@@ -3,10 +3,11 @@ dead rank does not hang the others."""
 
 import json
 import os
-import socket
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -14,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from coppice.common.process import free_port
 from coppice.learner.main import pack_batch, unpack_batch
 from coppice.learner.model import checkpoint
 from tests.learner.planted import FAULTS
@@ -76,63 +78,41 @@ def ran(tmp_path_factory: pytest.TempPathFactory, llama: Path) -> Path:
     (folder / "few.batch").write_bytes(pack_batch(few([True], [False, False], [True], [True] * 3)))
     (folder / "turn.batch").write_bytes(pack_batch(few([True])))
     (folder / "none.batch").write_bytes(pack_batch(few([False], [False, False])))
-    (folder / "episodes").write_bytes(pack_batch(episodes(5, 0)))
-    probes = [socket.socket() for _ in range(len(SCENARIOS) + len(CHECKED) + 6)]
-    for probe in probes:
-        probe.bind(("127.0.0.1", 0))
-    ports = [probe.getsockname()[1] for probe in probes]
-    for probe in probes:
-        probe.close()
-    made = {
-        name: Scenario(process(llama, folder, rank, micro_tokens=16, **settings), _batch(name), count, UPDATES, ports.pop())
-        for name, (count, rank, settings) in SCENARIOS.items()
-    }  # fmt: skip
+    (folder / "all.batch").write_bytes(pack_batch(episodes(5, 0)))
+    made: dict[str, Scenario] = {}
+    for name, (count, rank, settings) in SCENARIOS.items():
+        own = process(llama, folder, rank, micro_tokens=16, **settings)
+        made[name] = Scenario(own, _batch(name), count, UPDATES, free_port())
+
+    def add(name: str, like: str, **changes: Any) -> None:
+        made[name] = msgspec.structs.replace(made[like], port=free_port(), **changes)
+
     narrow = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.bfloat16)
     narrow.save_pretrained(folder / "narrow")
     mixed, dead, dead_hybrid = (
         process(folder / "narrow", folder, 4, micro_tokens=16, **settings)
         for settings in ({"sharding": "fsdp", "dtype": "bfloat16"}, {}, HYBRID)
     )
-    made["mixed"] = msgspec.structs.replace(made["sharded_lora"], process=mixed, port=ports.pop())
-    made["dead"] = msgspec.structs.replace(made["lora"], process=dead, dies=2, port=ports.pop())
-    made["dead_hybrid"] = msgspec.structs.replace(
-        made["dead"], process=dead_hybrid, port=ports.pop()
-    )
-    made["full_disk"] = msgspec.structs.replace(
-        made["sharded_lora"], full_disk=1, updates=1, port=ports.pop()
-    )
+    add("mixed", "sharded_lora", process=mixed)
+    add("dead", "lora", process=dead, dies=2)
+    add("dead_hybrid", "dead", process=dead_hybrid)
+    add("full_disk", "sharded_lora", full_disk=1, updates=1)
     resume = str(folder / "sharded_full" / "checkpoints" / f"v{UPDATES:06d}")
-    made["fewer"] = msgspec.structs.replace(
-        made["sharded_full"], count=3, updates=1, resume=resume, port=ports.pop()
-    )
+    add("fewer", "sharded_full", count=3, updates=1, resume=resume)
     hybrid = process(llama, folder, 0, micro_tokens=16, **HYBRID)
-    made["copies"] = msgspec.structs.replace(
-        made["fewer"], process=hybrid, count=4, port=ports.pop()
-    )
+    add("copies", "fewer", process=hybrid, count=4)
     for name, settings in CHECKED.items():
-        checked = process(llama, folder, 4, **settings)
-        made[name] = msgspec.structs.replace(
-            made["lora"], process=checked, faults=True, port=ports.pop()
-        )
+        add(name, "lora", process=process(llama, folder, 4, **settings), faults=True)
     (folder / "scenarios.json").write_bytes(msgspec.json.encode(made))
-    place = os.environ | {
-        "MASTER_ADDR": "127.0.0.1",
-        "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
-    }
-    subprocess.run([sys.executable, "-m", "tests.learner.rank_process", str(folder)], env=place, check=True, timeout=400, cwd=ROOT)  # fmt: skip
+    place = {"MASTER_ADDR": "127.0.0.1", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "tests.learner.rank_process", str(folder)]
+    subprocess.run(command, env=os.environ | place, check=True, timeout=400, cwd=ROOT)
     return folder
 
 
 def _batch(name: str) -> str:
     last = name.rpartition("_")[2]
-    return (
-        f"{last}.batch"
-        if last in ("few", "turn", "none")
-        else "episodes"
-        if last == "all"
-        else "slate"
-    )
+    return f"{last}.batch" if last in ("few", "turn", "none", "all") else "slate"
 
 
 def alone(
@@ -143,11 +123,8 @@ def alone(
     settings = {key: value for key, value in settings.items() if not key.startswith("shard")}
     made = steady(trainer(llama, run, rank, micro_tokens=16, **settings))
     for _ in range(updates):
-        made.update(
-            msgspec.structs.replace(
-                unpack_batch((folder / _batch(name)).read_bytes()), version=made.version
-            )
-        )
+        some = unpack_batch((folder / _batch(name)).read_bytes())
+        made.update(msgspec.structs.replace(some, version=made.version))
     return everything(made)
 
 
@@ -239,8 +216,6 @@ def test_a_sharded_rank_loads_and_holds_its_part_of_the_weights_alone(
 
 
 def test_a_checkpoint_that_lost_a_shard_is_refused(ran: Path, tmp_path: Path, llama: Path) -> None:
-    import shutil
-
     folder = tmp_path / "v000002"
     shutil.copytree(ran / "sharded_full" / "checkpoints" / "v000002", folder)
     (folder / "policy-00001.safetensors").unlink()

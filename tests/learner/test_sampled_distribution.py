@@ -11,9 +11,8 @@ import torch
 
 from coppice.actors.config import ActorsConfig
 from coppice.actors.engines.local import LocalEngine
-from coppice.common.support import Support, encode
+from coppice.common.support import encode
 from coppice.learner.forest.trees import Path as Tokens
-from coppice.learner.forest.trees import pack
 from coppice.learner.main import pack_batch, unpack_batch
 from coppice.learner.update.passes import Rows, plan
 from coppice.learner.update.table import build
@@ -135,26 +134,6 @@ async def test_the_reward_model_begins_with_a_log_ratio_of_zero(
     steps = plan(rows.trie, range(len(rows.paths)), 4096, made.ranks)
     assert made.prm is not None
     assert np.abs(made.prm.rewards(rows, steps, rows.behaviour)).max() < 1e-4
-
-
-def test_over_all_tokens_that_are_left_the_policy_gradient_is_that_of_the_expected_reward(
-    tmp_path: Path, llama: Path
-) -> None:
-    """Enumeration of every action of one token: sum of pi r grad log pi = grad of sum pi r, over
-    the support and only over it."""
-    made, prompt = tempered(llama, tmp_path, rank=0), list(range(30, 50))
-    left = [5, 17, 40, 41, 99, 200, 259]
-    rewards = torch.tensor([1.0, -2.0, 0.5, 3.0, 0.0, -1.0, 2.0])
-    support = Support(np.array([len(left)]), np.array(left))
-    paths = [Tokens([*prompt, token], len(prompt), {}, support) for token in left]
-    logprobs = made.policy.logprobs(pack(paths))[0]
-    torch.testing.assert_close(logprobs.detach().exp().sum(), torch.tensor(1.0), atol=1e-5, rtol=0)
-    (logprobs.detach().exp() * rewards * logprobs).sum().backward()
-    got = gradients(made)
-    scores = made.policy.causal(torch.tensor([prompt])).logits[0, -1] / TEMPERATURE
-    (scores[left].softmax(-1) * rewards).sum().backward()
-    slope = gradients(made)
-    assert (got - slope).norm() < 1e-4 * slope.norm()
 
 
 def test_a_token_that_could_not_have_been_sampled_is_refused(tmp_path: Path, llama: Path) -> None:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coppice.learner.update.table import TurnTable
-from coppice.learner.update.targets import estimate, gae, needs, retrace, vtrace
+from coppice.learner.update.targets import estimate, gae, retrace, vtrace
 from tests.learner.tables import made_of
 
 
@@ -100,28 +100,6 @@ def test_retrace_is_the_sum_of_its_paper_over_traces_cut_at_one(t: Trajectory) -
     np.testing.assert_allclose(targets, t.values + np.array(cut) * expected, atol=1e-9)
 
 
-def test_ratios_above_the_truncation_level_have_no_further_effect_and_ratios_below_shorten_the_trace() -> (
-    None
-):
-    rewards, values = np.array([0, 0, 1.0]), np.zeros(3)
-
-    def targets(ratio: list[float], rho_max: float = 1.0, c_max: float = 1.0) -> list[float]:
-        return vtrace(rewards, values, np.log(ratio), 1.0, 1.0, rho_max, c_max)[1].tolist()
-
-    assert targets([1, 1, 1]) == targets([2, 7, 100]) == [1, 1, 1]
-    # an unlikely last action: its reward counts a quarter
-    assert targets([1, 1, 0.25]) == [0.25, 0.25, 0.25]
-    # an unlikely middle action cuts what is before it, not after
-    assert targets([1, 0.25, 1]) == [0.25, 0.25, 1]
-    assert targets([4, 4, 4], rho_max=2) == [2, 2, 2]  # rho alone scales the fixed point
-    np.testing.assert_allclose(targets([4, 4, 4], rho_max=2, c_max=0.5), [0.5, 1, 2])
-    made = retrace(rewards, values, np.log([0.25, 1, 7]), 1.0, 1.0)
-    # an action value does not depend on how likely the action itself was
-    assert made[0].tolist() == [1, 1, 1]
-    assert made[1].tolist() == [0.25, 1, 1]
-    assert retrace(rewards, values, np.log([1, 0.25, 1]), 1.0, 1.0)[0].tolist() == [0.25, 1, 1]
-
-
 def test_ratios_too_large_for_a_float_are_cut_like_any_other() -> None:
     rewards, values, far = np.ones(3), np.zeros(3), np.array([900.0, 900, 900])
     with np.errstate(over="ignore"):
@@ -131,13 +109,6 @@ def test_ratios_too_large_for_a_float_are_cut_like_any_other() -> None:
         ):
             for column in made:
                 np.testing.assert_allclose(column, [3, 2, 1])
-
-
-def test_needs_name_exactly_the_columns_an_estimate_reads() -> None:
-    assert needs("gae", 0.0) == {"value"}
-    assert needs("gae", 0.1) == {"value", "kl"}
-    assert needs("vtrace", 0.0) == {"value", "log_ratio"}
-    assert needs("retrace", 0.1) == {"value", "kl", "log_ratio"}
 
 
 def two_interleaved() -> TurnTable:

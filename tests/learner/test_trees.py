@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coppice.learner.forest.trees import Path, Trie, cuts, micro_batches, pack, share
+from coppice.learner.forest.trees import Path, Trie, cuts, micro_batches, pack
 from coppice.learner.update.passes import plan
 from tests.learner.forests import forest, random_paths
 
@@ -56,13 +56,6 @@ def test_four_ranks_share_eight_questions_nearly_evenly() -> None:
     loads = [sum(pack([paths[i] for i in rows]).nodes for rows, _ in made.mine) for made in plans]
     assert sum(loads) == plans[0].forwarded
     assert max(loads) <= 1.25 * plans[0].whole / 4
-
-
-def test_shares_are_balanced_and_complete() -> None:
-    shares = share([5, 9, 3, 3, 2], 2)
-    assert sorted(i for s in shares for i in s) == [0, 1, 2, 3, 4]
-    sizes = np.array([5, 9, 3, 3, 2])
-    assert {int(sizes[s].sum()) for s in shares} == {11}
 
 
 @given(random_paths, st.data())
