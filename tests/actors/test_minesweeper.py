@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from coppice.actors.environments import registry
 from coppice.actors.environments.base import SPLIT, Transition
+from coppice.actors.environments.minesweeper import environment as minesweeper
 from coppice.actors.environments.minesweeper.environment import (
     MARK,
     REVEAL,
@@ -21,7 +22,6 @@ from coppice.actors.environments.minesweeper.environment import (
     labelled,
     revealed,
 )
-from coppice.actors.environments.minesweeper import environment as minesweeper
 from coppice.wire.faults import DataFault
 
 NOBODY: Any = None

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from coppice.actors.environments import registry
 from coppice.actors.environments.base import SPLIT, Task, Transition
+from coppice.actors.environments.sudoku import environment as sudoku
 from coppice.actors.environments.sudoku.environment import (
     State,
     Sudoku,
@@ -21,7 +22,6 @@ from coppice.actors.environments.sudoku.environment import (
     labelled,
     solutions,
 )
-from coppice.actors.environments.sudoku import environment as sudoku
 from coppice.wire.faults import DataFault
 
 NOBODY: Any = None
