@@ -43,19 +43,19 @@ _WHEN_LOADED = {
 """Libraries read these when they are loaded, which happens once for all forks. With one thread the
 server starts no pool of threads, which a fork would not have."""
 _MODULES = (
-    "actors.engines.local",
+    "coppice.actors.engines.local",
     "coppice.actors.worker",
     "coppice.judges.exact_match",
     "coppice.judges.retriever.encoder",
     "coppice.judges.retriever.index",
     "coppice.judges.retriever.worker",
     "coppice.judges.serve",
-    "coppice.judges.slate_rules",
+    "coppice.judges.slate",
     "coppice.learner.main",
     "coppice.scheduler.main",
     "coppice.tools.launching.command",
     "coppice.tools.launching.judge_model",
-    "tools.launching.set_up",
+    "coppice.tools.launching.set_up",
 )
 """What the processes of a run import."""
 
@@ -138,7 +138,7 @@ class Server:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "tests.forks", str(theirs.fileno()), " " * _TITLE],
                 cwd=ROOT,
-                env=os.environ | _WHEN_LOADED | {"PYTHONPATH": str(ROOT)},
+                env=os.environ | _WHEN_LOADED | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"},
                 pass_fds=[theirs.fileno()],
             )
 

@@ -124,7 +124,7 @@ def finds(fault: Planted) -> bool:
         done = subprocess.run(
             [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", fault.test],
             cwd=copy,
-            env=os.environ | {"PYTHONPATH": str(copy)},
+            env=os.environ | {"PYTHONPATH": f"{copy}/src:{copy}"},
             capture_output=True,
             text=True,
             check=False,

@@ -69,7 +69,7 @@ class Run:
         self._start("--resume", str(self.folder), *arguments)
 
     def _start(self, *arguments: str) -> None:
-        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+        environment = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
         if self.config is not None:
             environment["COPPICE_CACHE"] = str(self.config.parent / "cache")
         self.launches += 1

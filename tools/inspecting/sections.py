@@ -186,7 +186,7 @@ def picture(groups: Groups, against: str = "version", metrics: Sequence[str] = (
 def html(title: str, parts: Sequence[Section]) -> bytes:
     """Return the page. All texts are escaped."""
     environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("tools.inspecting", ""), autoescape=True, undefined=jinja2.StrictUndefined,
+        loader=jinja2.PackageLoader("coppice.tools.inspecting", ""), autoescape=True, undefined=jinja2.StrictUndefined,
         trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
     page = environment.get_template("report.html").render(title=title, sections=parts)
