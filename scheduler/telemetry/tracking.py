@@ -89,10 +89,7 @@ def follow(name: str, run: Path, ended: Callable[[float], bool]) -> None:
     """Give records to a tracker until ``ended``, asked with the seconds that it may wait."""
     state = run / "tracking" / f"{name}.json"
     state.parent.mkdir(exist_ok=True)
-    with (
-        state.with_suffix(".lock").open("w") as lock,
-        (run / "metrics.jsonl").open("rb") as file,
-    ):
+    with state.with_suffix(".lock").open("w") as lock, (run / "metrics.jsonl").open("rb") as file:
         fcntl.flock(lock, fcntl.LOCK_EX)  # one of an earlier start may still be finishing
         delivered = Delivered(secrets.token_hex(4))
         if state.exists():

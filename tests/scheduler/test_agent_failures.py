@@ -109,10 +109,6 @@ def unlucky(task):
         raise RuntimeError("the tool is broken")
     return 1.0
 
-def not_a_number(task):
-    call([user("go")])
-    return float("nan")
-
 def graded(task):
     """Rewards its first and its last reply."""
     messages = [user("go")]

@@ -63,10 +63,6 @@ def crashing(task):
 def silent(task):
     sys.exit("nothing to ask")
 
-def random_one(task):
-    call([{"role": "user", "content": str(os.getpid())}])
-    call([{"role": "user", "content": "again"}])
-
 def writing(task):
     call([{"role": "user", "content": "one"}])
     while True:

@@ -37,24 +37,6 @@ def test_the_phases_add_up_to_the_time_since_the_start_however_they_overlap(
     assert sum(phases.seconds().values()) == pytest.approx(clock[0] - 20.0)
 
 
-def test_what_covers_a_phase_takes_its_time_and_gives_way_to_the_phase_of_the_moment() -> None:
-    clock = [0.0]
-    phases = Phases("set-up", -3.0, lambda: clock[0])
-    phases.enter("starting", -1.0)
-    clock[0] = 10.0
-    with phases.over("first evaluation"):
-        clock[0] = 14.0
-        phases.enter("updates")
-        clock[0] = 20.0
-    clock[0] = 50.0
-    assert phases.seconds() == {
-        "set-up": 2.0,
-        "starting": 11.0,
-        "first evaluation": 10.0,
-        "updates": 30.0,
-    }
-
-
 def trained(first: int, last: int) -> Training:
     sums = Counter({"learner/seconds": 30.0, "time/publish": 2.0, "time/checkpoint": 4.0})
     busy = {"actors": 0.75, "judges": 0.01}

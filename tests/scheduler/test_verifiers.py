@@ -67,9 +67,7 @@ def answers(prompt: str, i: int) -> str:
     "how", ["-m examples.verifiers_agent", f"{ROOT}/examples/verifiers_agent.py"]
 )
 async def test_an_episode_of_verifiers_is_one_path_with_its_reward(
-    stage: Callable[..., Stage],
-    python: str,
-    how: str,
+    stage: Callable[..., Stage], python: str, how: str
 ) -> None:
     s = playing(stage(answers, "counting"), f"{python} {how}", "verifiers_adding/3")
     tree = await s.grow(chain)
@@ -105,8 +103,7 @@ def won(first: str, second: str) -> float:
 
 @pytest.mark.slow
 async def test_two_players_of_a_published_game_have_a_path_each(
-    stage: Callable[..., Stage],
-    published: str,
+    stage: Callable[..., Stage], published: str
 ) -> None:
     s = playing(stage(bets, "counting"), f"{published} --learns player0,player1", "kuhn_poker/3")
     tree = await s.grow(chain)
@@ -126,8 +123,7 @@ async def test_two_players_of_a_published_game_have_a_path_each(
 
 @pytest.mark.slow
 async def test_a_player_that_does_not_learn_asks_elsewhere_and_is_in_no_tree(
-    stage: Callable[..., Stage],
-    published: str,
+    stage: Callable[..., Stage], published: str
 ) -> None:
     asked: list[tuple[str, dict[str, Any]]] = []
 
@@ -177,8 +173,7 @@ async def test_a_player_that_does_not_learn_asks_elsewhere_and_is_in_no_tree(
 
 @pytest.mark.slow
 async def test_a_tool_of_a_published_environment_is_called_over_mcp(
-    stage: Callable[..., Stage],
-    published: str,
+    stage: Callable[..., Stage], published: str
 ) -> None:
     def looks_up(prompt: str, i: int) -> str:
         name, seen = (
