@@ -15,7 +15,7 @@ from coppice.judges.base import Judge
 from coppice.judges.pprm import messages, read_templates
 from coppice.tools.evaluating.judge_bench import build, evaluate, record
 from coppice.tools.evaluating.judge_bench.evaluate import SHIPPED, baseline, main, measure
-from coppice.tools.evaluating.judge_bench.judging import Answer, Answers
+from coppice.tools.evaluating.judge_bench.judging import Answers
 from coppice.tools.evaluating.judge_bench.record import Item, Labelled, Trajectory
 from coppice.wire.faults import InfrastructureFault
 from coppice.wire.messages import JudgedTurn, Judgement
@@ -66,11 +66,6 @@ def item(name: str, outcome: int, scores: list[float]) -> Item:
 
 # ----------------------------------------------------------------------------------------------
 # records
-
-
-def test_a_step_at_the_threshold_is_not_good() -> None:
-    assert record.label(0.652, 0.652) == 0
-    assert record.label(0.6521, 0.652) == 1
 
 
 def test_the_category_is_the_outcome_and_the_mean_step_score() -> None:
@@ -184,17 +179,6 @@ def test_the_categories_are_balanced_and_the_report_says_what_was_left_out() -> 
     assert all(step.label == (step.score > 0.652) for item in items for step in item.steps)
 
 
-def test_the_same_seed_makes_the_same_benchmark() -> None:
-    first, again, other = (build.build(pool(), 8, 0.652, seed)[0] for seed in (0, 0, 1))
-    assert first == again
-    assert first != other
-
-
-def test_a_pool_that_is_too_small_is_taken_whole_and_said() -> None:
-    items, report = build.build(pool(), 100, 0.652)
-    assert (len(items), report.missing) == (32, 68)
-
-
 def test_duplicates_excluded_ids_and_excluded_questions_stay_out() -> None:
     twin = msgspec.structs.replace(labelled("a", 1, [1.0]), id="twin")
     rows = [labelled("a", 1, [1.0]), twin, labelled("b", 0, [1.0]), labelled("c", 0, [0.0]), labelled("d", 1, [0.0], golds=("",))]  # fmt: skip
@@ -234,11 +218,6 @@ def test_an_invalid_output_is_a_wrong_step() -> None:
     assert {name: (found.mean, found.n) for name, found in row.by_steps.items()} == {
         "single-step": (0.5, 2), "multi-step": (0.5, 2),
     }  # fmt: skip
-
-
-def test_an_invalid_output_is_wrong_for_either_label() -> None:
-    row = measure("j", BENCH, dict.fromkeys(("a#1", "a#2", "b#1", "c#1")), 0.652)
-    assert (row.accuracy.mean, row.valid) == (0.0, 0.0)
 
 
 def test_baselines_are_what_they_say() -> None:
@@ -304,15 +283,6 @@ class Silent(Told):
 
     def stats(self) -> dict[str, float]:
         return {"failed": Silent.failed}
-
-
-class Wild(Told):
-    """A score out of range."""
-
-    name = "wild"
-
-    def one(self, turn: JudgedTurn) -> Judgement:
-        return Judgement({"process": 4.0})
 
 
 @pytest.fixture
@@ -384,17 +354,6 @@ def test_a_judge_that_is_not_there_ends_the_evaluation_soon(tmp_path: Path, caps
     assert run(path, tmp_path / "out", "--judge", spec(Silent), "--count-failed") == 1
     assert "10 steps in a row" in capsys.readouterr().err
     assert Silent.failed == 10
-
-
-def test_a_torn_answer_is_asked_again(tmp_path: Path) -> None:
-    path = tmp_path / "answers.jsonl"
-    Answers(path).add(Answer("j", "a#1", 0.5))
-    with path.open("ab") as file:
-        file.write(b'{"judge":"j","ste')
-    again = Answers(path)
-    assert list(again.found) == [("j", "a#1")]
-    again.add(Answer("j", "a#2", None))
-    assert len(Answers(path).found) == 2
 
 
 def test_a_line_that_is_no_answer_is_named(bench: Path, tmp_path: Path, capsys: Any) -> None:
@@ -489,46 +448,34 @@ def test_other_settings_are_refused_but_another_address_is_not(
         assert (found == [one]) == (key in reached), key
 
 
-def test_an_option_without_a_value_is_refused_with_the_usage(capsys: Any) -> None:
-    with pytest.raises(SystemExit):
-        evaluate.parser().parse_args(["--judge", "pprm_rules", "--option", "view"])
-    assert capsys.readouterr().err.endswith("error: option 'view': expected KEY=VALUE\n")
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--judge", "slate_rules"], "columns"),
-        (["--judge", "none"], "expected one of"),
+        ("--judge slate_rules", "columns"),
+        ("--judge none", "expected one of"),
         (
-            ["--judge", "nope:X"],
+            "--judge nope:X",
             "judge 'nope:X': ModuleNotFoundError: No module named 'nope'; expected module:Class",
         ),
-        (["--judge", "coppice.judges.pprm:Nope"], "no attribute 'Nope'; expected module:Class"),
-        (["--threshold", "1.5"], "--threshold 1.5: expected a score"),
-        (["--deadline", "0"], "--deadline 0: expected more than 0"),
-        (["--judge", "pprm_rules", "--option", "view=x"], "view"),
-        (["--judge", "pprm_rules", "--judge", "pprm_rules"], "--name"),
-        (["--judge", "tictactoe_minimax"], "expected a judge"),
-        (["--baseline", "best"], "majority, random"),
-        (["--baseline", "constant"], "constant S"),
+        ("--judge coppice.judges.pprm:Nope", "no attribute 'Nope'; expected module:Class"),
+        ("--threshold 1.5", "--threshold 1.5: expected a score"),
+        ("--deadline 0", "--deadline 0: expected more than 0"),
+        ("--judge pprm_rules --option view=x", "view"),
+        ("--judge pprm_rules --judge pprm_rules", "--name"),
+        ("--judge tictactoe_minimax", "expected a judge"),
+        ("--baseline best", "majority, random"),
+        ("--baseline constant", "constant S"),
+        ("--baseline constant x", "--baseline constant x: expected a score, a number from 0 to 1"),
+        ("--baseline constant 5", "--baseline constant 5: expected a score, a number from 0 to 1"),
+        ("--baseline constant nan", "--baseline constant nan: expected a score"),
         (
-            ["--baseline", "constant", "x"],
-            "--baseline constant x: expected a score, a number from 0 to 1",
-        ),
-        (
-            ["--baseline", "constant", "5"],
-            "--baseline constant 5: expected a score, a number from 0 to 1",
-        ),
-        (["--baseline", "constant", "nan"], "--baseline constant nan: expected a score"),
-        (
-            ["--bench", "nowhere.jsonl"],
+            "--bench nowhere.jsonl",
             "--bench nowhere.jsonl cannot be read (No such file or directory): expected a file of lines of Item",
         ),
     ],
 )
-def test_what_cannot_be_measured_is_refused(arguments: list[str], message: str, bench: Path, tmp_path: Path, capsys: Any) -> None:  # fmt: skip
-    assert run(bench, tmp_path / "out", *arguments) == 2
+def test_what_cannot_be_measured_is_refused(arguments: str, message: str, bench: Path, tmp_path: Path, capsys: Any) -> None:  # fmt: skip
+    assert run(bench, tmp_path / "out", *arguments.split()) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
@@ -546,19 +493,6 @@ def test_an_out_that_cannot_be_the_folder_is_refused(
     ):
         assert run(bench, out) == 2
         assert message in capsys.readouterr().err
-
-
-def test_an_option_needs_its_judge_before_it(bench: Path, tmp_path: Path, capsys: Any) -> None:
-    with pytest.raises(SystemExit):
-        run(bench, tmp_path / "out", "--option", "view=retrieval")
-    assert "give --judge before it" in capsys.readouterr().err
-
-
-def test_a_score_out_of_range_is_an_error_and_no_answer(
-    bench: Path, tmp_path: Path, capsys: Any
-) -> None:
-    assert run(bench, tmp_path / "out", "--judge", spec(Wild)) == 1
-    assert "a number from 0 to 1" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------------------------------------- the

@@ -125,16 +125,6 @@ def test_the_built_in_prompts_show_one_answer_block_so_that_two_are_demanded_of_
         assert (unanswered, right) == (0.0, 1.0), name
 
 
-def test_a_prompt_that_names_the_two_tags_as_well_answers_for_a_response_without_an_answer() -> (
-    None
-):
-    """The wording of the papers' own template: under their scorer its example stands for the answer
-    that is missing."""
-    prompt = "the answer inside <answer> and </answer>. For example, <answer> Beijing </answer>. Question: who?"
-    assert score(grown(("action", "?"), prompt=prompt), ["Beijing"], 0)["em_two_blocks"] == 1.0
-    assert score(grown(("action", "?"), prompt=prompt), ["Beijing"], 0)["em"] == 0.0
-
-
 @pytest.mark.parametrize(("blocks", "value"), [(10, 1.0), (11, 0.25)])
 def test_slates_scorer_gives_a_quarter_beyond_ten_tags(blocks: int, value: float) -> None:
     found = score(grown(("action", "<answer>x</answer>" * blocks)), ["x"], 0)
@@ -339,17 +329,6 @@ async def test_queries_at_the_same_time_are_asked_once_and_one_that_leaves_takes
     assert {result.passages[0][0].id for result in found} == {"q-0"}
     assert books.asked == [("q", 1)]
     assert (cached.counts["queries"], cached.counts["hits"]) == (5, 4)
-    await cached.close()
-
-
-async def test_a_failed_search_is_kept_by_nobody(tmp_path: Path) -> None:
-    books = Books()
-    books.search = lambda queries, topk: asyncio.sleep(0, result=[])  # pyright: ignore
-    cached = CachedRetrieval(tmp_path / "cache.sqlite", "a", books.opening)
-    with pytest.raises(ValueError, match="shorter"):
-        await cached.handle(RetrieveRequest(["q"], 1))
-    del books.search
-    assert (await cached.handle(RetrieveRequest(["q"], 1))).passages[0][0].id == "q-0"
     await cached.close()
 
 
@@ -686,9 +665,7 @@ def test_a_tiny_model_and_runs_with_their_own_settings_are_measured(
     out = tmp_path / "out"
     command = [
         *questions(tmp_path),
-        "--questions",
-        "2",
-        "--run",
+        *"--questions 2 --run".split(),
         str(chain),
         "--run",
         str(ppr),
@@ -719,58 +696,39 @@ def test_a_tiny_model_and_runs_with_their_own_settings_are_measured(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "nobody to measure"),
-        (["--model", "no/such/folder/here"], "--model"),
-        (["--run", "no-such-run"], "expected the folder of a run"),
-        (["--endpoint", "http://localhost/v1"], "--endpoint-model"),
-        (
-            ["--method", "magic", "P"],
-            "expected some of cot,direct,ircot,iter_retgen,rag,search,search_o1",
-        ),
-        (["--method", "direct", "--prompt", "short", "P"], "no effect without the method search"),
-        (
-            ["--method", "direct", "--no-forced", "P"],
-            "--forced has no effect without the method search",
-        ),
-        (["--method", "cot", "--topk", "2", "P"], "none of the methods retrieves"),
-        (["--prompt", "nosuch", "P"], "expected one of"),
-        (["--retriever", "nowhere", "P"], "holds no index"),
-        (["--set", "x", "P"], "expected NAME=PATH"),
-        (
-            ["--set", "x=gone.jsonl", "P"],
-            "--set x=gone.jsonl: task file 'gone.jsonl' does not exist",
-        ),
-        (["--set", "paper", "P"], "the hub"),
-        (["--set", "easy=x.jsonl", "P"], "easy is given twice"),
-        (["--set", "x=tests/tools", "P"], "tests/tools is a folder"),
-        (["--questions", "0", "P"], "--questions 0"),
-        (["--top-p", "0.5", "P"], "no effect with --temperature 0"),
-        (["--model", "smollm2-135m", "--version", "1"], "--version has no effect without --run"),
+        ("", "nobody to measure"),
+        ("--model no/such/folder/here", "--model"),
+        ("--run no-such-run", "expected the folder of a run"),
+        ("--endpoint http://localhost/v1", "--endpoint-model"),
+        ("--method magic P", "expected some of cot,direct,ircot,iter_retgen,rag,search,search_o1"),
+        ("--method direct --prompt short P", "no effect without the method search"),
+        ("--method direct --no-forced P", "--forced has no effect without the method search"),
+        ("--method cot --topk 2 P", "none of the methods retrieves"),
+        ("--prompt nosuch P", "expected one of"),
+        ("--retriever nowhere P", "holds no index"),
+        ("--set x P", "expected NAME=PATH"),
+        ("--set x=gone.jsonl P", "--set x=gone.jsonl: task file 'gone.jsonl' does not exist"),
+        ("--set paper P", "the hub"),
+        ("--set easy=x.jsonl P", "easy is given twice"),
+        ("--set x=tests/tools P", "tests/tools is a folder"),
+        ("--questions 0 P", "--questions 0"),
+        ("--top-p 0.5 P", "no effect with --temperature 0"),
+        ("--model smollm2-135m --version 1", "--version has no effect without --run"),
     ],
 )
 def test_what_cannot_be_measured_is_said_in_a_line_before_anything_starts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
-    arguments: list[str], message: str,
+    arguments: str, message: str,
 ) -> None:  # fmt: skip
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     player = ["--endpoint", "http://localhost/v1", "--endpoint-model", "m"]
-    given = [part for a in arguments for part in (player if a == "P" else [a])]
+    given = [part for a in arguments.split() for part in (player if a == "P" else [a])]
     own = [] if "--retriever" in given or "cot" in given or "direct" in given else list(BOOKS)
     assert main([*given, *questions(tmp_path), *own, "--out", str(tmp_path / "out")]) == 2
     said = capsys.readouterr().err
     assert message in said
     assert said.count("\n") == 1
     assert not (tmp_path / "out").exists()
-
-
-def test_a_run_of_a_game_is_refused(
-    tmp_path: Path, llama: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = run_folder(tmp_path / "run", llama, "chain")
-    path = folder / "processes" / "scheduler.json"
-    path.write_text(path.read_text().replace('"search_qa"', '"tictactoe"'))
-    assert main(["--run", str(folder), *questions(tmp_path), *BOOKS]) == 2
-    assert "was trained on 'tictactoe'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -803,38 +761,3 @@ def test_a_file_of_a_run_that_is_torn_or_missing_is_named(
     assert "expected" in said
     assert said.count("\n") == 1
     assert not out.exists()
-
-
-def test_runs_that_searched_in_different_places_need_a_word_on_which(
-    tmp_path: Path, llama: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    command = questions(tmp_path)
-    for name in ("a", "b"):
-        folder = run_folder(tmp_path / name, llama, "chain")
-        (folder / "processes" / "retriever.json").write_text(
-            json.dumps({"backend": f"http://{name}"})
-        )
-        command += ["--run", str(folder)]
-    assert main(command) == 2
-    assert "searched in ['http://a', 'http://b']: say with --retriever" in capsys.readouterr().err
-
-
-def test_a_model_that_cannot_start_is_said(
-    tmp_path: Path, llama: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("coppice.actors.engines.local.LocalEngine._check_fits", _too_big)
-    command = [
-        *questions(tmp_path),
-        "--model",
-        str(llama),
-        "--method",
-        "direct",
-        "--out",
-        str(tmp_path / "out"),
-    ]
-    assert main(command) == 2
-    assert "coppice evaluate qa: it needs 900 GiB" in capsys.readouterr().err
-
-
-def _too_big(self: Any, settings: Any) -> None:
-    raise MemoryError("it needs 900 GiB")

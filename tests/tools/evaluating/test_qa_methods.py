@@ -164,12 +164,6 @@ async def test_ircot_ends_when_its_searches_are_used_up_or_nothing_is_said(
     assert services.prompts[-1].count("(Title:") == MOST_PASSAGES < 3 * 8
 
 
-async def test_ircot_reads_when_nothing_is_said(answered: Callable[..., Any]) -> None:
-    services, _, found = await answered("ircot", How(), " \n", "no tag")
-    assert services.searches == [QUESTION]
-    assert (found["em"], found["answered"]) == (0.0, 0.0)
-
-
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
@@ -316,9 +310,3 @@ async def test_search_without_force_generates_last_without_a_search(
     assert services.searches == ["a"], "the last turn's search is not made (methods.md 2.1)"
     assert tree.actions()[-1].kind == "action"
     assert (found["em"], found["answered"]) == (0.0, 0.0)
-
-
-async def test_search_ends_with_its_answer(answered: Callable[..., Any]) -> None:
-    _, tree, found = await answered("search", How(), "<think>t</think><answer>Livy</answer>")
-    assert len(tree.actions()) == 1
-    assert (found["em"], found["answered"]) == (1.0, 1.0)

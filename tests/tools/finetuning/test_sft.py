@@ -21,16 +21,7 @@ from coppice.actors.environments.search_qa.environment import SearchQA, State
 from coppice.actors.environments.search_qa.environment import Step as PastStep
 from coppice.judges.base import Judge
 from coppice.judges.pprm import parse_final_score
-from coppice.learner.fine_tune import (
-    Example,
-    Recipe,
-    Student,
-    batch_of,
-    fine_tune,
-    parts,
-    rate,
-    within,
-)
+from coppice.learner.fine_tune import Example, Recipe, Student, batch_of, fine_tune, rate
 from coppice.scheduler.growth.text import Text
 from coppice.scheduler.growth.tree import Tree
 from coppice.scheduler.ledger.journal import Journal
@@ -40,7 +31,7 @@ from coppice.tools.evaluating.judge_bench.judging import Answer, Answers
 from coppice.tools.evaluating.judge_bench.record import Labelled, Step, Trajectory
 from coppice.tools.finetuning.command import main, parser
 from coppice.tools.finetuning.judge import label
-from coppice.tools.finetuning.judge.label import corrected, read_corrections, two_lines
+from coppice.tools.finetuning.judge.label import read_corrections, two_lines
 from coppice.tools.finetuning.training import read_rows, split
 from coppice.wire.faults import InfrastructureFault
 from coppice.wire.messages import JudgedTurn, Judgement
@@ -246,41 +237,6 @@ def test_what_cannot_be_written_is_said_before_the_work(tmp_path: Path, capsys: 
     assert [path.name for path in tmp_path.iterdir()] == ["t.jsonl"]
 
 
-def test_a_file_that_is_not_written_leaves_no_draft_and_is_named(tmp_path: Path) -> None:
-    (tmp_path / "folder").mkdir()
-    with pytest.raises(OSError, match="folder cannot be written: Is a directory"):
-        record.write(tmp_path / "folder", [trajectory("x", 1)])
-    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
-
-
-def test_a_file_that_is_not_there_is_said_with_what_it_should_be(
-    tmp_path: Path, llama: Path, capsys: Any
-) -> None:
-    labelled_file(tmp_path)
-    l, out = str(tmp_path / "l.jsonl"), ["--out", str(tmp_path / "o")]  # noqa: E741
-    missing = "none.jsonl cannot be read (No such file or directory): expected a file of lines of"
-    for arguments, message in (
-        (["review", l, "none.jsonl", *out], f"review: {missing} Review (docs/process-bench.md)"),
-        (
-            ["review", "none.jsonl", l, *out],
-            f"review: {missing} Trajectory[Labelled] (docs/process-bench.md)",
-        ),
-        (
-            ["bench", l, "--size", "1", "--exclude", "none.jsonl", *out],
-            f"bench: --exclude {missing}",
-        ),
-        (
-            ["train", "--model", str(llama), "--rows", "none.jsonl", *out],
-            f"--rows {missing} {{prompt, completion}}",
-        ),
-    ):
-        assert main(arguments) == 2
-        assert message in capsys.readouterr().err
-    (tmp_path / "bytes.jsonl").write_bytes(b'\n{"id": "\xff"}\n')
-    assert main(["rows", str(tmp_path / "bytes.jsonl"), *out]) == 2
-    assert "bytes.jsonl:2: not in UTF-8" in capsys.readouterr().err
-
-
 def graded(one: Trajectory[Step], response: str) -> Any:
     step = Labelled(
         context=one.question, response=response, score_a=1, score_b=1, score=1, target=JUDGEMENT
@@ -359,13 +315,6 @@ def test_steps_that_differ_by_more_than_the_limit_are_dropped_and_at_the_limit_k
         "output that cannot be read": 1,
         "trajectories without a step left": 1,
     }
-
-
-def test_the_target_is_the_judgement_of_a_or_else_of_b(tmp_path: Path) -> None:
-    for name, text, expected in (("one", JUDGEMENT, "3,4"), ("two", "scored by rule", "1,2")):
-        answers = answered(tmp_path / name, {"x#1": (1.0, 1.0)}, text)
-        ((kept,), _) = label.labelled([trajectory("x", 1)], answers, "a", "b")
-        assert kept.steps[0].target.endswith(f"<final_score>{expected}</final_score>")
 
 
 def test_a_judgement_becomes_exactly_two_lines() -> None:
@@ -465,14 +414,6 @@ def test_corrections_replace_scores_in_the_label_and_in_the_target(tmp_path: Pat
     assert one.steps[1] == before[0].steps[2]
 
 
-def test_a_review_without_corrections_changes_nothing(tmp_path: Path) -> None:
-    before, review = labelled_file(tmp_path)
-    assert corrected(before, read_corrections(review, label.to_review(before))) == (
-        before,
-        {"kept": 4},
-    )
-
-
 @pytest.mark.parametrize(
     "wrong",
     ["7,6", "3", "3,0", "-1,6", "half", "3.5,6", "Drop it", "1,2</final_score><final_score>2,2"],
@@ -481,15 +422,6 @@ def test_an_unusable_correction_is_refused_with_its_line(wrong: str, tmp_path: P
     before, review = labelled_file(tmp_path)
     edit(review, {"x#2": wrong})
     with pytest.raises(ValueError, match=r"r\.jsonl:2: correction .*expected"):
-        read_corrections(review, label.to_review(before))
-
-
-def test_an_edit_beside_the_correction_is_refused_with_its_line(tmp_path: Path) -> None:
-    before, review = labelled_file(tmp_path)
-    review.write_text(review.read_text().replace("3,4", "1,4", 1))
-    with pytest.raises(
-        ValueError, match=r"r\.jsonl:1: target of 'x#1' was edited.*the correction alone"
-    ):
         read_corrections(review, label.to_review(before))
 
 
@@ -533,9 +465,7 @@ def test_a_benchmark_is_built_from_files(tmp_path: Path, capsys: Any) -> None:
     command = [
         "bench",
         str(tmp_path / "l.jsonl"),
-        "--size",
-        "2",
-        "--out",
+        *"--size 2 --out".split(),
         str(tmp_path / "b.jsonl"),
     ]
     assert main(command) == 0
@@ -617,15 +547,6 @@ def test_no_example_of_a_pack_sees_another(llama: Path) -> None:
     assert student.loss([first, third]).item() == pytest.approx((alone[0] + alone[2]) / 2, abs=1e-5)
 
 
-def test_cutting_a_batch_into_forwards_changes_neither_loss_nor_gradient(llama: Path) -> None:
-    batch = examples_of()
-    assert len(parts(batch, Recipe(steps=1, batch=6, lr=1.0, forward_tokens=70))) > 2
-    loss, slope = gradient(llama, batch)
-    cut, cut_slope = gradient(llama, batch, forward_tokens=70)
-    assert cut == pytest.approx(loss, abs=1e-5)
-    assert torch.allclose(cut_slope, slope, atol=1e-5)
-
-
 def test_merged_adapters_say_what_the_adapters_said(llama: Path, tmp_path: Path) -> None:
     student = Student(llama, Recipe(steps=1, batch=1, lr=1.0, lora_rank=4, lora_alpha=8))
     for parameter in student.trained():
@@ -663,12 +584,6 @@ def test_training_lowers_the_loss_and_leaves_an_ordinary_folder(
     assert not {p.name for p in (tmp_path / "out").iterdir()} & {"adapter_config.json"}
 
 
-def test_rows_longer_than_the_model_takes_are_left_out_and_counted() -> None:
-    examples = [Example([0] * size, 1) for size in (3, 5, 4)]
-    kept, long = within(examples, 4)
-    assert ([len(e.tokens) for e in kept], long) == ([3, 4], 1)
-
-
 def rows_file(path: Path, count: int) -> Path:
     chat = [{"role": "system", "content": "Judge."}, {"role": "user", "content": "turn"}]
     made = [
@@ -703,15 +618,15 @@ def test_train_says_what_it_left_out_and_measures_before_and_after(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--batch", "0"], "--batch 0: expected more than 0"),
-        (["--steps", "0"], "--steps 0: expected more than 0"),
-        (["--held-out", "1"], "--held-out 1: expected a share"),
-        (["--warmup-ratio", "-0.1"], "--warmup-ratio -0.1"),
-        (["--lora-rank", "-1"], "--lora-rank -1"),
-        (["--max-tokens", "5"], "no row is left to learn from (3 read, 3 too long"),
+        ("--batch 0", "--batch 0: expected more than 0"),
+        ("--steps 0", "--steps 0: expected more than 0"),
+        ("--held-out 1", "--held-out 1: expected a share"),
+        ("--warmup-ratio -0.1", "--warmup-ratio -0.1"),
+        ("--lora-rank -1", "--lora-rank -1"),
+        ("--max-tokens 5", "no row is left to learn from (3 read, 3 too long"),
     ],
 )
-def test_what_cannot_be_trained_is_refused(arguments: list[str], message: str, llama: Path, tmp_path: Path, capsys: Any) -> None:  # fmt: skip
+def test_what_cannot_be_trained_is_refused(arguments: str, message: str, llama: Path, tmp_path: Path, capsys: Any) -> None:  # fmt: skip
     rows_path = rows_file(tmp_path / "r.jsonl", 3)
     assert (
         main(
@@ -723,38 +638,13 @@ def test_what_cannot_be_trained_is_refused(arguments: list[str], message: str, l
                 str(rows_path),
                 "--out",
                 str(tmp_path / "o"),
-                *arguments,
+                *arguments.split(),
             ]
         )
         == 2
     )
     assert message in capsys.readouterr().err
     assert not (tmp_path / "o").exists()
-
-
-@pytest.mark.parametrize("command", ["train", "warm-start"])
-def test_an_out_that_cannot_be_written_is_said_before_a_model_is_loaded(
-    command: str, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "file").touch()
-    monkeypatch.setattr(
-        "coppice.tools.defaults.models.ensure_model", lambda *_: pytest.fail("the model was loaded")
-    )
-    monkeypatch.setattr(
-        "coppice.tools.launching.prepare.prepare", lambda *_: pytest.fail("the model was made")
-    )
-    out = tmp_path / "file" / "o"
-    more = {
-        "train": ["--model", "m", "--rows", "r"],
-        "warm-start": ["--config", "configs/slate-cpu.toml"],
-    }[command]
-    assert main([command, *more, "--out", str(out)]) == 2
-    assert (
-        f"--out {out} cannot be written: Not a directory; choose another" in capsys.readouterr().err
-    )
-    (tmp_path / "link").symlink_to("nowhere")
-    assert main([command, *more, "--out", str(tmp_path / "link")]) == 2
-    assert "link exists" in capsys.readouterr().err
 
 
 def train_command(llama: Path, folder: Path) -> list[str]:
@@ -785,24 +675,6 @@ def test_a_signal_in_a_training_ends_it_with_one_line(
     assert signal.getsignal(signal.SIGTERM) is ending, "who calls main has the handler it had"
     assert capsys.readouterr().err == "coppice sft train: stopped; nothing was saved\n"
     assert [path.name for path in tmp_path.iterdir()] == ["r.jsonl"]
-
-
-def test_a_trained_model_is_not_lost_to_a_folder_made_meanwhile(
-    llama: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    learn = Student.learn
-
-    def meanwhile(student: Student, batch: Sequence[Example]) -> float:
-        (tmp_path / "o").mkdir()
-        (tmp_path / "o" / "mine").touch()
-        return learn(student, batch)
-
-    monkeypatch.setattr(Student, "learn", meanwhile)
-    assert main(train_command(llama, tmp_path)) == 2
-    (kept,) = tmp_path.glob("o.draft*")
-    assert f"cannot be written: Directory not empty; all is in {kept}" in capsys.readouterr().err
-    assert (tmp_path / "o" / "mine").is_file()
-    AutoModelForCausalLM.from_pretrained(kept)
 
 
 def test_a_full_disk_under_the_trained_model_is_said(
@@ -836,43 +708,6 @@ def test_the_rows_of_a_question_are_learnt_or_held_out_together(tmp_path: Path) 
     assert {row.group for row in label.judgement_rows(made)[0]} == {QUESTION}
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "completion": "b", "group": "q"}\n')
     assert read_rows(tmp_path / "rows.jsonl", Text(str(tiny.save(tmp_path / "m"))))[0].group == "q"
-
-
-def test_a_model_that_scales_its_logits_is_refused(
-    llama: Path, tmp_path: Path, capsys: Any
-) -> None:
-    model = Path(shutil.copytree(llama, tmp_path / "model"))
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(config | {"logits_scaling": 8.0}))
-    command = ["train", "--model", str(model), "--rows", str(rows_file(tmp_path / "r.jsonl", 3)), "--out", str(tmp_path / "o")]  # fmt: skip
-    assert main([*command, "--steps", "1"]) == 2
-    assert "logits_scaling = 8.0" in capsys.readouterr().err
-
-
-def test_a_model_that_does_not_fit_is_said_with_what_to_change(
-    llama: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: Any) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory.\nand more")
-
-    monkeypatch.setattr("coppice.learner.fine_tune.train", full)
-    command = ["train", "--model", str(llama), "--rows", str(rows_file(tmp_path / "r.jsonl", 3)), "--out", str(tmp_path / "o")]  # fmt: skip
-    assert main([*command, "--steps", "1"]) == 2
-    assert capsys.readouterr().err == (
-        "coppice sft train: CUDA out of memory.: train adapters (--lora-rank 16), or less at once (--forward-tokens)\n"
-    )
-
-
-@pytest.mark.parametrize("end", [[], [257]])
-def test_an_empty_completion_is_refused_with_its_line(
-    end: list[int], llama: Path, tmp_path: Path
-) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text('{"prompt": "a", "completion": "b"}\n{"prompt": "a", "completion": ""}\n')
-    with pytest.raises(
-        ValueError, match=r"rows\.jsonl:2: the completion is empty.*remove that line"
-    ):
-        read_rows(path, Text(str(llama)), end)
 
 
 def test_a_completion_ends_with_the_end_token_when_asked(llama: Path, tmp_path: Path) -> None:

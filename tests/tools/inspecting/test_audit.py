@@ -1,4 +1,5 @@
-"""The audit of a run folder finds each broken invariant by name, and none in a whole folder."""
+"""The audit of a run folder finds each broken invariant by name, and none in a whole folder, of one
+scheduler or of two."""
 
 import sqlite3
 from pathlib import Path
@@ -8,57 +9,74 @@ import numpy as np
 import pytest
 
 from coppice.common import frontier
+from coppice.common.shards import Shard, folder
 from coppice.scheduler.growth.tree import Tree
 from coppice.scheduler.ledger.journal import Journal
 from coppice.tools.inspecting.audit import audit, main
 from coppice.wire import digest
 from coppice.wire.messages import Turn
 
-TREES, QUESTIONS = 6, 2
+UPDATES = 3
+
+
+def write(run: Path, shards: int) -> Path:
+    """A run that ended: three updates, each of two trees of two groups from each scheduler."""
+    trained: dict[int, int] = {}
+    for number in range(shards):
+        shard, home = Shard(number, shards), folder(run, number)
+        home.mkdir(parents=True, exist_ok=True)
+        journal, identity, group = Journal(home / "journal.sqlite"), -1, -1
+        for draw in range(2 * UPDATES):
+            identity, version = shard.after(identity), draw // 2
+            tree = Tree(identity, f"task-{identity}")
+            root = tree.add(None, "prompt", np.arange(4, dtype=np.int32), "prompt", state={})
+            journal.start_tree(tree, shard.position(draw), version)
+            for _ in range(2):
+                group = shard.after(group)
+                action = tree.add(
+                    root, "action", np.array([7, 8], np.int32), "act",
+                    logprobs=np.full(2, -0.5, np.float32), versions=np.full(2, version, np.int32),
+                )  # fmt: skip
+                tree.changed[action.id] = action
+                journal.save_group(tree, group, [Turn(action.id, 0, 1, {})])
+                journal.mark_trained(group, version + 1)
+                trained[group] = version + 1
+            journal.close_tree(tree)
+        journal.close()
+        records = [{"version": v + 1, "learner/groups": 4.0 * shards} for v in range(UPDATES)]
+        lines = [msgspec.json.encode(record) + b"\n" for record in records]
+        (home / "metrics.jsonl").write_bytes(b"".join(lines))
+        (home / "summary.json").write_text("{}")
+    settings = {"scheduler": {"max_staleness": 0, "shards": shards}}
+    (run / "config.json").write_bytes(msgspec.json.encode(settings))
+    state = run / "checkpoints" / f"v{UPDATES:06}"
+    state.mkdir(parents=True)
+    known = frontier.Frontier(UPDATES, frontier.runs(dict(sorted(trained.items()))))
+    (state / frontier.FILE).write_bytes(msgspec.json.encode(known))
+    digest.write_sums(state, {frontier.FILE: digest.file(state / frontier.FILE)})
+    return run
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """The folder of a run that ended: three updates of two trees, each with two groups."""
-    journal, groups = Journal(tmp_path / "journal.sqlite"), dict[int, int]()
-    for number in range(TREES):
-        version = number // QUESTIONS
-        tree = Tree(number, f"task-{number}")
-        root = tree.add(None, "prompt", np.arange(4, dtype=np.int32), "prompt", state={})
-        for group in (2 * number, 2 * number + 1):
-            values = {
-                "logprobs": np.full(2, -0.5, np.float32),
-                "versions": np.full(2, version, np.int32),
-            }
-            action = tree.add(root, "action", np.array([7, 8], np.int32), "act", **values)
-            tree.changed[action.id] = action
-            if not group % 2:
-                journal.start_tree(tree, number, version)
-            journal.save_group(tree, group, [Turn(action.id, 0, 1, {})])
-            journal.mark_trained(group, version + 1)
-            groups[group] = version + 1
-        journal.close_tree(tree)
+    return write(tmp_path, 1)
+
+
+def execute(home: Path, statement: str) -> None:
+    with sqlite3.connect(home / "journal.sqlite") as journal:
+        journal.execute(statement)
     journal.close()
-    records = [{"version": v, "learner/groups": 2.0 * QUESTIONS} for v in (1, 2, 3)]
-    (tmp_path / "metrics.jsonl").write_bytes(
-        b"".join(msgspec.json.encode(r) + b"\n" for r in records)
-    )
-    (tmp_path / "config.json").write_text('{"scheduler": {"max_staleness": 0}}')
-    (tmp_path / "summary.json").write_text("{}")
-    folder = tmp_path / "checkpoints" / "v000003"
-    folder.mkdir(parents=True)
-    (folder / frontier.FILE).write_bytes(
-        msgspec.json.encode(frontier.Frontier(3, frontier.runs(groups)))
-    )
-    digest.write_sums(folder, {frontier.FILE: digest.file(folder / frontier.FILE)})
-    return tmp_path
 
 
 def rules(run: Path) -> set[str]:
     return {violation.rule for violation in audit(run)}
 
 
-def test_a_whole_run_passes(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("shards", [1, 2])
+def test_a_whole_run_passes(
+    tmp_path: Path, shards: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = write(tmp_path, shards)
     assert audit(run) == []
     assert main([str(run)]) == 0
     assert "every invariant holds" in capsys.readouterr().out
@@ -85,11 +103,26 @@ def test_a_whole_run_passes(run: Path, capsys: pytest.CaptureFixture[str]) -> No
     ],
 )
 def test_a_fault_in_the_journal_is_found(run: Path, statement: str, rule: str) -> None:
-    with sqlite3.connect(run / "journal.sqlite") as journal:
-        journal.execute(statement)
-    journal.close()
+    execute(run, statement)
     assert rule in rules(run)
     assert main([str(run)]) == 1
+
+
+@pytest.mark.parametrize(
+    ("statement", "rule"),
+    [
+        ("UPDATE groups SET trained=NULL WHERE id=3", "nothing in flight at the end"),
+        ("DELETE FROM groups WHERE id=3", "journal and checkpoint agree"),
+        ("UPDATE groups SET trained=2 WHERE id=1", "journal and learner agree"),
+        ("UPDATE trees SET position=position+2 WHERE id=11", "drawn once"),
+        # the other's of the two
+        ("UPDATE trees SET position=position+1-2*(position%2) WHERE id=7", "drawn once"),
+        ("UPDATE trees SET id=8 WHERE id=7", "ids of one shard"),
+    ],
+)
+def test_a_fault_in_the_second_journal_is_found(tmp_path: Path, statement: str, rule: str) -> None:
+    execute(folder(write(tmp_path, 2), 1), statement)
+    assert rule in rules(tmp_path)
 
 
 def test_faults_in_the_records_are_found(run: Path) -> None:
@@ -105,14 +138,20 @@ def test_faults_in_the_records_are_found(run: Path) -> None:
     assert "records are whole" in rules(run)
 
 
+def test_a_scheduler_may_lack_the_newest_record_until_all_have_ended(tmp_path: Path) -> None:
+    home = folder(write(tmp_path, 2), 1)
+    lines = (home / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    (home / "metrics.jsonl").write_bytes(b"".join(lines[:-1]))
+    assert rules(tmp_path) == {"one record per update"}
+    (home / "summary.json").unlink()
+    assert audit(tmp_path) == []
+
+
 def test_a_crash_may_leave_the_newest_update_unfinished_and_the_end_may_not(run: Path) -> None:
     path = run / "metrics.jsonl"
-    path.write_bytes(
-        b"".join(path.read_bytes().splitlines(keepends=True)[:2]) + b'{"version": 3, "lear'
-    )
-    with sqlite3.connect(run / "journal.sqlite") as journal:
-        journal.execute("UPDATE groups SET trained=NULL WHERE id=11")
-    journal.close()
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines[:2]) + b'{"version": 3, "lear')
+    execute(run, "UPDATE groups SET trained=NULL WHERE id=11")
     assert rules(run)
     (run / "summary.json").unlink()
     assert audit(run) == []
@@ -129,9 +168,7 @@ def test_a_changed_checkpoint_and_one_without_digests_are_found(run: Path) -> No
 
 
 def test_the_bound_is_the_largest_that_the_run_had_when_a_resume_changed_it(run: Path) -> None:
-    with sqlite3.connect(run / "journal.sqlite") as journal:
-        journal.execute("UPDATE groups SET trained=3 WHERE tree=0")
-    journal.close()
+    execute(run, "UPDATE groups SET trained=3 WHERE tree=0")
     assert "within the staleness bound" in rules(run)
     (run / "config-1.json").write_text('{"scheduler": {"max_staleness": 2}}')
     assert "within the staleness bound" not in rules(run)

@@ -1,7 +1,6 @@
 """coppice trees: which trees it finds, and what it shows of them."""
 
 import json
-import re
 from pathlib import Path
 
 import numpy as np
@@ -99,26 +98,6 @@ def test_a_sample_is_the_same_each_time_and_no_larger_than_asked_for(
     samples = [listed(capsys) for _ in range(2) if main([str(run), "--sample", "3"]) == 0]
     assert samples[0] == samples[1]
     assert len({*samples[0]}) == 3
-
-
-def test_a_list_fits_on_80_columns_and_shows_the_spread(
-    run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([str(run / "journal.sqlite"), "--list"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert max(map(len, lines)) <= 80
-    assert lines[0].split() == [
-        "tree",
-        "task",
-        "status",
-        "version",
-        "actions",
-        "reward",
-        "spread",
-        "invalid",
-        "age_s",
-    ]
-    assert lines[1].split()[:-1] == ["4", "task1", "closed", "1", "2", "0.00", "0.80", "2"]
 
 
 @pytest.mark.parametrize(
@@ -295,16 +274,6 @@ def test_the_seconds_of_a_trees_calls_are_columns_and_told(
     assert rows[3]["judge_s"] is None and "train_s" not in rows[3]
     assert main([str(run), "--where", "generate_s > 3", "--all"]) == 0
     assert "calls: generate 4.0 s\n" in capsys.readouterr().out
-
-
-def test_a_graph_has_a_box_for_each_node_and_an_arrow_to_each_child(
-    run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([str(run), "--dot", "--limit", "2"]) == 0
-    graph = capsys.readouterr().out
-    assert graph.count("digraph tree_") == 2
-    assert len(re.findall(r"^  n\d+ \[label=", graph, re.MULTILINE)) == 6
-    assert re.findall(r"n0 -> n(\d);", graph) == ["1", "2", "1", "2"]
 
 
 def test_long_texts_are_folded_and_full_shows_them_with_the_judges_words(

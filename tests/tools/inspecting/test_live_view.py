@@ -5,8 +5,6 @@ import asyncio
 import contextlib
 import os
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -24,7 +22,7 @@ from coppice.scheduler.telemetry import health
 from coppice.scheduler.telemetry.health import Health, Queue, WorkerHealth
 from coppice.tools.inspecting import watched
 from coppice.tools.inspecting.watch import Table, Watch, main
-from coppice.tools.inspecting.watched import Reader, curves, page, spark, staleness, words
+from coppice.tools.inspecting.watched import Reader, page, spark, staleness
 from coppice.tools.launching import control, record, status
 from coppice.tools.launching.config import DEFAULT_CONFIG, load
 from coppice.tools.launching.record import Failure, Member, Record
@@ -277,22 +275,6 @@ async def test_every_key_that_harms_asks_once_more(
         assert orders == [said]
 
 
-async def test_an_order_that_cannot_be_given_is_refused_in_words(run: Path) -> None:
-    async with watching(run) as (app, pilot):
-        for keys, said in (
-            (["d"], "choose a worker in the table of processes first (Tab)"),
-            (["tab", "d"], "scheduler cannot be drained"),
-            (["end", "d"], "mine-0 was not started by coppice launch"),
-        ):
-            await pilot.press(*keys)
-            assert any(toast.message.startswith(said) for toast in app._notifications), said
-
-
-def test_draining_the_only_worker_of_a_service_says_that_the_run_waits(run: Path) -> None:
-    assert "No other worker offers retrieve: the run waits" in control.draining(run, "retriever")
-    assert "No other worker" not in control.draining(run, "actor-0")
-
-
 async def test_the_cursor_stays_with_its_tree_and_at_the_top_with_the_newest(run: Path) -> None:
     async with watching(run) as (app, pilot):
         table = app.query_one("#trees", Table)
@@ -372,50 +354,11 @@ async def test_a_journal_alone_shows_its_trees_and_takes_no_orders(run: Path) ->
 # reading
 
 
-def test_only_what_is_new_is_read(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trees: list[int] = []
-    sums = watched._sums
-    monkeypatch.setattr(
-        watched, "_sums", lambda journal, row: trees.append(row.id) or sums(journal, row)
-    )
-    reader = Reader(run)
-    assert [record["score/reward"] for record in reader.look().records] == pytest.approx(
-        [v / 10 - 0.5 for v in range(1, 9)]
-    )
-    assert trees == list(range(10))
-    offset = reader._records._files[run / "metrics.jsonl"][1]
-    assert offset == len(lines(*range(1, 9)))
-    reader.look()
-    assert (reader._records._files[run / "metrics.jsonl"][1], len(trees)) == (offset, 10)
-    with (run / "metrics.jsonl").open("ab") as file:
-        file.write(b'ups": 8.0, "score/reward": 0.25, "learner/kl": null}\n' + lines(10))
-    assert [record["score/reward"] for record in reader.look().records][-2:] == [0.25, 0.5]
-
-
-def test_a_resumed_run_writes_its_metrics_anew_and_they_are_read_anew(run: Path) -> None:
-    reader = Reader(run)
-    assert len(reader.look().records) == 8
-    write_whole(run / "metrics.jsonl", lines(*range(1, 6)))
-    assert len(reader.look().records) == 5
-
-
-def test_a_long_file_is_read_from_near_its_end(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (run / "metrics.jsonl").write_bytes(lines(*range(1, 101)))
-    monkeypatch.setattr(watched, "TAIL_BYTES", len(lines(97, 98, 99, 100)) - 5)
-    assert len(Reader(run).look().records) == 3
-
-
 def test_a_sparkline_spans_its_least_to_its_largest_value() -> None:
     assert spark([0.0, 1.0, 2.0, 7.0], 10) == "▁▂▃█"
     assert spark([0.0, 2.0, 6.0, 8.0], 2) == "▁█"
     assert spark([3.0] * 4, 3) == "▅▅▅"
     assert len(spark(list(range(1000)), 17)) == 17
-
-
-def test_curves_show_the_first_value_the_course_and_the_newest_value() -> None:
-    records = [{"score/reward": value} for value in (-1.0, 0.0, 1.0)]
-    assert curves(records, 60) == [f"reward   -1.00 {'▁▅█':<38}  +1.00"]
-    assert curves([], 60) == ["curves: no update is recorded yet"]
 
 
 def test_the_histogram_counts_the_tokens_of_the_last_updates() -> None:
@@ -431,12 +374,6 @@ def test_the_histogram_counts_the_tokens_of_the_last_updates() -> None:
     assert staleness([{"score/reward": 1.0}], 80) == []
 
 
-def test_the_words_keep_to_the_width(run: Path) -> None:
-    look = Reader(run).look()
-    for width in (50, 79, 120):
-        assert all(len(line) <= width for line in words(look, width))
-
-
 # ---------------------------------------------------------------------------------------------- the
 # command
 
@@ -449,22 +386,3 @@ def test_without_a_terminal_one_page_is_printed(
     assert said.splitlines() == page(Reader(run).look(), 80)
     assert "newest trees\n  tree  status" in said
     assert "  actor-1    104  stopped" in said
-
-
-def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for path in (tmp_path, tmp_path / "nothing"):
-        assert main([str(path)]) == 2
-        assert "expected the folder of a run" in capsys.readouterr().err
-
-
-def test_the_help_fits_80_columns_and_ends_with_examples() -> None:
-    command = [
-        sys.executable,
-        "-c",
-        "from coppice.tools.inspecting.watch import main; main(['--help'])",
-    ]
-    said = subprocess.run(
-        command, env=os.environ | {"COLUMNS": "80"}, capture_output=True, text=True, check=True
-    ).stdout
-    assert all(len(line) <= 80 for line in said.splitlines())
-    assert "examples:" in said.split("options:")[1]

@@ -34,14 +34,9 @@ def test_dump_finds_the_trees_of_all_journals(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert dump.main([str(run), "--list"]) == 0
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]] == [
-        "5",
-        "4",
-        "3",
-        "2",
-        "1",
-        "0",
-    ]
+    assert [
+        line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]
+    ] == "5 4 3 2 1 0".split()
     assert dump.main([str(run), "--tree", "5", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["tree"] == 5
     assert dump.main([str(folder(run, 1)), "--list"]) == 0

@@ -10,15 +10,13 @@ from collections.abc import Sequence
 
 import msgspec
 
+from coppice.tools.evaluating.judge_bench import record
 from coppice.tools.evaluating.judge_bench.record import (
     CATEGORIES,
     Graded,
     Item,
     Labelled,
     Trajectory,
-    category,
-    copied,
-    label,
 )
 
 
@@ -59,21 +57,18 @@ def build(
     pool, dropped = _filtered(labelled, exclude)
     if not pool:
         raise ValueError(f"no trajectory is left for the benchmark; dropped: {dict(dropped)}")
-    scores = [step.score for record in pool for step in record.steps]
+    scores = [step.score for one in pool for step in one.steps]
     mean = sum(scores) / len(scores)
     limit = mean if threshold is None else threshold
-    items = [_item(record, limit) for record in pool]
+    items = [_item(one, limit) for one in pool]
     random.Random(seed).shuffle(items)
     items.sort(key=lambda item: len(item.steps) == 1)
     by_category = {name: [item for item in items if item.category == name] for name in CATEGORIES}
     shares = even(size, [len(members) for members in by_category.values()])
-    taken = {
-        name: members[:share]
-        for (name, members), share in zip(by_category.items(), shares, strict=True)
-    }
-    chosen = sorted(
-        (item for members in taken.values() for item in members), key=lambda item: item.id
-    )
+    sizes = dict(zip(by_category, shares, strict=True))
+    taken = {name: members[: sizes[name]] for name, members in by_category.items()}
+    chosen = [item for members in taken.values() for item in members]
+    chosen.sort(key=lambda item: item.id)
     if surplus := len(items) - len(chosen):
         dropped["not needed for the balance"] = surplus
     return chosen, Report(
@@ -90,27 +85,29 @@ def build(
 def _filtered(
     labelled: Sequence[Trajectory[Labelled]], exclude: Sequence[Trajectory[Labelled]]
 ) -> tuple[list[Trajectory[Labelled]], Counter[str]]:
-    ids, questions = {record.id for record in exclude}, {record.question for record in exclude}
+    ids, questions = {one.id for one in exclude}, {one.question for one in exclude}
     seen: set[tuple[str, ...]] = set()
     kept, dropped = [], Counter[str]()
-    for record in labelled:
-        key = (record.question, *(step.response for step in record.steps))
-        if record.id in ids or record.question in questions:
+    for one in labelled:
+        key = (one.question, *(step.response for step in one.steps))
+        if one.id in ids or one.question in questions:
             dropped["id or question is in the excluded file"] += 1
-        elif not [gold for gold in record.golden_answers if gold.strip()]:
+        elif not [gold for gold in one.golden_answers if gold.strip()]:
             dropped["no gold answer"] += 1
         elif key in seen:
             dropped["the same question and steps as another"] += 1
         else:
             seen.add(key)
-            kept.append(record)
+            kept.append(one)
     return kept, dropped
 
 
-def _item(record: Trajectory[Labelled], limit: float) -> Item:
-    steps = [copied(step, Graded, label=label(step.score, limit)) for step in record.steps]
-    kind = category(record.outcome, [step.score for step in steps], limit)
-    return copied(record, Item, steps=steps, category=kind)
+def _item(one: Trajectory[Labelled], limit: float) -> Item:
+    steps = [
+        record.copied(step, Graded, label=record.label(step.score, limit)) for step in one.steps
+    ]
+    kind = record.category(one.outcome, [step.score for step in steps], limit)
+    return record.copied(one, Item, steps=steps, category=kind)
 
 
 def even(size: int, available: Sequence[int]) -> list[int]:

@@ -22,7 +22,7 @@ from coppice.tools.evaluating import examination
 from coppice.tools.evaluating.examination import Measured, Prepared
 from coppice.tools.evaluating.judge_bench import judging, record
 from coppice.tools.evaluating.judge_bench.judging import JudgeSpec, Session
-from coppice.tools.evaluating.judge_bench.record import CATEGORIES, THRESHOLD, Item
+from coppice.tools.evaluating.judge_bench.record import CATEGORIES, THRESHOLD, Graded, Item
 
 COMMAND = "coppice evaluate nvprocess"
 SHIPPED = Path(__file__).parent / "nvprocess-small.jsonl"
@@ -67,11 +67,8 @@ def measure(
     judge: str, items: Sequence[Item], scores: dict[str, float | None], threshold: float
 ) -> Row:
     """The row of a judge. scores: by step; None is an output that could not be read."""
-    return _row(
-        judge,
-        items,
-        lambda name: None if (s := scores[name]) is None else record.label(s, threshold),
-    )
+    labels = {n: record.label(s, threshold) for n, s in scores.items() if s is not None}
+    return _row(judge, items, labels.get)
 
 
 def baseline(kind: str, items: Sequence[Item], threshold: float) -> Row:
@@ -83,52 +80,46 @@ def baseline(kind: str, items: Sequence[Item], threshold: float) -> Row:
     """
     labels = [step.label for item in items for step in item.steps]
     most = int(2 * sum(labels) >= len(labels))
-    steps = [
-        (record.step_id(item, n), item, step)
-        for item in items
-        for n, step in enumerate(item.steps, 1)
-    ]
-    first = {name for name, item, step in steps if step.context == item.question}
+    first = {name for item, name, step in _steps(items) if step.context == item.question}
     says: dict[str, Callable[[str], int]] = {
         "majority": lambda name: most,
         "first-turn": lambda name: int(name in first),
         "random": lambda name: random.Random(f"nvprocess/{name}").getrandbits(1),
     }
-    if kind in says:
-        return _row(f"{kind} class" if kind == "majority" else kind, items, says[kind])
-    return _row(kind, items, lambda name: record.label(float(kind.split()[1]), threshold))
+    if kind not in says:
+        says[kind] = lambda name: record.label(float(kind.split()[1]), threshold)
+    return _row(f"{kind} class" if kind == "majority" else kind, items, says[kind])
+
+
+def _steps(items: Sequence[Item]) -> list[tuple[Item, str, Graded]]:
+    """All steps with their items and names."""
+    return [
+        (item, record.step_id(item, number), step)
+        for item in items
+        for number, step in enumerate(item.steps, 1)
+    ]
 
 
 def _row(judge: str, items: Sequence[Item], verdict: Callable[[str], int | None]) -> Row:
     """Make the row of a judge. verdict: the label that the judge gives to a step, or None."""
-    right: list[tuple[Item, float]] = []
-    valid = []
-    for item in items:
-        for number, step in enumerate(item.steps, 1):
-            label = verdict(record.step_id(item, number))
-            valid.append(label is not None)
-            right.append((item, float(label == step.label)))
+    steps = _steps(items)
+    labels = {name: verdict(name) for _, name, _ in steps}
+    right = [(item, float(labels[name] == step.label)) for item, name, step in steps]
+    valid = sum(label is not None for label in labels.values()) / len(labels)
 
-    def part(holds: Callable[[Item], bool]) -> Measured:
-        values = [value for item, value in right if holds(item)]
-        accuracy = estimate(values)
-        return Measured(accuracy.mean, accuracy.half, len(values))
+    def parts(holds: dict[str, Callable[[Item], bool]]) -> dict[str, Measured]:
+        measured = {}
+        for name, one in holds.items():
+            if values := [value for item, value in right if one(item)]:
+                accuracy = estimate(values)
+                measured[name] = Measured(accuracy.mean, accuracy.half, len(values))
+        return measured
 
-    multi = [len(item.steps) > 1 for item in items]
-    return Row(
-        judge,
-        part(lambda item: True),
-        sum(valid) / len(valid),
-        {
-            name: part(lambda i, n=name: i.category == n)
-            for name in CATEGORIES
-            if any(i.category == name for i in items)
-        },
-        {
-            **({"single-step": part(lambda i: len(i.steps) == 1)} if not all(multi) else {}),
-            **({"multi-step": part(lambda i: len(i.steps) > 1)} if any(multi) else {}),
-        },
-    )
+    (accuracy,) = parts({"": lambda item: True}).values()
+    by_category = {name: lambda item, name=name: item.category == name for name in CATEGORIES}
+    single, multi = lambda item: len(item.steps) == 1, lambda item: len(item.steps) > 1
+    by_steps = parts({"single-step": single, "multi-step": multi})
+    return Row(judge, accuracy, valid, parts(by_category), by_steps)
 
 
 def table(result: Result) -> str:

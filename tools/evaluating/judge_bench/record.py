@@ -28,9 +28,13 @@ Score = Annotated[float, msgspec.Meta(ge=0, le=1)]
 """A judge's score as a share of its maximum, S/M."""
 
 
-class Details(
+class _Record(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
 ):
+    """What is written as a line, or as a part of one."""
+
+
+class Details(_Record, frozen=True, kw_only=True):
     """Fields of ``wire.messages.JudgedTurn`` under the same names, except that ``summary`` is the
     field ``context``."""
 
@@ -45,9 +49,7 @@ class Details(
     past_observations: list[str] = []
 
 
-class Step(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
-):
+class Step(_Record, frozen=True, kw_only=True):
     """A turn for a judge."""
 
     context: str
@@ -77,14 +79,7 @@ class Graded(Step, frozen=True, kw_only=True):
 S = TypeVar("S", bound=Step)
 
 
-class Trajectory(
-    msgspec.Struct,
-    Generic[S],
-    frozen=True,
-    kw_only=True,
-    forbid_unknown_fields=True,
-    omit_defaults=True,
-):
+class Trajectory(_Record, Generic[S], frozen=True, kw_only=True):
     """One trajectory. outcome: exact match of its answer. evidence: the passages that support a
     gold answer, if they are known."""
 
@@ -150,10 +145,9 @@ def read_all(paths: Sequence[Path], kind: type[R]) -> list[R]:
 def write(path: Path, records: Iterable[Any]) -> None:
     """Write records as JSONL. The file appears whole or not at all. Raises OSError that names the
     path."""
+    lines = [msgspec.json.encode(record) + b"\n" for record in records]
     try:
-        write_whole(
-            path, b"".join(msgspec.json.encode(record) + b"\n" for record in records), alone=False
-        )
+        write_whole(path, b"".join(lines), alone=False)
     except OSError as error:
         raise OSError(f"{path} cannot be written: {error.strerror}") from None
 
@@ -186,21 +180,15 @@ def recorded(turn: JudgedTurn) -> Step:
 def judged_turn(record: Trajectory[Any], step: Step) -> JudgedTurn:
     """The turn that a judge sees. Without ``turn``, it has only the question, transcript, response,
     golds and evidence."""
-    head = f"{record.question}\n\n"
-    ours = step.context == record.question or step.context.startswith(head)
+    question, between, transcript = step.context.partition(f"{record.question}\n\n")
+    if question or not between:  # the bare question, or another wording of it
+        question, transcript = step.context, ""
     known = step.turn or Details(step=1, budget=1)
     return copied(
-        known,
-        JudgedTurn,
-        question=record.question if ours else step.context,
-        golds=record.golden_answers,
-        context=known.summary,
-        response=step.response.removesuffix(known.observation or ""),
-        evidence=record.evidence,
-        transcript=step.context.removeprefix(head)
-        if ours and step.context != record.question
-        else "",
-    )
+        known, JudgedTurn, question=question or record.question, golds=record.golden_answers,
+        context=known.summary, response=step.response.removesuffix(known.observation or ""),
+        evidence=record.evidence, transcript=transcript,
+    )  # fmt: skip
 
 
 def label(score: float, threshold: float) -> Literal[0, 1]:

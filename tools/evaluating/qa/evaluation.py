@@ -173,11 +173,13 @@ class Answering(Examination[Result]):
             first += len(one.tasks)
         multi = [measured[name] for name in MULTI_HOP if name in measured]
         spent, engine = examined.spent, examined.spent.engine
-        count = {key: int(engine.get(key, 0)) for key in ("decoded_tokens", "queries", "hits")}
+        generated, queries, hits = (
+            int(engine.get(key, 0)) for key in ("decoded_tokens", "queries", "hits")
+        )
         return RowResult(
             row.name, row.settings, measured, macro(list(measured.values())),
             macro(multi) if len(multi) == len(MULTI_HOP) else {}, examined.undone, spent.seconds,
-            *count.values(), {key: value for key, value in engine.items() if key in _COUNTERS},
+            generated, queries, hits, {key: value for key, value in engine.items() if key in _COUNTERS},
         )  # fmt: skip
 
 
