@@ -113,7 +113,7 @@ def finds(fault: Planted) -> bool:
     if its test cannot run."""
     with tempfile.TemporaryDirectory(prefix="coppice-planted-") as scratch:
         copy = Path(scratch, "coppice")
-        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(*_LEFT_OUT))
+        shutil.copytree(ROOT, copy, symlinks=True, ignore=shutil.ignore_patterns(*_LEFT_OUT))
         place = copy / fault.file
         text = place.read_text()
         if (count := text.count(fault.right)) != 1:

@@ -15,7 +15,7 @@ import time
 from coppice.actors.engines.attend import Chunk, grouped
 from coppice.actors.engines.memory import Memory
 from coppice.actors.engines.radix import RadixCache, common_length
-from coppice.actors.engines.samples import Waiting
+from coppice.actors.engines.samples import ActiveRequest
 
 _IDEAL_BYTES = 2**26
 """Bytes of the record of prefixes that an ideal cache would hold: 16 million tokens."""
@@ -29,8 +29,8 @@ class Admission:
     ):
         self.memory, self.prefill_tokens, self.counts = memory, prefill_tokens, counts
         self.places = self._all_places = places
-        self.waiting: collections.deque[Waiting] = collections.deque()
-        self.prefilling: list[Waiting] = []
+        self.waiting: collections.deque[ActiveRequest] = collections.deque()
+        self.prefilling: list[ActiveRequest] = []
         self.ideal = RadixCache(_IDEAL_BYTES)
 
     def __bool__(self) -> bool:
@@ -38,49 +38,49 @@ class Admission:
 
     def admit(self, version: int) -> None:
         """Move the requests that can start from waiting to prefilling."""
-        later: list[Waiting] = []
-        tokens = sum(self._missing(waiting) for waiting in self.prefilling)
+        later: list[ActiveRequest] = []
+        tokens = sum(self._missing(active) for active in self.prefilling)
         while self.waiting and tokens < self.prefill_tokens:
             if self.waiting[0].request.n > self.places:
                 break
-            waiting = self.waiting.popleft()
-            if self._computed_by_another(waiting):
-                later.append(waiting)
+            active = self.waiting.popleft()
+            if self._computed_by_another(active):
+                later.append(active)
                 continue
-            if not self._start(waiting, version):
-                self.waiting.appendleft(waiting)
+            if not self._start(active, version):
+                self.waiting.appendleft(active)
                 break
-            tokens += self._missing(waiting)
+            tokens += self._missing(active)
         self.waiting.extendleft(reversed(later))
 
     def chunks(self) -> list[Chunk]:
         """Return this step's prompt tokens, in the order of their rows."""
         left = self.prefill_tokens
         chunks: list[Chunk] = []
-        for waiting in self.prefilling:
-            count = min(left, self._missing(waiting))
+        for active in self.prefilling:
+            count = min(left, self._missing(active))
             if count:
-                chunks.append(Chunk(waiting.prefix, count))
+                chunks.append(Chunk(active.prefix, count))
                 left -= count
         self.counts["prefilled_tokens"] += self.prefill_tokens - left
         return [chunk for group in grouped(chunks) for chunk in group]
 
-    def ready(self) -> list[Waiting]:
+    def ready(self) -> list[ActiveRequest]:
         """Remove and return the requests whose whole prompt is computed."""
-        done = [waiting for waiting in self.prefilling if not self._missing(waiting)]
+        done = [active for active in self.prefilling if not self._missing(active)]
         if done:
-            self.prefilling = [waiting for waiting in self.prefilling if self._missing(waiting)]
+            self.prefilling = [active for active in self.prefilling if self._missing(active)]
         return done
 
-    def remove(self, waiting: Waiting) -> None:
+    def remove(self, active: ActiveRequest) -> None:
         """Forget a request of which no sample runs yet."""
-        if waiting in self.waiting:
-            self.waiting.remove(waiting)
-        elif waiting in self.prefilling:
-            self.prefilling.remove(waiting)
-            waiting.tails.promised -= waiting.request.n
-            waiting.prefix.shelf.drop(waiting.prefix)
-            self.places += waiting.request.n
+        if active in self.waiting:
+            self.waiting.remove(active)
+        elif active in self.prefilling:
+            self.prefilling.remove(active)
+            active.tails.promised -= active.request.n
+            active.prefix.shelf.drop(active.prefix)
+            self.places += active.request.n
 
     def clear(self) -> None:
         """Forget all requests, after every request has failed."""
@@ -88,34 +88,34 @@ class Admission:
         self.prefilling.clear()
         self.places = self._all_places
 
-    def _computed_by_another(self, waiting: Waiting) -> bool:
+    def _computed_by_another(self, active: ActiveRequest) -> bool:
         if not self.prefilling:
             return False
-        shared = max(common_length(waiting.prompt, other.prompt) for other in self.prefilling)
-        return shared > self.memory.cache.match(waiting.prompt).length
+        shared = max(common_length(active.prompt, other.prompt) for other in self.prefilling)
+        return shared > self.memory.cache.match(active.prompt).length
 
-    def _start(self, waiting: Waiting, version: int) -> bool:
-        request, prompt = waiting.request, waiting.prompt
+    def _start(self, active: ActiveRequest, version: int) -> bool:
+        request, prompt = active.request, active.prompt
         # before the reservation, because segments just used are evicted last
         match = self.memory.cache.match(prompt)
         shelves = self.memory.reserve(len(prompt), request.n, request.sampling.max_tokens)
         if shelves is None:
             return False
-        prefix, waiting.tails = shelves
-        waiting.prefix, waiting.version = prefix.put(waiting), version
-        waiting.clock["prefill"] = time.monotonic()
+        prefix, active.tails = shelves
+        active.prefix, active.version = prefix.put(active), version
+        active.clock["prefill"] = time.monotonic()
         # the last token's hidden state is needed in any case
         if match.length == len(prompt) and match.ending is None:
             match.length -= 1
         for piece in match.pieces:
-            waiting.prefix.write(piece[:, :, :, : match.length - waiting.prefix.length])
-        waiting.cached, waiting.ending = match.length, match.ending
+            active.prefix.write(piece[:, :, :, : match.length - active.prefix.length])
+        active.cached, active.ending = match.length, match.ending
         self.places -= request.n
-        self.prefilling.append(waiting)
+        self.prefilling.append(active)
         self.counts["prompt_tokens"] += len(prompt)
         self.counts["cached_tokens"] += match.length
         self.counts["ideal_prefill_tokens"] += self.ideal.insert(prompt)
         return True
 
-    def _missing(self, waiting: Waiting) -> int:
-        return len(waiting.prompt) - waiting.prefix.length
+    def _missing(self, active: ActiveRequest) -> int:
+        return len(active.prompt) - active.prefix.length

@@ -14,7 +14,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from coppice.actors.engines.memory import Behind, Shelf, Stretch
+from coppice.actors.engines.memory import InlineTails, Shelf, Stretch
 
 ATTENTION = "coppice_branches"
 
@@ -97,10 +97,10 @@ class _Past:
         )
 
 
-class _Behind:
+class _InlineAttention:
     """One new token of each tail behind its prefix. It attends to both in one call."""
 
-    def __init__(self, tails: Behind, first: int):
+    def __init__(self, tails: InlineTails, first: int):
         prefixes: list[Stretch] = [tail.owner.owner.prefix for tail in tails.held]
         pairs = zip(prefixes, tails.held, strict=True)
         at = [prefix.length + tail.length for prefix, tail in pairs]
@@ -187,13 +187,13 @@ class Plan:
 
     def __init__(self, tails: Sequence[Shelf], chunks: Sequence[Chunk]):
         """chunks: those of one group (see ``grouped``) must follow each other."""
-        self._own: list[_Behind | _Tails | _Chunks] = []
+        self._own: list[_InlineAttention | _Tails | _Chunks] = []
         self._past: list[_Past] = []
         rows = 0
         branches: dict[Shelf, dict[int, list[int]]] = {}
         for shelf in tails:
-            if isinstance(shelf, Behind):
-                self._own.append(_Behind(shelf, rows))
+            if isinstance(shelf, InlineTails):
+                self._own.append(_InlineAttention(shelf, rows))
                 rows += len(shelf.held)
                 continue
             self._own.append(_Tails(shelf, rows))

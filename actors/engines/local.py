@@ -32,7 +32,7 @@ from coppice.actors.engines.grammar import Grammar
 from coppice.actors.engines.memory import Memory, Shape
 from coppice.actors.engines.pictures import Pictures
 from coppice.actors.engines.radix import RadixCache
-from coppice.actors.engines.samples import Running, StopStrings, Stream, Waiting
+from coppice.actors.engines.samples import ActiveRequest, Running, StopStrings, Stream
 from coppice.actors.engines.sampling import pick, uniforms
 from coppice.actors.engines.thread import EngineThread
 from coppice.common import vision
@@ -69,7 +69,7 @@ class LocalEngine:
         self.busy_s = 0.0
         self._running = 0
         self._thread = EngineThread(self._has_work, self._timed_step, self._fail_open)
-        self._open: set[Waiting] = set()
+        self._open: set[ActiveRequest] = set()
         """Requests that the thread holds. Only the thread may use this set."""
         self._loading = asyncio.Lock()
         self._requests = 0
@@ -178,12 +178,14 @@ class LocalEngine:
         callback = on_top if on_tokens is None else _without_top(on_tokens)
         stream = (asyncio.get_running_loop(), callback) if callback is not None else None
         positions = self._pictures.positions(request) if self._pictures is not None else None
-        waiting = Waiting(request, hash((self.seed, self._requests)), matcher, stream, positions)
-        self._thread.ask(waiting.future, lambda: self._arrive(waiting))
+        active = ActiveRequest(
+            request, hash((self.seed, self._requests)), matcher, stream, positions
+        )
+        self._thread.ask(active.future, lambda: self._arrive(active))
         try:
-            return await asyncio.wrap_future(waiting.future)
+            return await asyncio.wrap_future(active.future)
         except asyncio.CancelledError:
-            self._thread.tell(lambda: self._abort(waiting))
+            self._thread.tell(lambda: self._abort(active))
             raise
 
     async def load(self, request: LoadRequest) -> LoadResult:
@@ -239,9 +241,9 @@ class LocalEngine:
         finally:
             self.busy_s += time.monotonic() - start
 
-    def _arrive(self, waiting: Waiting) -> None:
-        self._open.add(waiting)
-        self._admission.waiting.append(waiting)
+    def _arrive(self, active: ActiveRequest) -> None:
+        self._open.add(active)
+        self._admission.waiting.append(active)
 
     def _fail_open(self, reason: str) -> int:
         """Free all memory, fail every open request, and return their number."""
@@ -249,8 +251,8 @@ class LocalEngine:
         self._admission.clear()
         self.memory.clear()
         self._stream, self._running = Stream(), 0
-        for waiting in failed:
-            waiting.fail(InfrastructureFault(reason))
+        for active in failed:
+            active.fail(InfrastructureFault(reason))
         return len(failed)
 
     def _decoding(self) -> list[Running]:
@@ -273,13 +275,13 @@ class LocalEngine:
             chunk.prefix.length += chunk.count
         rows = [hidden[: len(decoding)]] if hidden is not None and decoding else []
         copies = [1] * len(decoding)
-        for waiting in self._admission.ready():
-            if waiting.ending is None:
+        for active in self._admission.ready():
+            if active.ending is None:
                 assert hidden is not None
-                waiting.ending = hidden[ends[id(waiting.prefix)]].clone()
-            rows.append(waiting.ending[None])
-            copies.append(waiting.request.n)
-            decoding += self._branch(waiting)
+                active.ending = hidden[ends[id(active.prefix)]].clone()
+            rows.append(active.ending[None])
+            copies.append(active.request.n)
+            decoding += self._branch(active)
         if rows:
             logits = self._head.logits(torch.cat(rows))
             if len(decoding) > len(logits):
@@ -304,18 +306,18 @@ class LocalEngine:
         features = self._pictures.features(chunks) if self._pictures is not None else None
         return self._decoder.forward(ids, where, plan, features)
 
-    def _branch(self, waiting: Waiting) -> list[Running]:
+    def _branch(self, active: ActiveRequest) -> list[Running]:
         """Keep the prompt in the cache and start the request's samples."""
         # keys and values of an older version must not enter the new version's cache
-        if waiting.version == self.version:
+        if active.version == self.version:
 
             def read(start: int, end: int) -> torch.Tensor:
-                return waiting.prefix.view(start, end).clone()
+                return active.prefix.view(start, end).clone()
 
-            self.memory.keep(waiting.prompt, read, waiting.ending)
-        waiting.clock["decode"] = time.monotonic()
+            self.memory.keep(active.prompt, read, active.ending)
+        active.clock["decode"] = time.monotonic()
         branches = [
-            Running(waiting, index, waiting.tails.put(None)) for index in range(waiting.request.n)
+            Running(active, index, active.tails.put(None)) for index in range(active.request.n)
         ]
         for running in branches:
             running.tail.owner = running
@@ -359,33 +361,33 @@ class LocalEngine:
 
     def _leave(self, running: Running, finish: Any) -> None:
         """Cache a sample's keys and values and free its row; answer with the last sample."""
-        waiting = running.owner
+        active = running.owner
         if finish != "abort":
-            if waiting.version == self.version:
+            if active.version == self.version:
                 context = running.context()
                 self.memory.keep(context, running.read)
                 self._admission.ideal.insert(context)
-            waiting.samples[running.index] = running.sample(finish)
+            active.samples[running.index] = running.sample(finish)
         running.tail.shelf.drop(running.tail)
         self._running -= 1
         self._admission.places += 1
-        waiting.left -= 1
-        if waiting.left:
+        active.left -= 1
+        if active.left:
             return
-        waiting.prefix.shelf.drop(waiting.prefix)
-        self._open.discard(waiting)
-        samples = [sample for sample in waiting.samples if sample is not None]
-        if len(samples) == len(waiting.samples):
-            waiting.answer(
-                GenerateResult(samples, len(waiting.prompt), waiting.cached, waiting.phases())
+        active.prefix.shelf.drop(active.prefix)
+        self._open.discard(active)
+        samples = [sample for sample in active.samples if sample is not None]
+        if len(samples) == len(active.samples):
+            active.answer(
+                GenerateResult(samples, len(active.prompt), active.cached, active.phases())
             )
 
-    def _abort(self, waiting: Waiting) -> None:
-        self._admission.remove(waiting)
+    def _abort(self, active: ActiveRequest) -> None:
+        self._admission.remove(active)
         for running in self._decoding():
-            if running.owner is waiting:
+            if running.owner is active:
                 self._leave(running, "abort")
-        self._open.discard(waiting)
+        self._open.discard(active)
 
     def _swap(self, kind: str, path: Path, version: int) -> None:
         weights.apply(self.model, self.folder, kind, path)

@@ -70,10 +70,10 @@ class Tail(Stretch):
 class Shelf:
     """Rows of ``capacity`` tokens: kv [layers, 2, rows, kv_heads, capacity, head_dim]. Rows 0 to
     ``len(held) - 1`` are in use, so attention reads one view. ``promised`` counts used and reserved
-    rows. behind: the tails in the same rows."""
+    rows. inline: the tails in the same rows."""
 
-    def __init__(self, shape: Shape, capacity: int, behind: "Behind | None" = None):
-        self.shape, self.capacity, self.promised, self.behind = shape, capacity, 0, behind
+    def __init__(self, shape: Shape, capacity: int, inline: "InlineTails | None" = None):
+        self.shape, self.capacity, self.promised, self.inline = shape, capacity, 0, inline
         self.held: list[Stretch] = []
         self.kv = self._rows(0)
 
@@ -101,7 +101,7 @@ class Shelf:
         """Free a row and its promise. The last row moves into it."""
         last = self.held.pop()
         if last is not stretch:
-            end = last.length + (self.behind.tokens(last) if self.behind is not None else 0)
+            end = last.length + (self.inline.tokens(last) if self.inline is not None else 0)
             self.kv[:, :, stretch.row, :, :end] = self.kv[:, :, last.row, :, :end]
             last.row = stretch.row
             self.held[last.row] = last
@@ -115,7 +115,7 @@ class Shelf:
         )
 
 
-class Behind(Shelf):
+class InlineTails(Shelf):
     """The tails in the rows of another shelf, behind its prefixes."""
 
     def __init__(self, shape: Shape):
@@ -147,19 +147,19 @@ class Memory:
 
     def needed(self, prompt: int, n: int, new: int) -> int:
         """Return the bytes that one request needs when nothing else runs."""
-        rows, behind, tail = self._rows(prompt, n, new)
-        return (rows + behind + n * tail) * self.shape.bytes_per_token
+        rows, inline, tail = self._rows(prompt, n, new)
+        return (rows + inline + n * tail) * self.shape.bytes_per_token
 
     def reserve(self, prompt: int, n: int, new: int) -> tuple[Shelf, Shelf] | None:
         """Promise rows and return the shelves of a request's prefix and of its ``n`` tails. Return
         None when the request must wait."""
-        rows, behind, tail_rows = self._rows(prompt, n, new)
-        key = (rows, behind, _power(n, 1))
+        rows, inline, tail_rows = self._rows(prompt, n, new)
+        key = (rows, inline, _power(n, 1))
         if (prefix := self.prefixes.get(key)) is None:
-            tails = Behind(self.shape) if behind else None
-            prefix = self.prefixes[key] = Shelf(self.shape, rows + behind, tails)
-        if prefix.behind is not None:
-            tail = self.tails[key] = prefix.behind
+            tails = InlineTails(self.shape) if inline else None
+            prefix = self.prefixes[key] = Shelf(self.shape, rows + inline, tails)
+        if prefix.inline is not None:
+            tail = self.tails[key] = prefix.inline
         elif (tail := self.tails.get((tail_rows,))) is None:
             tail = self.tails[tail_rows,] = Shelf(self.shape, tail_rows)
         if not self._grow({prefix: 1, tail: n}):

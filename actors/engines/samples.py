@@ -22,7 +22,7 @@ from coppice.wire.faults import Fault
 from coppice.wire.messages import GenerateRequest, GenerateResult, Sample
 
 
-class Waiting:
+class ActiveRequest:
     """A request until its last sample is done. positions: int64 [3, prompt] with pictures."""
 
     def __init__(
@@ -82,7 +82,7 @@ class Waiting:
 class Running:
     """One sample that decodes, with a tail of keys and values of all its tokens but the last."""
 
-    def __init__(self, owner: Waiting, index: int, tail: Stretch):
+    def __init__(self, owner: ActiveRequest, index: int, tail: Stretch):
         self.owner, self.index, self.tail, self.key = owner, index, tail, owner.keys[index]
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
@@ -161,7 +161,7 @@ class StopStrings:
         return self._texts[token]
 
 
-_NewToken = tuple[Waiting, int, int, float, list[dict[int, float]]]
+_NewToken = tuple[ActiveRequest, int, int, float, list[dict[int, float]]]
 """A request, the index of its sample, a new token, its log-probability, and the most probable
 tokens if they are asked for."""
 

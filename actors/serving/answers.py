@@ -59,6 +59,11 @@ class Pieces:
             return ""
         return self._cut(self._decoded(whole=False), last=False)
 
+    @property
+    def fed(self) -> int:
+        """The number of tokens fed so far."""
+        return len(self._tokens)
+
     def finish(self) -> str:
         """Return the rest of the text."""
         return "" if self.stopped else self._cut(self._decoded(whole=True), last=True)
@@ -113,7 +118,6 @@ class Answer:
         self._id = f"{'chatcmpl' if self.chat else 'cmpl'}-{uuid.uuid4().hex}"
         self._created = int(time.time())
         self._texts = [Pieces(tokenizer, request.stops) for _ in range(choices)]
-        self._fed = [0] * choices
 
     def whole(self, results: Sequence[GenerateResult]) -> dict[str, Any]:
         """Return the body of an answer that is not a stream."""
@@ -167,13 +171,12 @@ class Answer:
         return {"id": self._id, "object": kind, "created": self._created, "model": self._model}
 
     def _feed(self, index: int, tokens: Sequence[int], logprobs: Sequence[float], top: _Top) -> str:
-        self._fed[index] += len(tokens)
         rows = zip(tokens, logprobs, top or [{}] * len(tokens), strict=True)
         return "".join(self._texts[index].feed(*row) for row in rows)
 
     def _rest(self, index: int, sample: Sample) -> str:
         """Return the text of a sample that was not sent yet."""
-        left = slice(self._fed[index], None)
+        left = slice(self._texts[index].fed, None)
         tokens, logprobs = sample.tokens[left].tolist(), sample.logprobs[left].tolist()
         new = self._feed(index, tokens, logprobs, (sample.top or [])[left])
         return new + self._texts[index].finish()

@@ -150,24 +150,25 @@ def _call(name: Any, function: Any, arguments: Any) -> dict[str, Any]:
     return {"id": name, "type": "function", "function": {"name": function, "arguments": arguments}}
 
 
+class _Function(msgspec.Struct, omit_defaults=True):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
 def _tools(given: Any) -> list[dict[str, Any]]:
     """Return tools in the form of chat completions, in which chat templates read them."""
     tools = []
     if not isinstance(given, list | None):
         raise unexpected("tools", given, "a list of functions")
     for tool in given or []:
-        flat = tool.get("function", tool) if isinstance(tool, dict) else None
-        if (
-            not isinstance(flat, dict)
-            or not isinstance(flat.get("name"), str)
-            or not isinstance(flat.get("description"), str | None)
-            or not isinstance(flat.get("parameters"), dict | None)
-            or tool.get("type") not in (None, "function")
-        ):
+        try:
+            function = msgspec.convert(tool.get("function", tool), _Function)
+        except (AttributeError, msgspec.ValidationError):
+            function = None
+        if function is None or tool.get("type") not in (None, "function"):
             raise unexpected("tools", tool, "functions; tools of the provider are not there")
-        names = ("name", "description", "parameters")
-        kept = {key: flat[key] for key in names if flat.get(key) is not None}
-        tools.append({"type": "function", "function": kept})
+        tools.append({"type": "function", "function": msgspec.to_builtins(function)})
     return tools
 
 

@@ -479,7 +479,7 @@ async def test_a_completion_tells_the_most_probable_tokens_by_their_text_and_the
             "chat/completions",
             USER | {"logprobs": True, "top_logprobs": 20, "top_k": 3, "stop": ["e", "no"]},
         ),
-        ("completions", {"prompt": ["a tree", "two"], "logprobs": 5, "temperature": 0}),
+        ("completions", {"prompt": "a tree", "logprobs": 5, "temperature": 0}),
         ("completions", {"prompt": "a tree", "logprobs": 3, "regex": "[ab]{4}"}),
     ],
 )
