@@ -31,7 +31,7 @@ class Ranks:
         self.accelerator = Accelerator(cpu=not cuda)
         self.rank, self.count = self.accelerator.process_index, self.accelerator.num_processes
         self.device = str(self.accelerator.device)
-        here = int(os.environ.get("LOCAL_WORLD_SIZE", self.count))  # the ranks of this machine
+        here = int(os.environ.get("LOCAL_WORLD_SIZE") or self.count)  # the ranks of this machine
         hybrid = shard_ranks or here
         self.shards = {"replicate": 1, "fsdp": self.count, "hybrid": hybrid}[sharding]
         most = self.largest(torch.tensor(self.shards, device=self.device))

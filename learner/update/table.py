@@ -67,15 +67,15 @@ class TurnTable(msgspec.Struct, frozen=True):
     def only(self, kept: np.ndarray) -> "TurnTable":
         """Return the table of some of the turns. kept: bool [turns]."""
         tokens = self.per_token(kept)
-        identities = (self.tree, self.group, self.trajectory, self.turn, self.tokens)
         return TurnTable(
-            *(column[kept] for column in identities),
+            self.tree[kept], self.group[kept], self.trajectory[kept],
+            self.turn[kept], self.tokens[kept],
             {name: column[kept] for name, column in self.scores.items()},
             None if self.anchor is None else self.anchor[kept],
             None if self.sampled is None else self.sampled[tokens],
             {name: column[tokens] for name, column in self.token_scores.items()},
             [self.paths[row] for row in np.flatnonzero(kept)] if self.paths else [],
-        )
+        )  # fmt: skip
 
     def column(self, name: str) -> np.ndarray:
         """Return one score column. Raises KeyError that names the existing columns."""

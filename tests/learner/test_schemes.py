@@ -526,14 +526,11 @@ def permuted(t: TurnTable, order: np.ndarray) -> tuple[TurnTable, np.ndarray]:
     pieces = np.split(np.arange(int(t.tokens.sum())), np.cumsum(t.tokens)[:-1])
     flat = np.concatenate([pieces[i] for i in order])
     assert t.anchor is not None
-    identities = (t.tree, t.group, t.trajectory, t.turn, t.tokens)
     moved = TurnTable(
-        *(column[order] for column in identities),
-        {name: column[order] for name, column in t.scores.items()},
-        t.anchor[order],
-        t.mask()[flat],
+        t.tree[order], t.group[order], t.trajectory[order], t.turn[order], t.tokens[order],
+        {name: column[order] for name, column in t.scores.items()}, t.anchor[order], t.mask()[flat],
         {name: column[flat] for name, column in t.token_scores.items()},
-    )
+    )  # fmt: skip
     return moved, flat
 
 
