@@ -49,7 +49,8 @@ def test_synthetic_goals_are_all_combinations_of_sorted_option_groups() -> None:
 @pytest.mark.slow
 def test_goals_prices_and_search_are_equal_in_every_process() -> None:
     code = (
-        "from tests.actors.webshop.test_goals import GOALS, PRODUCTS, Shop; shop = Shop(PRODUCTS);"
+        "from coppice.actors.environments.webshop.shop import Shop;"
+        "from tests.actors.webshop.test_goals import GOALS, PRODUCTS; shop = Shop(PRODUCTS);"
         "print(shop.digest, hash(tuple(g.cap for g in GOALS)), GOALS[7].instruction, shop.search.results('solid wood table'))"
     )
     shown = {
