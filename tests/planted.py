@@ -42,8 +42,8 @@ FAULTS = (
     Planted(
         "GRPO's deviation has the other divisor",
         "learner/schemes/grpo.py",
-        "standardise(group, std, ddof, eps)",
-        "standardise(group, std, 1 - ddof, eps)",
+        "standardise(group, std, ddof)",
+        "standardise(group, std, 1 - ddof)",
         "tests/learner/test_schemes.py::test_grpo_known_answer_of_returns_over_two_turns"
         "_with_sample_and_population_deviation",
     ),
@@ -71,8 +71,8 @@ FAULTS = (
     Planted(
         "keys and values of an older version enter the cache",
         "actors/engines/local.py",
-        "if (\n            waiting.version == self.version\n        ):",
-        "if (\n            True\n        ):",
+        "new version's cache\n        if waiting.version == self.version:",
+        "new version's cache\n        if True:",
         "tests/actors/test_local_engine.py::test_a_swap_while_a_prompt_is_prefilled_keeps_its_mixed_keys"
         "_out_of_the_cache",
     ),

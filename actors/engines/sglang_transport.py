@@ -1,5 +1,5 @@
 """How weights reach SGLang: from the version's file, or bucket by bucket out of the learner's memory
-(on the same GPU, or by a broadcast), as agreed at the learner's rendezvous (``learner.giver``).
+(on the same GPU, or by a broadcast), as agreed at the learner's rendezvous (``learner.model.weight_server``).
 
 SGLang takes handles of shared memory as a pickle that SGLang made. The pickle goes from the learner
 to the server, and Coppice never reads it. An answer that is not sealed with the run's token is

@@ -79,7 +79,8 @@ def test_a_stopped_judge_is_replaced_and_a_killed_launcher_leaves_no_process_por
     assert "it is stopped (state T)" in failure.cause
     pids = {member.pid for member in launched.members.values()}
     connections = psutil.net_connections("tcp")
-    ports = [c.laddr.port for c in connections if c.pid in pids and c.status == "LISTEN"]  # pyright: ignore
+    listening = [c for c in connections if c.pid in pids and c.status == "LISTEN"]
+    ports = [c.laddr.port for c in listening]  # pyright: ignore[reportAttributeAccessIssue]
     assert ports
     run.kill_all()
     for port in ports:
