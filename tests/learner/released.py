@@ -114,7 +114,7 @@ def ours(questions: Sequence[Node], scheme: str, **options: object) -> Push:
     for tree, path in zip(batch.tree, batch.paths, strict=True):
         action = path.tokens[path.start :]
         for i in range(len(action)):
-            push[(int(tree), *action[: i + 1].tolist())] += (
+            push[(int(tree), *map(int, action[: i + 1]))] += (
                 estimate.advantages[at] * kept[at] / kept.sum()
             )
             at += 1

@@ -66,7 +66,8 @@ def compare(
     sides = []
     for compute in (token_logprobs, full):
         leaves = [hidden.clone().requires_grad_(), weight.clone().requires_grad_(trained)]
-        logprobs, entropy = compute(*leaves, targets, temperature, support)
+        one, other = leaves
+        logprobs, entropy = compute(one, other, targets, temperature, support)
         (logprobs * upstream).sum().backward()
         slopes = [leaf.grad for leaf in leaves[: 1 + trained]]
         sides.append([logprobs.detach(), entropy.detach(), *slopes])

@@ -136,7 +136,9 @@ def test_pictures_reach_the_rows_of_a_batch_also_on_other_ranks() -> None:
     batch = unpack_batch(pack_batch(pictured(6, 0)))
     paths = table_of(batch).paths
     assert all(path.pictures == {n: PICTURES[n] for n in (1, 2, 3)} for path in paths)
-    shown = [run.number for path in paths for run in vision.runs(path.tokens[: path.start])]
+    shown = [
+        run.number for path in paths for run in vision.runs(np.asarray(path.tokens[: path.start]))
+    ]
     assert set(shown) == {1, 2, 3}
 
 

@@ -203,7 +203,9 @@ async def test_a_run_that_died_between_its_first_update_and_its_first_evaluation
     (tmp_path / "checkpoints" / "v000001").mkdir(parents=True)
     state = {
         "version": 1,
-        "trained": [group for row in journal.trees() for group, _ in journal.groups(row.id)],
+        "trained": frontier.runs(
+            {g: 1 for row in journal.trees() for g, _ in journal.groups(row.id)}
+        ),
     }
     (tmp_path / "checkpoints" / "v000001" / "state.json").write_bytes(msgspec.json.encode(state))
     resumed = House(tmp_path, llama, version=1)
@@ -236,7 +238,7 @@ async def test_a_journal_that_is_older_than_the_checkpoint_is_refused_before_any
     folder = tmp_path / "checkpoints" / "v000001"
     folder.mkdir(parents=True)
     (folder / "state.json").write_bytes(
-        msgspec.json.encode({"version": 1, "trained": [0, 1, lost, lost + 1]})
+        msgspec.json.encode({"version": 1, "trained": [(0, 1, 1), (lost, lost + 1, 1)]})
     )
     resumed = House(tmp_path, llama, version=1)
     with pytest.raises(

@@ -675,7 +675,7 @@ def test_visual_sokoban_holds_the_papers_settings_and_refuses_a_warm_start() -> 
     assert (w.prm.lr, w.prm.beta, w.train_vision) == (1e-6, 0.05, False)
     environment = registry.load(found.data.environment, found.data.options)
     assert environment.pictures
-    assert environment.horizon == 15  # pyright: ignore[reportAttributeAccessIssue]
+    assert environment.max_turns == 15  # pyright: ignore[reportAttributeAccessIssue]
     with pytest.raises(ValueError, match="shows pictures, which no warm start reads"):
         load(path, ["warm_start.steps=10"])
     adapters = ["learner.lora={ rank = 16, alpha = 32.0 }", "learner.train_vision=true"]
