@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from coppice.scheduler.dispatch.weight_sync import Versions
 from coppice.scheduler.growth import answers
 from coppice.scheduler.growth.tree import Tree
 from coppice.scheduler.ledger.journal import Journal
@@ -119,7 +120,7 @@ def test_no_answer_that_an_actor_spoils_enters_a_tree() -> None:
             spoiled, text = spoil(result, random.Random(seed))
             told.add(text)
             with pytest.raises(InfrastructureFault, match="expected"):
-                answers.sampled(request, 100, 1, lambda: 1, spoiled)  # pyright: ignore
+                answers.sampled(request, 100, 1, Versions(newest=1), spoiled)
     assert len(told) == 8
 
 

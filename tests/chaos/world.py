@@ -38,7 +38,7 @@ class Searching(SearchQA):
     """Every text that a policy with random weights writes is a search, so that the retriever is
     part of every tree."""
 
-    def parse(self, text: str) -> Action:
+    def read(self, state: State | None, text: str) -> Action:
         """Return a search for the text."""
         return Action("search", text, text[:20] or "capital", think="I look it up.")
 

@@ -23,7 +23,14 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (site / "dependencies.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
     before = {path.name for path in site.iterdir()}
     (wheel,) = folder.glob("*.whl")
-    pip = [str(folder / "venv" / "bin" / "pip"), "install", "-q", "--no-deps", "--no-index"]
+    pip = [
+        str(folder / "venv" / "bin" / "pip"),
+        "install",
+        "-q",
+        "--no-deps",
+        "--no-index",
+        "--ignore-installed",
+    ]
     subprocess.run([*pip, str(wheel)], check=True)
     gained = {path.name for path in site.iterdir()} - before
     assert {name for name in gained if not name.endswith(".dist-info")} == {"coppice"}

@@ -131,7 +131,9 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "docs").mkdir()
     for name in ("CONTRIBUTING.md", "CHANGELOG.md"):
         (folder / name).write_text("# Text\n")
-    (folder / "adding.py").write_text('"""Adds."""\n')
+    (folder / "src" / "coppice").mkdir(parents=True)
+    for name in ("adding.py", "src/coppice/__init__.py", "src/coppice/adding.py"):
+        (folder / name).write_text('"""Adds."""\n')
     (folder / "docs" / "page.md").write_text(
         "# Page\n\n## A part\n\n[code](../adding.py), [home](../README.md)\n"
     )
@@ -141,7 +143,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = config[:start] + nav + config[end:]
     start, end = config.index("  reference:"), config.index("\nplugins:")
     (folder / "mkdocs.yml").write_text(
-        config[:start] + "  reference: {code: [adding]}\n" + config[end:]
+        config[:start] + "  reference: {code: [coppice.adding]}\n" + config[end:]
     )
     return folder
 
@@ -169,7 +171,7 @@ def test_the_strict_build_refuses_a_broken_link_and_a_page_that_the_nav_forgets(
     if not warning:
         site = copy / ".cache" / "site"
         assert 'href="page.html#a-part"' in (site / "index.html").read_text()
-        assert 'href="reference/code.html#adding"' in (site / "page.html").read_text()
+        assert 'href="reference/code.html#coppice.adding"' in (site / "page.html").read_text()
 
 
 def built(copy: Path, home: str) -> subprocess.CompletedProcess[str]:
