@@ -64,15 +64,15 @@ FAULTS = (
     Planted(
         "siblings see each other in packed attention",
         "learner/forest/attention.py",
-        "not _chain(end, k, last)",
+        "bool((end[k:last] != last).any())",
         "False",
         "tests/learner/test_attention.py::test_the_cascade_equals_the_dense_mask_in_values_and_gradients",
     ),
     Planted(
         "keys and values of an older version enter the cache",
         "actors/engines/local.py",
-        "new version's cache\n        if waiting.version == self.version:",
-        "new version's cache\n        if True:",
+        "must not enter the new version's cache\n        if waiting.version == self.version:",
+        "must not enter the new version's cache\n        if True:",
         "tests/actors/test_local_engine.py::test_a_swap_while_a_prompt_is_prefilled_keeps_its_mixed_keys"
         "_out_of_the_cache",
     ),
