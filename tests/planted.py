@@ -71,7 +71,7 @@ FAULTS = (
     Planted(
         "keys and values of an older version enter the cache",
         "actors/engines/local.py",
-        "must not enter the new version's cache\n        if waiting.version == self.version:",
+        "must not enter the new version's cache\n        if active.version == self.version:",
         "must not enter the new version's cache\n        if True:",
         "tests/actors/test_local_engine.py::test_a_swap_while_a_prompt_is_prefilled_keeps_its_mixed_keys"
         "_out_of_the_cache",
