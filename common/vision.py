@@ -70,7 +70,7 @@ def numbers(tokens: np.ndarray) -> list[int]:
 
 def places(tokens: np.ndarray, depth: np.ndarray, end: np.ndarray, grids: Grids) -> np.ndarray:
     """Return the temporal, vertical and horizontal position of each node of a forest
-    (``learner.trees``), int64 [3, nodes]. grids: the rows and columns of tokens of each picture.
+    (``learner.forest.trees``), int64 [3, nodes]. grids: the rows and columns of tokens of each picture.
 
     A text token's positions are equal and follow the largest position before it. A picture's tokens
     begin there too, and count rows and columns. Raises ValueError if a run of ids has another

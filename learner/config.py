@@ -93,7 +93,7 @@ class PrmConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     epochs: Count = 1
     """An update makes epochs x minibatches optimizer steps."""
     minibatches: Count = 1
-    """Each step reads this part of the questions."""
+    """Into how many parts the questions are split; each step reads one."""
     reference: Literal["behaviour", "recomputed", "initial"] = "recomputed"
     """Whose log-probabilities are subtracted: the engine's, or the policy's now or at version 0."""
     lr: Positive = 1e-6
@@ -159,7 +159,7 @@ class LearnerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     epochs: Count = 1
     """An update makes epochs x minibatches optimizer steps."""
     minibatches: Count = 1
-    """Each step reads this part of the questions."""
+    """Into how many parts the questions are split; each step reads one."""
     target_kl: NotNegative = 0.0
     """The KL to the proximal policy that ends an update's steps of the policy (0: none does)."""
     kl_coef: NotNegative = 0.001

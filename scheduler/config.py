@@ -30,7 +30,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Section [scheduler]."""
 
     strategy: str = "slate"
-    """A module of scheduler/strategies, or module:grow."""
+    """A module of scheduler/growth/strategies, or module:grow."""
     strategy_options: dict[str, Any] = {}
     """The keyword arguments of grow."""
     budget: Count = 4

@@ -44,8 +44,7 @@ FAULTS = (
         "learner/schemes/grpo.py",
         "standardise(group, std, ddof)",
         "standardise(group, std, 1 - ddof)",
-        "tests/learner/test_schemes.py::test_grpo_known_answer_of_returns_over_two_turns"
-        "_with_sample_and_population_deviation",
+        "tests/learner/test_schemes.py::test_known_answers",
     ),
     Planted(
         "gradients of an update stay for the next one",
@@ -81,7 +80,8 @@ FAULTS = (
         "actors/engines/local.py",
         "self.version = version\n        self._forget()",
         "self.version = version",
-        "tests/actors/test_local_engine.py::test_no_request_reads_another_versions_cache",
+        "tests/actors/test_engine_contract.py"
+        "::test_a_new_version_is_sampled_from_and_reads_no_other_versions_cache",
     ),
     Planted(
         "a cached prefix is as long as the segment that it ends in",

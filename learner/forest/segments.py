@@ -48,7 +48,8 @@ def segments(table: TurnTable) -> Segments:
     its turns."""
     if len(table.paths) != len(table):
         raise ValueError(
-            "this scheme compares tokens: expected a table with paths, as learner.table.build makes it"
+            "this scheme compares tokens: expected a table with paths, as"
+            " learner.update.table.build makes it"
         )
     trajectories, seen = table.trajectories(), dict[bytes, int]()
     ends, paths, places = np.cumsum(table.tokens).tolist(), list[Path](), list[np.ndarray]()

@@ -65,7 +65,15 @@ def load(name: str, options: dict[str, Any]) -> Scheme:
     module, function = plugin(setting, name, __name__, "advantages")
     options = checked("learner.scheme_options", f"scheme {name!r}", function, options, ("table",))
     needs = declared(setting, module, "needs", SchemeNeeds, function, options)
-    defaults = list(inspect.signature(function).parameters.values())[1:]
-    options = {p.name: p.default for p in defaults} | options
+    parameters = inspect.signature(function).parameters.values()
+    options = {p.name: p.default for p in parameters if p.default is not p.empty} | options
     rule, measure = getattr(module, "trains", None), getattr(module, "metrics", None)
+    for part, own in (("trains", rule), ("metrics", measure)):
+        try:
+            own is None or inspect.signature(own).bind(None, **options)
+        except TypeError as error:
+            raise ValueError(
+                f"{setting}: {module.__name__}.{part} {error}. It is called with the table and"
+                f" every option, {sorted(options)}: take the rest with **_"
+            ) from None
     return Scheme(name, function, options, needs, rule, measure)

@@ -69,8 +69,8 @@ class Pool:
 
     def loads(self, now: float, homes: Collection[str], avoid: Collection[str]) -> list[Load]:
         """The workers that a call may choose from, as they joined: all usable ones if few, or its
-        ``homes`` and the least loaded, without homes also some in turn. Those to ``avoid`` come
-        last."""
+        ``homes`` and the least loaded, without homes also some in turn. Of many, those to
+        ``avoid`` are left out unless they are homes."""
         if len(self.members) <= FEW:
             return [_load(w) for w in self._ring if w.usable(now)]
         found = {

@@ -70,7 +70,7 @@ class Examination:
 
         def services(task: Task, place: int) -> Services:
             tree = Tree(-1, task.id, "baseline")
-            return Services(runtime, task, tree, random.Random(f"baseline/{place}"))
+            return Context(runtime, task, tree, random.Random(f"baseline/{place}")).services
 
         return await evaluation.play_baselines(self.environment, self.tasks, services)
 

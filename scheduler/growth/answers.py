@@ -31,6 +31,12 @@ def not_finite(scores: Mapping[str, float]) -> str:
     return ""
 
 
+def check_environment(name: str, scores: Mapping[str, float]) -> None:
+    """Raise ValueError if the environment ``name`` gave a score that is no finite number."""
+    if bad := not_finite(scores):
+        raise ValueError(f"the environment {name} gave {bad}, expected a number: mend it")
+
+
 def judged(turns: int, answer: JudgeResult) -> None:
     """Raise InfrastructureFault unless each turn has a judgement whose scores are finite."""
     complete("judgements", turns, answer)

@@ -140,10 +140,7 @@ class Context:
             node.notes["crashed"] = transition.fault
             self.runtime.counts["crashed_episodes"] += 1
         if columns:
-            if bad := answers.not_finite(columns):
-                raise ValueError(
-                    f"the environment {self.environment.name} gave {bad}, expected a number: mend it"
-                )
+            self._check(columns, node)
             node.scores |= columns
             self.changed([node])
         # for readers of the tree: the policy reads the next prompt instead
@@ -371,6 +368,14 @@ class Context:
             < length + len(self._forced) + self.settings.max_action_tokens
         )
 
+    def _check(self, scores: dict[str, float], node: Node) -> None:
+        """Raise ValueError if the environment gave ``node`` a score that is no finite number."""
+        try:
+            answers.check_environment(self.environment.name, scores)
+        except ValueError:
+            self.ahead.forget(node.trajectory)  # nobody will ask for it
+            raise
+
     def _outgrown(self, action: Node, place: Node, state: Any) -> None:
         place.chosen = False
         action.notes["ended"] = (
@@ -378,10 +383,9 @@ class Context:
         )
         if not self.environment.outcome_judge:
             end = self.environment.outgrown(state)
-            action.scores |= {
-                "outcome": 0.0 if end.outcome is None else end.outcome,
-                **end.measures,
-            }
+            columns = {"outcome": 0.0 if end.outcome is None else end.outcome, **end.measures}
+            self._check(columns, action)
+            action.scores |= columns
         self.runtime.counts["outgrown_trajectories"] += 1
         self.changed([action, place])
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from coppice.actors.environments.base import Dropped, Spent
 from coppice.scheduler.concurrency import gather
+from coppice.scheduler.growth import answers
 from coppice.scheduler.growth.context import Context
 from coppice.scheduler.growth.tree import Node
 from coppice.wire.messages import Sample
@@ -84,6 +85,7 @@ async def advance(ctx: Context, position: Position, sample: Sample) -> Position 
         return None
     ctx.runtime.counts["continuation_steps"] += 1
     if transition.done and transition.outcome is not None:
+        answers.check_environment(environment.name, {"outcome": transition.outcome})
         return transition.outcome
     if transition.done and not environment.outcome_judge:
         return None

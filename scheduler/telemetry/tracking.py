@@ -2,6 +2,7 @@
 NAME RUN``. A tracker that hangs or dies takes only itself along. Invariant: each record is given at
 most once, and only when a checkpoint holds its update, because a crash takes later ones back."""
 
+import contextlib
 import fcntl
 import importlib.util
 import os
@@ -89,8 +90,11 @@ def follow(name: str, run: Path, ended: Callable[[float], bool]) -> None:
     """Give records to a tracker until ``ended``, asked with the seconds that it may wait."""
     state = run / "tracking" / f"{name}.json"
     state.parent.mkdir(exist_ok=True)
-    with state.with_suffix(".lock").open("w") as lock, (run / "metrics.jsonl").open("rb") as file:
+    with contextlib.ExitStack() as opened:
+        lock = opened.enter_context(state.with_suffix(".lock").open("w"))
         fcntl.flock(lock, fcntl.LOCK_EX)  # one of an earlier start may still be finishing
+        # a start that waits for the lock may find another file than was there before
+        file = opened.enter_context((run / "metrics.jsonl").open("rb"))
         delivered = Delivered(secrets.token_hex(4))
         if state.exists():
             delivered = msgspec.json.decode(state.read_bytes(), type=Delivered)

@@ -179,3 +179,12 @@ def test_without_gradients_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> N
         torch.testing.assert_close(got[0], expected[0].detach(), atol=BOUND, rtol=0)
     torch.testing.assert_close(plain[1], expected[1], atol=BOUND, rtol=0)
     assert made[1].isnan().all()  # nothing reads them there
+
+
+def test_a_float32_weight_under_narrow_hidden_states_keeps_its_gradient_wide() -> None:
+    hidden, _, targets, upstream = given(40, 200, torch.bfloat16)
+    weight = given(40, 200)[1].to(torch.bfloat16).float().requires_grad_()
+    (token_logprobs(hidden, weight, targets)[0] * upstream).sum().backward()
+    slope, weight.grad = weight.grad, None
+    (full(hidden, weight, targets, 1.0)[0] * upstream).sum().backward()
+    torch.testing.assert_close(slope, weight.grad, atol=1e-4, rtol=0)

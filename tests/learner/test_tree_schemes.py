@@ -84,7 +84,7 @@ def test_a_turn_with_its_own_prompt_is_shared_only_if_all_turns_before_it_are() 
 
 
 def test_a_table_without_tokens_has_no_segments() -> None:
-    with pytest.raises(ValueError, match=r"learner\.table\.build"):
+    with pytest.raises(ValueError, match=r"learner\.update\.table\.build"):
         segments(msgspec.structs.replace(leaves(TREE, OUTCOMES), paths=[]))
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -9,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from coppice.actors.engines import weights
+from coppice.learner.forest import selfcheck
 from coppice.learner.model import checkpoint
 from coppice.learner.model.publish import publish
 from coppice.learner.model.ranks import Ranks
@@ -323,3 +325,16 @@ def test_a_critic_of_several_steps_is_nearer_to_the_returns_after_an_update(
         )
         losses.append([model.update(episodes(8, version))["critic/loss"] for version in range(2)])
     assert losses[1][1] < losses[0][1]
+
+
+def test_the_first_batch_is_checked_against_the_plain_path(
+    tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, alone = trainer(llama, tmp_path), selfcheck.alone
+
+    def shifted(path: Any) -> Any:
+        return msgspec.structs.replace(alone(path), depth=np.arange(len(path.tokens)) * 2)
+
+    monkeypatch.setattr(selfcheck, "alone", shifted)
+    with pytest.raises(selfcheck.PackingError, match="differ from"):
+        made.update(batch(9, 0))

@@ -4,6 +4,7 @@ passed."""
 import itertools
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -169,3 +170,19 @@ def test_a_column_explains_its_squared_correlation_with_the_outcome() -> None:
     # Outcomes 0, 1, 0, 1 and scores 1, 3, 2, 4: covariance 2, sums of squares 1 and 5
     assert explained_variance(table) == {"watch/explained_process": pytest.approx(0.8)}
     assert explained_variance(made_of([2, 1, 1, 1], {"process": columns["process"]})) == {}
+
+
+def test_clipped_and_masked_shares_entropy_kl_and_coefficient_are_means_over_tokens() -> None:
+    tokens = msgspec.structs.replace(
+        measured([0.0] * 4, turn=[1, 1, 2, 2]),
+        clipped=np.array([True, False, False, False]),
+        masked=np.array([False, True, True, False]),
+        entropy=np.array([0.2, 0.4, 0.6, 0.8]),
+        kl=np.array([0, 0, 0, 2.0]),
+        coefficient=np.array([0, 0, 0, 1.0]),
+    )
+    shares = metrics(tokens)
+    names = ("learner/clip_share", "learner/mask_share", "learner/kl", "watch/coefficient_mean")
+    assert [shares[name] for name in names] == [0.25, 0.5, 0.5, 0.25]
+    assert shares["learner/entropy"] == pytest.approx(0.5)
+    assert (shares["watch/turn_1/clip_share"], shares["watch/turn_2/clip_share"]) == (0.5, 0)

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from coppice.common import loop
 from coppice.scheduler.dispatch.dispatcher import DispatchConfig, Dispatcher, Event
 from coppice.wire.faults import DataFault, Fault, InfrastructureFault, WireError
+from coppice.wire.messages import Message, Result
 from coppice.wire.service import Call, Service
 from tests.services import Bench, EchoRequest, EchoResult, bench
 
@@ -352,3 +353,44 @@ async def test_waiting_for_workers_that_do_not_come_says_how_many_are_missing(
         await b.work("w", {"echo": echo})
         with pytest.raises(TimeoutError, match="1 of 2 workers for service 'echo'"):
             await b.dispatcher.wait_for("echo", 2, 0.05)
+
+
+async def test_a_connection_that_loses_all_open_calls_at_once_gives_the_worker_no_rest(
+    tmp_path: Path,
+) -> None:
+    async with bench(tmp_path, QUICK) as b:
+        service = await b.work("w", {"echo": echo}, capacity=16)
+        send, lost = service.send, []
+
+        def loses(header: Message, body: Any = None) -> None:
+            if isinstance(header, Result) and len(lost) < 8:
+                lost.append(header.id)
+            else:
+                send(header, body)
+
+        service.send = loses
+        answers = await asyncio.gather(
+            *(b.dispatcher.call("echo", ask(), deadline=60) for _ in range(8))
+        )
+        assert [float(answer.tokens[0]) for answer in answers] == [1.0] * 8
+        assert b.dispatcher.counters["lost_calls"] == len(lost) == 8
+        (worker,) = b.dispatcher.workers()
+        assert worker.breaker.open_until == float("-inf")
+
+
+async def test_a_pinned_call_goes_through_to_a_full_worker(tmp_path: Path) -> None:
+    entered = asyncio.Event()
+
+    async def first_hangs(request: EchoRequest, call: Call) -> EchoResult:
+        if request.tokens[0]:
+            return EchoResult(request.tokens, 0)
+        entered.set()
+        return await forever(request, call)
+
+    async with bench(tmp_path) as b:
+        await b.work("w", {"echo": first_hangs}, capacity=1)
+        held = asyncio.create_task(b.dispatcher.call("echo", ask(0), deadline=60))
+        await asyncio.wait_for(entered.wait(), 5)
+        await b.dispatcher.call("echo", ask(1), deadline=5, worker="w")
+        held.cancel()
+        await asyncio.gather(held, return_exceptions=True)

@@ -305,3 +305,28 @@ async def test_concurrent_work_has_one_fate() -> None:
     with pytest.raises(ValueError, match="body"):
         await fails()
     assert started[0].cancelled()
+
+
+async def test_a_finished_game_is_not_played_again_after_a_crash(
+    tmp_path: Path, llama: Path
+) -> None:
+    stage = Stage(tmp_path, llama, tictactoe(opponents={"tictactoe_minimax": 1.0}))
+    await stage.grow(chain)
+    (turns,) = stage.groups
+    asked = len(stage.services.generated)
+    tree = stage.reread()
+    tree.groups.clear()  # as if the crash had come just before the group
+    await stage.grow(chain, tree)
+    assert len(stage.services.generated) == asked
+    assert stage.groups[1] == turns
+
+
+async def test_a_resumed_tree_keeps_the_values_it_has(tmp_path: Path, llama: Path) -> None:
+    stage = Stage(tmp_path, llama, tictactoe(), continuations=4)
+    await stage.grow(mc_value)
+    steps = stage.counts["continuation_steps"]
+    tree = stage.reread()
+    tree.groups.clear()
+    await stage.grow(mc_value, tree)
+    assert stage.counts["continuation_steps"] == steps
+    assert stage.groups[0] == stage.groups[1]

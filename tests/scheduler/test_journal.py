@@ -244,3 +244,14 @@ async def test_a_row_that_sqlite_cannot_hold_is_told_to_whoever_waits_and_is_not
     ):
         await journal.written()
     journal.close()
+
+
+def test_what_a_quarantined_tree_had_given_is_still_to_be_trained(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "j")
+    for number in range(2):
+        journal.start_tree(tree := small(number), number, 0)
+        journal.close_tree(tree, "quarantined", "a judge refused it")
+    journal.save_group(small(1), 7, [])
+    assert [row.id for row in journal.untrained_trees()] == [1]
+    journal.mark_trained(7, 1)
+    assert journal.untrained_trees() == []
