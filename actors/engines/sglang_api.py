@@ -10,6 +10,7 @@ import re
 import secrets
 import signal
 import sys
+import tempfile
 import time
 from collections import deque
 from pathlib import Path
@@ -33,7 +34,7 @@ spends 65 s on dumps before it ends."""
 FIXED = {"SGLANG_RETURN_ORIGINAL_LOGPROB": "0"}
 """Environment variables, whatever the user sets. If this one were 1, log-probabilities would be
 those before temperature."""
-_SOURCE = Path(coppice.__file__).parent.parent
+_PACKAGE = Path(coppice.__file__).parent
 _STEP_S = 0.5
 """Seconds between two looks for a server that starts."""
 _GRACE_S = 7.0
@@ -218,15 +219,17 @@ class Launched(Way):
         self._process: asyncio.subprocess.Process | None = None
         self._log: deque[str] = deque(maxlen=_TAIL)
         self._reading: asyncio.Task[None] | None = None
+        # SGLang's Python may be another one: it finds Coppice alone there, none of our packages
+        self._path = tempfile.TemporaryDirectory(prefix="coppice-sglang-")
+        (Path(self._path.name) / _PACKAGE.name).symlink_to(_PACKAGE)
 
     async def start(self) -> None:
         """Start the server and wait for it. Raises InfrastructureFault with the end of its log."""
-        own = {"PYTHONPATH": str(_SOURCE), "PYTHONUNBUFFERED": "1", "SGL_FORCE_SHUTDOWN": "1"}
+        own = {"PYTHONPATH": self._path.name, "PYTHONUNBUFFERED": "1", "SGL_FORCE_SHUTDOWN": "1"}
         environment = NO_DUMPS | os.environ | own | self.config.environment
         if "PYTHONPATH" in self.config.environment:
-            environment["PYTHONPATH"] = (
-                f"{self.config.environment['PYTHONPATH']}{os.pathsep}{_SOURCE}"
-            )
+            paths = self.config.environment["PYTHONPATH"], self._path.name
+            environment["PYTHONPATH"] = os.pathsep.join(paths)
         environment |= FIXED
         python = self.config.python or sys.executable
         try:
@@ -290,6 +293,7 @@ class Launched(Way):
 
     async def close(self) -> None:
         """End the server and its children."""
+        self._path.cleanup()
         await self.front.close()
         if self._process is not None and self._process.returncode is None:
             # The signal goes to the server alone: it ends its children itself, but waits to

@@ -298,6 +298,7 @@ class Weights:
     async def _load_adapter(self, request: LoadRequest, folder: Path) -> int:
         """Load an adapter under a random name and return its bytes. Servers outlive actors and
         refuse a name that they know."""
+        size = (folder / published.FILES["lora"]).stat().st_size
         name = f"coppice-v{request.version}-{uuid.uuid4().hex[:8]}"
         servers, self._adapters[name] = self.way.servers, folder
         adapter = {"lora_name": name, "lora_path": str(folder)}
@@ -309,7 +310,7 @@ class Weights:
                 " it started anew with another model, or updated by somebody else? Start it with the run's model, then this actor"
             )
         self.adapter = name
-        return (folder / published.FILES["lora"]).stat().st_size
+        return size
 
     async def _unload(self, name: str) -> None:
         """Unload an adapter. A failure is only logged: an adapter costs only memory."""

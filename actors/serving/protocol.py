@@ -7,6 +7,7 @@ names of SGLang (``regex``, ``json_schema``) or vLLM (``guided_regex``, ``guided
 """
 
 import math
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -84,11 +85,17 @@ _Kind = TypeVar("_Kind")
 
 
 def converted(fields: Mapping[str, Any], kind: type[_Kind]) -> _Kind:
-    """Return the fields of a struct. Raises Refused, which names the first that does not fit."""
+    """Return the fields of a struct. Raises Refused, which names the first that does not fit, its
+    value and what was expected."""
     try:
         return msgspec.convert(fields, kind)
     except msgspec.ValidationError as error:
-        raise Refused(str(error)) from None
+        expected, _, place = str(error).partition(" - at `$.")
+        field = re.match(r"\w*", place)
+        if field is None or field[0] not in fields:  # such as a field that is missing
+            raise Refused(str(error)) from None
+        wish = expected.removeprefix("Expected ")
+        raise unexpected(place.rstrip("`"), fields[field[0]], wish) from None
 
 
 def unexpected(field: str, value: Any, expected: str) -> Refused:

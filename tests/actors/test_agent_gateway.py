@@ -17,6 +17,7 @@ from coppice.actors.environments.agents import gateway as module
 from coppice.actors.environments.agents.episode import Ended, Episode, Limits
 from coppice.actors.environments.agents.fork_server import ForkServer
 from coppice.actors.environments.agents.gateway import Gateway, Session
+from coppice.actors.environments.base import Spent
 from coppice.actors.serving.replies import Reply
 from coppice.common.tool_calls import ToolCall
 
@@ -382,3 +383,31 @@ def test_ids_repeat_in_a_session_that_repeats_what_was_asked() -> None:
 
     one, other = asyncio.run(names()), asyncio.run(names())
     assert one == other and len(set(one)) == 3
+
+
+async def test_neutral_fields_and_other_ways_to_write_messages_change_nothing(door: Door) -> None:
+    neutral = {"response_format": {"type": "text"}, "logprobs": False, "functions": [], "n": 1}
+    messages = [
+        {"role": "developer", "content": [{"type": "text", "text": "a"}], "name": "n"},
+        {"role": "assistant", "content": None, "reasoning_content": "r"},
+    ]
+    asking = asyncio.create_task(door.post("chat/completions", {"messages": messages, **neutral}))
+    conversation, answer = await door.session.requests.get()
+    answer.set_result(Reply("x"))
+    assert (await asking)[0] == 200
+    assert conversation.messages == [
+        {"role": "system", "content": "a"}, {"role": "assistant", "content": ""}
+    ]  # fmt: skip
+
+
+async def test_usage_is_what_was_spent(door: Door) -> None:
+    usage = (await door.chat(Reply("hi", spent=Spent(10, 4, 3))))["usage"]
+    counts = usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]
+    assert counts == (10, 3, 13)
+    assert usage["prompt_tokens_details"]["cached_tokens"] == 4
+
+
+async def test_a_field_that_does_not_fit_is_refused_with_its_value(door: Door) -> None:
+    status, text = await door.post("episode/reward", {"reward": "good"})
+    assert status == 400
+    assert "`reward`: 'good': expected `float`" in text

@@ -66,3 +66,18 @@ def test_a_help_ends_with_examples_that_the_tool_accepts(name: str) -> None:
             TOOLS[name].parse_args(words(command)[len(name.split()) :])
         except SystemExit:
             pytest.fail(f"{command}: the parser refuses it")
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("RUN --status", ("watch --status", ["--status", "RUN"])),
+        ("--status=RUN --json", ("watch --status", ["--status", "RUN", "--json"])),
+        ("--audit RUN", ("watch --audit", ["RUN"])),
+        ("RUN", ("watch", ["RUN"])),
+    ],
+)
+def test_a_flag_chooses_another_command_wherever_it_stands(
+    words: str, expected: tuple[str, list[str]]
+) -> None:
+    assert main._mode("watch", words.split()) == expected

@@ -1,18 +1,34 @@
 """The folder in which the defaults are cached, and the settings of warm starts."""
 
+import contextlib
+import functools
+import hashlib
 import os
 from pathlib import Path
 
 import msgspec
 
 from coppice.common.numbers import Count, Natural, Positive, Share
-from coppice.tools.bootstrap import CHECKOUT, ROOT
+from coppice.tools.bootstrap import CHECKOUT, ROOT, SOURCE
 
 
 def cache_folder() -> Path:
     """Return the folder that COPPICE_CACHE names, else .cache in a checkout, else the user's."""
     usual = ROOT / ".cache" if CHECKOUT else Path.home() / ".cache" / "coppice"
     return Path(os.environ.get("COPPICE_CACHE", usual)).resolve()
+
+
+@functools.cache
+def importable() -> Path:
+    """Return a folder from which processes import this package, and which holds nothing else: what
+    stands beside an installed package must not reach another Python."""
+    if CHECKOUT:
+        return SOURCE
+    folder = cache_folder() / "import" / hashlib.sha256(bytes(ROOT)).hexdigest()[:16]
+    folder.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        (folder / ROOT.name).symlink_to(ROOT)
+    return folder
 
 
 class WarmStart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -16,7 +16,7 @@ from coppice.tools.bootstrap import ROOT
 Tree = dict[str, Any]
 """The nested tables of a TOML file."""
 
-_NAMED = (("scheduler", "strategy"), ("learner", "scheme"), ("learner", "correction"))
+NAMED = (("scheduler", "strategy"), ("learner", "scheme"), ("learner", "correction"))
 """Keys that name a part, whose options are in the key ``<part>_options`` beside them."""
 _OWN = (("scheduler", "judge"), ("learner", "critic"), ("learner", "prm"))
 """Further parts that a config chooses for its method."""
@@ -55,7 +55,7 @@ def over(base: Tree, changes: Tree) -> Tree:
     if not old or not new:
         return merged(base, changes)
     kept = {key: dict(value) if isinstance(value, dict) else value for key, value in base.items()}
-    for section, part in _NAMED:
+    for section, part in NAMED:
         own = _section(kept, section)
         if part not in own and old[section].get(part) != new[section].get(part):
             own.pop(f"{part}_options", None)
@@ -86,7 +86,7 @@ def departures(tree: Tree) -> list[str]:
 def _fitting(parts: Tree, tree: Tree) -> Tree:
     """The parts of a method without the options of those that ``tree`` chooses otherwise."""
     fitting = {section: dict(value) for section, value in parts.items()}
-    for section, part in _NAMED if parts else ():
+    for section, part in NAMED if parts else ():
         if _section(tree, section).get(part, parts[section].get(part)) != parts[section].get(part):
             fitting[section].pop(f"{part}_options", None)
     return fitting

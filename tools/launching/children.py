@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 
 from coppice.common.process import die_with
-from coppice.tools.bootstrap import SOURCE
+from coppice.tools.defaults.settings import importable
 from coppice.tools.launching import watchdog
 from coppice.tools.launching.failures import Cause, Rate, cause_of
 from coppice.tools.launching.nodes import Away, Nodes
@@ -87,7 +87,9 @@ class Child:
             return self.nodes.start(self.spec, self.run, self.log)
         inherited = {k: v for k, v in os.environ.items() if k not in self.spec.withheld}
         environment = inherited | self.spec.environment | process_variables(self.spec.threads)
-        paths = [path for path in (self.spec.environment.get("PYTHONPATH"), str(SOURCE)) if path]
+        paths = [
+            path for path in (self.spec.environment.get("PYTHONPATH"), str(importable())) if path
+        ]
         environment |= {"PYTHONPATH": os.pathsep.join(paths)}
         process_file = str(self.run / "processes" / f"{self.spec.file}.json")
         command = [self.spec.python or sys.executable, "-m", self.spec.module, process_file]

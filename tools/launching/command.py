@@ -276,12 +276,27 @@ def _announce(
     model: the policy's folder."""
     lines = [f"changed: {change}" for change in changed]
     lines += [f"warning: {doubt}" for doubt in rules.doubts(config)]
+    lines += [
+        f"warning: method {config.method} with {departure}"
+        for departure in (_departures(config) if config.method else [])
+        if departure.startswith(("scheduler.strategy =", "learner.scheme ="))
+    ]
     for line in (*lines, memory_warning(config, model), number_type(config, model)):
         if line:
             screen.say(line, "fault" if line.startswith("warning: ") else "detail")
     if config.learner.outside:
         screen.say(processes.torchrun(config.learner, run), "summary")
     screen.say(f"run folder {run}", "summary")
+
+
+def _method(config: Config) -> str:
+    """Say which method this is, and what the config sets otherwise."""
+    other = ", ".join(_departures(config))
+    return f"method {config.method}{f', with {other}' if other else ''}"
+
+
+def _departures(config: Config) -> list[str]:
+    return bundles.departures(msgspec.json.decode(msgspec.json.encode(config)))
 
 
 def dry_run(config: Config, run: Path) -> int:
@@ -295,8 +310,7 @@ def dry_run(config: Config, run: Path) -> int:
     encoded = msgspec.json.encode(config)
     print(msgspec.json.format(encoded, indent=1).decode())
     if config.method:
-        departures = ", ".join(bundles.departures(msgspec.json.decode(encoded)))
-        print(f"method {config.method}{f', with {departures}' if departures else ''}")
+        print(_method(config))
     model = cache_folder() / "models" / config.model.name
     model = model if model.is_dir() else Path(config.model.name)
     with tempfile.TemporaryDirectory() as scratch:

@@ -4,6 +4,7 @@ refused with its path."""
 
 import difflib
 import math
+import os
 import re
 import tomllib
 import types
@@ -61,6 +62,9 @@ def load(path: Path, overrides: list[str]) -> Config:
         for override in overrides:
             _set(tree, override)
         tree = bundles.under(tree)
+        for section, part in bundles.NAMED:  # without the part, its options belong to nothing
+            if f"{section}.{part}=null" in overrides:
+                tree.get(section, {}).pop(f"{part}_options", None)
     except ConfigError:
         raise
     except ValueError as error:
@@ -71,7 +75,7 @@ def load(path: Path, overrides: list[str]) -> Config:
 def _found(path: Path) -> Path:
     """Return a file that exists, or the shipped one of that name; ``path`` if there is neither."""
     places = (path, ROOT / path, ROOT / "configs" / path)
-    return next((place for place in places if place.exists()), path)
+    return next((place for place in places if os.path.exists(place)), path)
 
 
 def _read(path: Path, *heirs: Path) -> dict[str, Any]:
@@ -123,6 +127,7 @@ def convert(tree: dict[str, Any], overrides: list[str]) -> Config:
     for override in overrides:
         _set(tree, override)
     try:
+        bundles.bundle(tree)
         _check_keys(tree, Config, "")
         _check_finite(tree)
         config = with_agent(msgspec.convert(tree, Config))

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from coppice.common.process import die_with
-from coppice.tools.bootstrap import SOURCE
+from coppice.tools.defaults.settings import importable
 from coppice.tools.launching import watchdog
 from coppice.wire.keys import write_private
 
@@ -107,11 +107,16 @@ class Holder:
         """Start the process, and return the host's name and the process's number. meeting: where
         the learner's ranks meet."""
         file, self._own = await asyncio.to_thread(place, delivery)
-        paths = [path for path in (delivery.environment.get("PYTHONPATH"), str(SOURCE)) if path]
+        paths = [
+            path for path in (delivery.environment.get("PYTHONPATH"), str(importable())) if path
+        ]
         environment = os.environ | delivery.environment | {"PYTHONPATH": os.pathsep.join(paths)}
         if meeting is not None:
             environment |= {"MASTER_ADDR": meeting[0], "MASTER_PORT": str(meeting[1])}
-        launcher, where = os.getpid(), delivery.folder if os.path.isdir(delivery.folder) else SOURCE
+        launcher, where = (
+            os.getpid(),
+            delivery.folder if os.path.isdir(delivery.folder) else importable(),
+        )
 
         def alone() -> None:
             os.setsid()

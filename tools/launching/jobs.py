@@ -12,7 +12,8 @@ from typing import Any
 
 import yaml
 
-from coppice.tools.bootstrap import CHECKOUT, ROOT, SOURCE
+from coppice.tools.bootstrap import CHECKOUT, ROOT
+from coppice.tools.defaults.settings import importable
 from coppice.tools.launching.config import ConfigError
 from coppice.tools.launching.settings import Config
 
@@ -67,11 +68,12 @@ def slurm(config: Config, given: list[str]) -> str:
     options += [f"--mem={c.memory_gib}G", f"--output={name}-%j.log", "--requeue"]
     options += [f"--signal=B:TERM@{GRACE_S}", *c.options]
     head = "\n".join(f"#SBATCH {option}" for option in options)
-    bin = "${COPPICE_VENV:-$PWD/.venv}/bin" if CHECKOUT else f"{sys.prefix}/bin"
+    bin = "${COPPICE_VENV:-$PWD/.venv}/bin" if CHECKOUT else shlex.quote(f"{sys.prefix}/bin")
     return f"""#!/bin/bash
 {head}
 set -euo pipefail
 cd {shlex.quote(str(ROOT if CHECKOUT else Path.cwd()))}
+source={shlex.quote(str(importable()))}
 run=${{1:-{shlex.quote(config.runs)}/{name}-$SLURM_JOB_ID}}
 launch=(coppice launch {first})
 if [ -f "$run/config.json" ]; then launch=(coppice launch {later}); fi
@@ -80,7 +82,7 @@ export RAY_USAGE_STATS_ENABLED=0 PATH={bin}:$PATH  # Ray starts itself by its na
 srun --kill-on-bad-exit=1 ray symmetric-run --address "$first:{PORT}" \\
   --min-nodes "$SLURM_JOB_NUM_NODES" --num-cpus={c.cpus} --num-gpus={c.gpus} -- "${{launch[@]}}" &
 step=$!
-trap 'PYTHONPATH={SOURCE} python -c "{_STOP}" "$run" || kill $step' TERM
+trap 'PYTHONPATH=$source python -c "{_STOP}" "$run" || kill $step' TERM
 wait $step || wait $step  # the signal ends the first
 """
 

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from coppice.common import shards
-from coppice.tools.bootstrap import SOURCE
+from coppice.tools.defaults.settings import importable
 from coppice.tools.launching.config import ConfigError
 from coppice.tools.launching.failures import Cause
 from coppice.tools.launching.holder import Delivery, Holder, Report
@@ -152,7 +152,7 @@ class Nodes:
         address = config.cluster.on if "://" in config.cluster.on else "auto"
         quiet = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": False}
         try:
-            ray.init(address, runtime_env={"env_vars": {"PYTHONPATH": str(SOURCE)}}, **quiet)
+            ray.init(address, runtime_env={"env_vars": {"PYTHONPATH": str(importable())}}, **quiet)
         except (ConnectionError, ray.exceptions.RayError) as error:
             raise ConfigError(
                 f"cluster.on = {config.cluster.on!r}: no Ray cluster answers ({str(error).splitlines()[0]}): start one with `ray start --head`,"
@@ -249,7 +249,7 @@ def _ray() -> Any:
         import ray
     except ImportError:
         raise ConfigError(
-            "cluster.on names Ray, which is not installed: pip install 'coppice[ray]', or leave out --cluster"
+            "cluster.on names Ray, which is not installed: pip install 'coppice-rl[ray]', or leave out --cluster"
         ) from None
     return ray
 

@@ -72,6 +72,10 @@ def config_of(run: Path, changes: Sequence[str] = ()) -> Config:
         raise ValueError(
             f"{run} has made no update or has no summary.json: expected the folder of a run that ended"
         )
+    if any(change.partition("=")[0].strip() == "method" for change in changes):
+        raise ValueError(
+            "--set method has no effect with --run, whose config holds all parts: give --config"
+        )
     try:
         return convert(read.config, list(changes))
     except ConfigError as error:
@@ -103,7 +107,7 @@ def measured(run: Path) -> dict[str, float]:
         for r in alone
         if r.get("cache/hit_rate")
     ]
-    while prefilled and not prefilled[0]:  # no heartbeat had come yet
+    while len(prefilled) > 1 and not prefilled[0]:  # no heartbeat had come yet
         prefilled.pop(0)
     period = read.summary["seconds"]["phases"]["updates"] / len(read.records)
 

@@ -259,10 +259,11 @@ class Gateway:
 
     async def _retrieve(self, request: web.Request) -> web.Response:
         """Search-R1's protocol, as of ``judges.retriever.http_server``."""
-        retrieve = self._session(request).retrieve  # forgotten when the episode ends
+        session = self._session(request)
+        asked = converted(body_of(await request.read()), _Retrieval)
+        retrieve = session.retrieve  # forgotten when the episode ends, also while a body is read
         if retrieve is None:
             raise Refused("this run has no retriever: set data.options.retriever = true", 404)
-        asked = converted(body_of(await request.read()), _Retrieval)
         found = [await retrieve(query, asked.topk) for query in asked.queries]
         rows = [[{"id": p.id, "contents": f'"{p.title}"\n{p.text}'} for p in row] for row in found]
         return web.json_response({"result": rows})

@@ -712,3 +712,10 @@ def test_a_strategy_and_a_scheme_of_one_file_declare_themselves(tmp_path: Path) 
     scheme.write_text((ROOT / "learner" / "schemes" / "slate.py").read_text())
     config = load(DEFAULT, [f"learner.scheme={scheme}:advantages"])
     assert config.learner.scheme == f"{scheme}:advantages"
+
+
+def test_a_part_that_is_taken_away_takes_its_options_along() -> None:
+    config = load(ROOT / "configs" / "vineppo-tiny.toml", ["learner.correction=null"])
+    assert config.learner.correction == LearnerConfig().correction
+    sao = load(ROOT / "configs" / "sao-tiny.toml", ["learner.correction=null"])
+    assert sao.learner.correction_options == {}
