@@ -106,7 +106,7 @@ class SchedulerProcess(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     reward: str = ""
     """The column that dynamic sampling reads."""
     equal: Equal = "returns"
-    """How dynamic sampling compares rewards (``wire.declared.SchemeNeeds``)."""
+    """How dynamic sampling compares rewards (``common.declared.SchemeNeeds``)."""
     deterministic: bool = False
     """Trees that a crash cut off grow anew (docs/reliability.md)."""
     shard: Shard = Shard()

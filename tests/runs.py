@@ -119,13 +119,13 @@ class Run:
         members = launched.members if launched is not None and ours else {}
         return {name: m.pid for name, m in members.items()} | {"launcher": self.launcher.pid}
 
-    def alive(self) -> list[str]:
-        """The command lines of the run's living processes."""
+    def alive(self, folder: Path | None = None) -> list[str]:
+        """The command lines of living processes that name the run's folder, or another one."""
         lines = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
                 line = " ".join(process.cmdline())
-                if f"{self.folder}/" in f"{line} ".replace(" ", "/ "):
+                if f"{folder or self.folder}/" in f"{line} ".replace(" ", "/ "):
                     lines.append(line)
         return lines
 
@@ -170,7 +170,8 @@ class Run:
 
     def finish(self, status: int = 0) -> str:
         """Wait for the end, which must have this status, and return what the launcher said."""
-        assert (ended := self.ended()) == status, f"status {ended}:\n{self.said()[-5000:]}"
+        if (ended := self.ended()) != status:
+            raise Lost(f"status {ended}, expected {status}:\n{self.said()[-5000:]}")
         return self.said()
 
     def kill_all(self) -> None:

@@ -13,6 +13,9 @@ import pytest
 
 from coppice.judges.base import Judge, Player, checked
 from coppice.judges.command import plug_in
+from coppice.judges.oracles.minesweeper import MinesweeperOracle
+from coppice.judges.oracles.sokoban import SokobanOracle
+from coppice.judges.oracles.tictactoe import TicTacToeOracle
 from coppice.judges.serve import BUILT_IN, Batcher, JudgeProcess, make_worker, serve
 from coppice.wire.faults import DataFault, InfrastructureFault
 from coppice.wire.keys import RunKeys
@@ -418,3 +421,7 @@ async def test_a_judge_that_hung_has_all_its_places_again_after_the_deadlines(
         judge.gate.set()
         assert (await ask(b, "judge.length", "xyz"))[0].scores == {"length": 3}
     assert batcher.counts["abandoned"] == 2
+
+
+def test_the_slow_oracles_leave_the_event_loop() -> None:
+    assert all(kind.threaded for kind in (MinesweeperOracle, SokobanOracle, TicTacToeOracle))

@@ -39,7 +39,7 @@ from coppice.wire.messages import Sample
 INTERRUPTED = 130
 HOPELESS = 10
 """If so many tasks fail before the first one succeeds, the evaluation ends."""
-GAUGES = ("version", "running", "kv_cache_bytes")
+GAUGES = ("version", "running", "kv_cache_bytes", "kv_running_bytes", "kv_capacity_tokens")
 """The stats of an engine that cannot be summed over sessions."""
 
 Outcome = TypeVar("Outcome")

@@ -57,23 +57,27 @@ def audit(run: Path, staleness: int | None = None) -> list[Violation]:
     count = settings.get("shards", 1)
     homes = [shards.folder(run, number) for number in range(count)]
     ended = all((home / "summary.json").exists() for home in homes)
-    every: list[_Known] = []
-    violations: list[Violation] = []
-    for number, home in enumerate(homes):
-        with contextlib.closing(Journal(home / "journal.sqlite", readonly=True)) as journal:
-            rows = journal.trees("split='train'")
-            trees = [_Known(row, dict(journal.groups(row.id))) for row in rows]
-            violations += _draws(shards.Shard(number, count), trees, ended)
-            violations += _trees(journal, trees, staleness)
-        every += trees
-    journaled = {group: version for tree in every for group, version in tree.groups.items()}
-    for checks in (
-        _one_update_each(every),
-        _records(homes, every, ended),
-        _checkpoints(run, journaled),
-    ):
-        violations += checks
-    return violations
+    with contextlib.ExitStack() as opened:
+        journals = [
+            opened.enter_context(
+                contextlib.closing(Journal(home / "journal.sqlite", readonly=True))
+            )
+            for home in homes
+        ]
+        shares = [
+            [_Known(row, dict(one.groups(row.id))) for row in one.trees("split='train'")]
+            for one in journals
+        ]
+        every = [tree for own in shares for tree in own]
+        journaled = {group: version for tree in every for group, version in tree.groups.items()}
+        # A live run goes on: what is compared with the groups is read before the long check of
+        # the trees.
+        violations = [*_one_update_each(every), *_records(homes, every, ended)]
+        violations += _checkpoints(run, journaled)
+        for number, (journal, own) in enumerate(zip(journals, shares, strict=True)):
+            violations += _draws(shards.Shard(number, count), own, ended)
+            violations += _trees(journal, own, staleness)
+        return violations
 
 
 def _draws(shard: shards.Shard, trees: list[_Known], ended: bool) -> Iterator[Violation]:

@@ -28,7 +28,7 @@ SHARE = "share/"
 one update before the version being trained."""
 EQUAL_SHARE = "equal/"
 """The same for equal/1: the share of the compared groups of step 1 whose rewards are all equal
-(scheduler/telemetry/nothing_learnt.py)."""
+(scheduler/growth/dynamic_sampling.py)."""
 _COMPARED = f"count/{COMPARED}"
 
 UNREADABLE = (OSError, ValueError, sqlite3.Error, msgspec.MsgspecError)

@@ -16,6 +16,7 @@ import msgspec
 from coppice.actors.environments.base import SPLIT, Action, Environment, Task, Tools, Transition
 from coppice.actors.environments.others.in_other_python.worker import (
     Games,
+    Refused,
     Turned,
     random_state,
     set_random_state,
@@ -60,7 +61,7 @@ class Mutable(Environment):
         self._block = re.compile(f"<{self.tag}>(.*?)</{self.tag}>", re.DOTALL)
 
     async def ask(self, seed: int, actions: tuple[str, ...], action: str | None) -> Turned:
-        """Return what stands after an action, or before it if it is None. Raises ValueError if the
+        """Return what stands after an action, or before it if it is None. Raises Refused if the
         library refuses it."""
         raise NotImplementedError
 
@@ -107,7 +108,7 @@ class Mutable(Environment):
             return self.outgrown(state)
         try:
             turned = await self.ask(state.seed, state.actions, action.argument)
-        except ValueError:
+        except Refused:
             return self.outgrown(state)
         actions = (*state.actions, action.argument)
         moved = msgspec.structs.replace(state, actions=actions)

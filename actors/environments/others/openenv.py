@@ -16,7 +16,7 @@ from typing import Any
 
 import aiohttp
 
-from coppice.actors.environments.others.in_other_python.worker import Turned
+from coppice.actors.environments.others.in_other_python.worker import Refused, Turned
 from coppice.actors.environments.others.mutable import InThisPython, Mutable
 from coppice.common.numbers import Count, Positive
 from coppice.common.options import imported
@@ -149,7 +149,10 @@ class OpenEnvServer(Mutable):
     async def _act(
         self, session: "_Session", seed: int, actions: tuple[str, ...], action: str
     ) -> Turned:
-        turned = await self._ask(session, action)
+        try:
+            turned = await self._ask(session, action)
+        except ValueError as error:
+            raise Refused(str(error)) from error
         if turned.done or len(actions) + 1 >= self.horizon:
             self._close(session)
         else:

@@ -19,7 +19,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from coppice.actors.environments.others.in_other_python.worker import Turned
+from coppice.actors.environments.others.in_other_python.worker import Refused, Turned
 from coppice.actors.environments.others.mutable import KEPT, Mutable
 from coppice.common.numbers import Count, Positive
 from coppice.common.process import die_with, without_secrets
@@ -78,7 +78,7 @@ class OtherPython(Mutable):
     async def ask(self, seed: int, actions: tuple[str, ...], action: str | None) -> Turned:
         answer = await self._children[seed % len(self._children)].ask(seed, actions, action)
         if "refused" in answer:
-            raise ValueError(answer["refused"])
+            raise Refused(answer["refused"])
         if "failed" in answer:
             raise DataFault(
                 f"the game of seed {seed} after {len(actions)} actions raised {answer['failed']}"

@@ -40,6 +40,9 @@ class ReasoningGym(InThisPython):
         except (ValueError, TypeError, AssertionError) as error:
             raise ValueError(f"name = {name!r}, config = {config or {}}: {error}") from None
 
+    def allowed(self, text: str) -> str | None:
+        return text.strip()  # an empty answer is scored by the library, too
+
     def begin(self, seed: int) -> tuple[Reasoning, Turned]:
         game = self._make()
         return game, Turned(game.begin(seed))

@@ -40,9 +40,8 @@ ROW_PLACED = "*"
 
 
 class State(msgspec.Struct, frozen=True):
-    """An episode under way. board: see ``rooms``. turn: turns
-    used. score: the rewards so far. past: the last boards and what was done there.
-    over: no move can be made any more.
+    """An episode under way. board: see ``rooms``. turn: turns used. score: the rewards so far.
+    past: the last boards and what was done there. over: no move can be made any more.
     """
 
     board: str

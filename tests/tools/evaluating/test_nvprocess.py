@@ -15,7 +15,7 @@ from coppice.judges.base import Judge
 from coppice.judges.pprm import messages, read_templates
 from coppice.tools.evaluating.judge_bench import build, evaluate, record
 from coppice.tools.evaluating.judge_bench.evaluate import SHIPPED, baseline, main, measure
-from coppice.tools.evaluating.judge_bench.judging import Answers
+from coppice.tools.evaluating.judge_bench.judging import Answer, Answers
 from coppice.tools.evaluating.judge_bench.record import Item, Labelled, Trajectory
 from coppice.wire.faults import InfrastructureFault
 from coppice.wire.messages import JudgedTurn, Judgement
@@ -285,6 +285,15 @@ class Silent(Told):
         return {"failed": Silent.failed}
 
 
+class Wild(Told):
+    """Scores outside of the range of a step."""
+
+    name = "wild"
+
+    def one(self, turn: JudgedTurn) -> Judgement:
+        return Judgement({"process": 4.0})
+
+
 @pytest.fixture
 def bench(tmp_path: Path) -> Path:
     path = tmp_path / "bench.jsonl"
@@ -518,3 +527,21 @@ def test_the_shipped_set_is_consistent_small_and_no_class_rules_it() -> None:
     assert baseline("majority", items, record.THRESHOLD).accuracy.mean < 0.6
     counted = [sum(one.category == name for one in items) for name in record.CATEGORIES]
     assert min(counted) >= 0.7 * max(counted)
+
+
+def test_a_torn_answer_is_asked_again(tmp_path: Path) -> None:
+    path = tmp_path / "answers.jsonl"
+    Answers(path).add(Answer("j", "a#1", 0.5))
+    with path.open("ab") as file:
+        file.write(b'{"judge":"j","ste')
+    again = Answers(path)
+    assert list(again.found) == [("j", "a#1")]
+    again.add(Answer("j", "a#2", None))
+    assert len(Answers(path).found) == 2
+
+
+def test_a_score_out_of_range_is_an_error_and_no_answer(
+    bench: Path, tmp_path: Path, capsys: Any
+) -> None:
+    assert run(bench, tmp_path / "out", "--judge", spec(Wild)) == 1
+    assert "a number from 0 to 1" in capsys.readouterr().err

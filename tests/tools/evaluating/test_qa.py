@@ -24,6 +24,8 @@ from coppice.actors.config import ActorProcess, ActorsConfig
 from coppice.actors.environments.base import Task
 from coppice.actors.environments.search_qa.environment import SearchQA
 from coppice.actors.environments.task_files import load_tasks
+from coppice.judges.config import RetrieverConfig
+from coppice.judges.retriever.worker import RetrieverProcess
 from coppice.scheduler.config import SchedulerConfig, SchedulerProcess
 from coppice.scheduler.evaluation.evaluation import Estimate
 from coppice.scheduler.growth.tasks import held_out
@@ -747,7 +749,9 @@ def test_a_file_of_a_run_that_is_torn_or_missing_is_named(
     folder = run_folder(tmp_path / "run", llama, "chain")
     (folder / "weights" / "v000001").mkdir(parents=True)
     Manifest(1, "full", "d").write(folder / "weights" / "v000001")
-    (folder / "processes" / "retriever.json").write_text('{"backend": "http://a"}')
+    (folder / "processes" / "retriever.json").write_bytes(
+        msgspec.json.encode(RetrieverProcess("retriever", "", RetrieverConfig("http://a")))
+    )
     if content is not None:
         (folder / file).write_text(content)
     elif file.endswith("retriever.json"):

@@ -1,6 +1,7 @@
 """coppice trees: which trees it finds, and what it shows of them."""
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -342,3 +343,13 @@ def test_why_an_episode_crashed_is_shown_without_being_asked_for(
     assert sections._crashes(nodes, "a run") == [
         "a run: 1 episodes crashed and score 0, most often (1 times): exit status 1: TypeError: bad"
     ]
+
+
+def test_a_graph_has_a_box_for_each_node_and_an_arrow_to_each_child(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(run), "--dot", "--limit", "2"]) == 0
+    graph = capsys.readouterr().out
+    assert graph.count("digraph tree_") == 2
+    assert len(re.findall(r"^  n\d+ \[label=", graph, re.MULTILINE)) == 6
+    assert re.findall(r"n0 -> n(\d);", graph) == ["1", "2", "1", "2"]

@@ -228,6 +228,7 @@ class Session:
             for first in list(one.failures.items())[:1]
         ]
         if failed and not self.count_failed:
+            failed.append("--count-failed counts such steps as wrong")
             raise InfrastructureFault("\n".join(failed))
         return self.answers
 

@@ -55,9 +55,13 @@ class RowSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Backend(msgspec.Struct, frozen=True):
+    backend: str
+
+
+class _Retriever(msgspec.Struct, frozen=True):
     """The only field of RUN/processes/retriever.json that is read."""
 
-    backend: str
+    retriever: _Backend
 
 
 def read_rows(flags: argparse.Namespace) -> tuple[list[Row], str]:
@@ -134,7 +138,8 @@ def _retriever(flags: argparse.Namespace) -> str:
     if flags.retriever not in (None, "default"):
         return flags.retriever
     files = [run / "processes" / "retriever.json" for run in flags.run]
-    backends = {players.saved(file, _Backend).backend for file in files if file.is_file()}
+    saved = [players.saved(file, _Retriever) for file in files if file.is_file()]
+    backends = {one.retriever.backend for one in saved}
     if flags.retriever is None and backends:
         if len(backends) > 1:
             raise ValueError(

@@ -49,6 +49,10 @@ class Live(NamedTuple):
     dice: tuple[Any, Any]
 
 
+class Refused(ValueError):
+    """A game refuses an action."""
+
+
 class Games:
     """Games by their seed and actions; a step plays a copy, or plays again from the beginning. So a
     game must be determined by its seed and its actions. Many libraries draw from the random state
@@ -73,15 +77,19 @@ class Games:
         )
 
     def answer(self, seed: int, actions: tuple[str, ...], action: str | None) -> Turned:
-        """Return what stands after an action, or before it if it is None. Raises ValueError for an
-        action that the game refuses."""
+        """Return what stands after an action, or before it if it is None. Raises Refused for an
+        action that the game refuses; what goes wrong before it is raised as it is."""
         if (seed, actions) not in self._cache:
             self._play_again(seed, actions)
+        self._cache.move_to_end((seed, actions))
         live = self._cache[seed, actions]
         if action is None:
             return live.shown
         live = copy.deepcopy(live) if self.copies else self._cache.pop((seed, actions))
-        after = self._after(live, action)
+        try:
+            after = self._after(live, action)
+        except ValueError as error:
+            raise Refused(str(error)) from error
         if not after.shown.done:
             self._keep((seed, (*actions, action)), after)
         return after.shown
@@ -128,7 +136,8 @@ def games_of(kind: Any, arguments: dict[str, Any], kept: int) -> Games:
 
     def turn(game: Any, action: str) -> Turned:
         seen, reward, done, *success = game.turn(action)
-        return Turned(str(seen), float(reward), bool(done), success[0] if success else None)
+        won = float(success[0]) if success and success[0] is not None else None
+        return Turned(str(seen), float(reward), bool(done), won)
 
     return Games(begin, turn, getattr(kind, "copies", True), kept)
 
@@ -147,7 +156,7 @@ def main(place: str, arguments: str, kept: str) -> None:
         number, seed, actions, action = json.loads(line)
         try:
             answer: dict[str, Any] = games.answer(seed, tuple(actions), action)._asdict()
-        except ValueError as error:
+        except Refused as error:
             answer = {"refused": str(error)}
         except Exception as error:  # noqa: BLE001
             traceback.print_exc()
