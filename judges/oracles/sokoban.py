@@ -5,7 +5,7 @@ from typing import Literal
 
 import msgspec
 
-from coppice.actors.environments.sokoban.environment import WORDS, State
+from coppice.actors.environments.sokoban.environment import WORDS, SokobanState
 from coppice.actors.environments.sokoban.rooms import Position, optimal, parse, pushed, shortest
 from coppice.judges.base import Oracle
 from coppice.wire.messages import JudgedTurn, Judgement
@@ -31,7 +31,7 @@ class SokobanOracle(Oracle):
         self.reward = reward
 
     def judge_state(self, turn: JudgedTurn) -> Judgement:
-        position = parse(msgspec.convert(turn.state, State).board)
+        position = parse(msgspec.convert(turn.state, SokobanState).board)
         if position.solved:
             raise ValueError("the room is solved, so no step follows")
         best, direction = optimal(position), None if turn.move is None else turn.move[0]

@@ -9,8 +9,8 @@ import pytest
 from PIL import Image
 
 from coppice.actors.environments.base import SPLIT
-from coppice.actors.environments.sokoban.environment import Sokoban
-from coppice.actors.environments.sokoban.pictures import SIDE, picture, pixels
+from coppice.actors.environments.sokoban.environment import SPRITE as SIDE
+from coppice.actors.environments.sokoban.environment import Sokoban, picture, pixels
 from coppice.actors.environments.sokoban.rooms import GLYPHS
 from coppice.actors.environments.sudoku.environment import Sudoku
 
@@ -65,7 +65,7 @@ def test_the_prompt_shows_the_room_as_a_picture_and_no_board() -> None:
 def test_a_side_without_a_picture_and_a_picture_that_a_game_cannot_draw_are_refused(
     tmp_path: Path,
 ) -> None:
-    with pytest.raises(ValueError, match="side = 256: expected 0, or the pixels of a prompt"):
+    with pytest.raises(ValueError, match="side = 256: expected 0, or a prompt that has"):
         Sokoban(side=256)
     path = tmp_path / "prompt.txt"
     path.write_text("Look: {picture}")

@@ -15,8 +15,8 @@ from coppice.actors.environments.base import SPLIT, Tools, Transition
 from coppice.actors.environments.registry import load
 from coppice.actors.environments.tictactoe.environment import (
     EMPTY,
-    State,
     TicTacToe,
+    TicTacToeState,
     legal_cells,
     optimal,
     returns,
@@ -104,8 +104,8 @@ def test_an_episode_follows_openspiel_to_its_end(
         assert to_move(state.board) == state.me == "XO"[referee.current_player()]
         assert board_of(referee) == state.board
         assert [cell for (cell,) in environment.moves(state)] == referee.legal_actions()
-        assert hash(msgspec.convert(msgspec.to_builtins(state), State)) == hash(state)
-        assert msgspec.convert(msgspec.to_builtins(state), State) == state
+        assert hash(msgspec.convert(msgspec.to_builtins(state), TicTacToeState)) == hash(state)
+        assert msgspec.convert(msgspec.to_builtins(state), TicTacToeState) == state
         move = environment.moves(state)[choice % len(environment.moves(state))]
         action = environment.read(state, f"<action>{environment.notation(move)}</action>")
         assert (action.kind, action.move) == ("move", move)
@@ -135,13 +135,13 @@ def test_an_episode_follows_openspiel_to_its_end(
 
 async def test_stepping_is_pure_and_the_random_opponent_uses_the_rng_of_the_tools() -> None:
     environment = TicTacToe()
-    state = State(EMPTY, "X", "random")
+    state = TicTacToeState(EMPTY, "X", "random")
     action = environment.read(state, "<action>5</action>")
     replies = [
         [(await environment.step(state, action, Table(seed=seed))).state for seed in range(100)]
         for _ in range(2)
     ]
-    assert state == State(EMPTY, "X", "random")
+    assert state == TicTacToeState(EMPTY, "X", "random")
     assert replies[0] == replies[1]
     assert len(set(replies[0])) == 8
 
@@ -163,7 +163,7 @@ async def test_the_last_action_block_names_a_free_cell_or_the_game_is_lost(
     text: str, kind: str
 ) -> None:
     environment, table = TicTacToe(), Table((8,))
-    state = State("....X....", "O", "rival")
+    state = TicTacToeState("....X....", "O", "rival")
     action = environment.read(state, text)
     assert action.kind == kind
     assert action.move == {"move": (0,), "illegal": (4,), "invalid": None}[kind]
@@ -181,8 +181,8 @@ async def test_an_opponents_illegal_move_is_an_infrastructure_fault_that_names_i
 ) -> None:
     environment, table = TicTacToe(), Table(reply)
     with pytest.raises(InfrastructureFault, match=r"player rival played .* on \.\.\.\.XO\.\.\."):
-        await environment.open(State("....XO...", "O", "rival"), table)
-    state = State("....XO...", "X", "rival")
+        await environment.open(TicTacToeState("....XO...", "O", "rival"), table)
+    state = TicTacToeState("....XO...", "X", "rival")
     with pytest.raises(InfrastructureFault, match=r"player rival played .* on X\.\.\.XO\.\.\."):
         await environment.step(state, environment.read(state, "<action>1</action>"), table)
 
@@ -252,13 +252,13 @@ def test_a_board_and_its_moves_can_be_read_back_from_the_prompt(seed: int, openi
 
 async def test_the_last_moves_are_shown_as_far_as_history_says() -> None:
     environment = TicTacToe(history=2)
-    state = State(EMPTY, "X", "rival")
+    state = TicTacToeState(EMPTY, "X", "rival")
     for cell, reply, past in ((1, 3, ("1",)), (2, 4, ("1", "2")), (6, 2, ("2", "6"))):
         action = environment.read(state, f"<action>{cell}</action>")
         state = (await environment.step(state, action, Table((reply,)))).state
         assert state.past == past
     assert environment.prompt(environment.task(0), state)[0]["content"].endswith("2\n6")
-    without = await TicTacToe().step(State(EMPTY, "X", "rival"), action, Table((0,)))
+    without = await TicTacToe().step(TicTacToeState(EMPTY, "X", "rival"), action, Table((0,)))
     assert without.state.past == ()
 
 
@@ -280,7 +280,7 @@ def test_the_return_is_also_given_by_side(second: float) -> None:
     ("options", "message"),
     [
         ({"opponents": {}}, "opponents = {}"),
-        ({"opponents": {"a": 0.0}}, "one of them above 0"),
+        ({"opponents": {"a": 0.0}}, "not all of them 0"),
         ({"opponents": {"a": -1.0, "b": 2.0}}, "weights >= 0"),
         ({"opponents": {"a": float("nan")}}, "weights >= 0"),
         ({"opponents": {"": 1.0}}, "player names"),

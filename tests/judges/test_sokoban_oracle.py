@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from coppice.actors.environments.base import Action
-from coppice.actors.environments.sokoban.environment import Sokoban, State
+from coppice.actors.environments.sokoban.environment import Sokoban, SokobanState
 from coppice.judges.base import checked
 from coppice.judges.oracles.sokoban import SokobanOracle
 from coppice.wire.faults import DataFault
@@ -25,7 +25,7 @@ RISK = "######" + "#____#" + "#_X__#" + "#_PO_#" + "#____#" + "######"
 
 def judged(board: str, move: list[int] | None) -> JudgedTurn:
     return JudgedTurn(
-        "sokoban-1", [], "", "", 1, 15, state=msgspec.to_builtins(State(board)), move=move
+        "sokoban-1", [], "", "", 1, 15, state=msgspec.to_builtins(SokobanState(board)), move=move
     )
 
 
@@ -95,7 +95,12 @@ def test_following_the_oracle_solves_every_room_in_the_stated_number_of_steps() 
 
 @pytest.mark.parametrize(
     "state",
-    [None, {"board": "..."}, {"size": 4}, msgspec.to_builtins(State(ROOM.replace("PXO", "_P√")))],
+    [
+        None,
+        {"board": "..."},
+        {"size": 4},
+        msgspec.to_builtins(SokobanState(ROOM.replace("PXO", "_P√"))),
+    ],
 )
 def test_a_turn_of_another_environment_or_of_a_solved_room_is_a_data_fault(state: Any) -> None:
     turn = JudgedTurn("other-7", [], "", "", 1, 4, state=state, move=[0])

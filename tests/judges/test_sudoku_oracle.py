@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coppice.actors.environments.sudoku.environment import State, Sudoku
+from coppice.actors.environments.sudoku.environment import Sudoku, SudokuState
 from coppice.judges.base import checked
 from coppice.judges.oracles.sudoku import SudokuOracle
 from coppice.wire.faults import DataFault
@@ -25,7 +25,7 @@ and (4, 1)."""
 
 
 def judged(board: str, move: list[int] | None, turn: int = 0, budget: int = 100) -> JudgedTurn:
-    state = msgspec.to_builtins(State(4, board, SOLVED, board, turn))
+    state = msgspec.to_builtins(SudokuState(4, board, SOLVED, board, turn))
     return JudgedTurn("sudoku-1", [], "", "", turn + 1, budget, state=state, move=move)
 
 

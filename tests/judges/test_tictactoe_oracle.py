@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from coppice.actors.environments.tictactoe.environment import (
     EMPTY,
-    State,
+    TicTacToeState,
     legal_cells,
     optimal,
     play,
@@ -38,7 +38,7 @@ def live() -> tuple[str, ...]:
 
 
 def plain(board: str) -> dict[str, Any]:
-    return msgspec.to_builtins(State(board, to_move(board), "random"))
+    return msgspec.to_builtins(TicTacToeState(board, to_move(board), "random"))
 
 
 def turn(board: str, move: list[int] | None) -> JudgedTurn:

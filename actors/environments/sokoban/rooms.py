@@ -75,12 +75,14 @@ def parse(board: str) -> Position:
     square = size * size == len(board) and size in SIZES
     if not square or set(board) - set(GLYPHS) or border & ~cells[WALL]:
         raise ValueError(
-            f"board {board!r}: expected a square of size {SIZES[0]} to {SIZES[-1]} of {GLYPHS!r} inside walls"
+            f"board {board!r}: expected a square of size {SIZES[0]} to {SIZES[-1]} of {GLYPHS!r}"
+            " inside walls"
         )
     count = boxes.bit_count()
     if players.bit_count() != 1 or count != targets.bit_count() or count not in BOXES:
         raise ValueError(
-            f"board {board!r}: expected one player, and as many boxes as targets, {BOXES[0]} to {BOXES[-1]}"
+            f"board {board!r}: expected one player, and as many boxes as targets,"
+            f" {BOXES[0]} to {BOXES[-1]}"
         )
     floor = ~cells[WALL] & (1 << size * size) - 1
     return Position(size, floor, targets, boxes, players.bit_length() - 1)
@@ -169,11 +171,9 @@ def cells_of(mask: int) -> list[int]:
 def layout_digest(position: Position) -> bytes:
     """Return a digest of the walls and targets, the same for all turned and mirrored forms of a
     room and for all positions in it."""
-    layout = [
-        (position.floor >> cell & 1) + (position.targets >> cell & 1)
-        for cell in range(position.size**2)
-    ]
-    grid = np.array(layout, np.uint8).reshape(position.size, position.size)
+    size, floor, targets = position[:3]
+    layout = [(floor >> cell & 1) + (targets >> cell & 1) for cell in range(size**2)]
+    grid = np.array(layout, np.uint8).reshape(size, size)
     forms = (np.rot90(side, turns) for side in (grid, grid.T) for turns in range(4))
     return hashlib.sha256(min(form.tobytes() for form in forms)).digest()
 
@@ -223,6 +223,6 @@ def generate(
             key = rng.choice(starts)
             return room._replace(boxes=key >> CELL_BITS, player=key & (1 << CELL_BITS) - 1)
     raise DataFault(
-        f"sokoban: no room of size {size} with {boxes} boxes and a solution of at most {longest} steps from seed {seed} in {TRIES}"
-        " tries: ask for fewer boxes or a longer horizon"
+        f"sokoban: no room of size {size} with {boxes} boxes and a solution of at most {longest}"
+        f" steps from seed {seed} in {TRIES} tries: ask for fewer boxes or a longer horizon"
     )
