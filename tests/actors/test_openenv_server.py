@@ -15,7 +15,7 @@ import aiohttp
 import pytest
 import pytest_asyncio
 
-from coppice.actors.environments.others.openenv import Full, OpenEnvServer
+from coppice.actors.environments.others.openenv import OpenEnvFull, OpenEnvServer
 from coppice.wire.faults import DataFault, InfrastructureFault
 
 COUNTER = Path(__file__).parents[1] / "openenv_counter.py"
@@ -152,7 +152,7 @@ async def test_on_a_server_that_stays_full_a_step_is_told_the_remedy(
 ) -> None:
     server = await serve(1)
     await opened(server.environment())
-    with pytest.raises(Full, match="max_concurrent_envs"):
+    with pytest.raises(OpenEnvFull, match="max_concurrent_envs"):
         await opened(server.environment(timeout_s=2.0))
 
 

@@ -31,7 +31,7 @@ class Drawn(InThisPython):
     name = "drawn"
 
     def __init__(self, copies: bool = True):
-        self.copies = copies
+        self.copies, self.played = copies, 0
         super().__init__(horizon=6)
 
     def begin(self, seed: int) -> tuple[Any, Turned]:
@@ -40,6 +40,7 @@ class Drawn(InThisPython):
     def turn(self, game: Any, action: str) -> Turned:
         if action == "bad":
             raise ValueError("no such action")
+        self.played += 1
         game.append(game[-1] * random.random() + len(action))
         return Turned(str(game), random.random())
 
@@ -218,7 +219,7 @@ async def test_siblings_are_copies_and_what_cannot_be_copied_is_played_again() -
             for _ in range(4)
         ]
         assert len({child.state.seen for child in children}) == 1
-        assert environment.games.turns == played
+        assert environment.played == played
 
 
 async def test_an_action_that_cannot_be_read_or_is_refused_ends_the_episode_with_what_it_earned() -> (

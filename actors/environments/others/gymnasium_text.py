@@ -19,10 +19,14 @@ ACTIONS = {
 }
 """Words for the numbers of the actions, in their order."""
 RULES = {
-    "FrozenLake": "You walk over a frozen lake from S to G. F is ice, H is a hole that ends the walk. Your place is marked.",
-    "CliffWalking": "You are x and walk to T. Each step costs 1. C is a cliff: it costs 100 and takes you back to the start.",
-    "Taxi": "You drive a taxi. Fetch the passenger, who waits at the blue letter, and drop him off at the magenta one. [ ] is the taxi, [ ] with a letter too. : can be passed, | cannot.",
-    "Blackjack": "You play Blackjack against the dealer: come nearer to 21 than the dealer without going over it.",
+    "FrozenLake": "You walk over a frozen lake from S to G. F is ice, H is a hole that ends the"
+    " walk. Your place is marked.",
+    "CliffWalking": "You are x and walk to T. Each step costs 1. C is a cliff: it costs 100 and"
+    " takes you back to the start.",
+    "Taxi": "You drive a taxi. Fetch the passenger, who waits at the blue letter, and drop him off"
+    " at the magenta one. [ ] is the taxi, [ ] with a letter too. : can be passed, | cannot.",
+    "Blackjack": "You play Blackjack against the dealer: come nearer to 21 than the dealer without"
+    " going over it.",
 }
 _COLOUR = re.compile(r"\x1b\[([\d;]*)m((?:(?!\x1b\[[\d;]+m).)*?)\x1b\[0m", re.DOTALL)
 """An innermost coloured cell."""
@@ -73,7 +77,8 @@ class Gymnasium(InThisPython):
     def _text(self, game: Any, observation: Any) -> str:
         if self.id.startswith("Blackjack"):
             own, dealer, ace = observation
-            return f"Your sum is {own}{' with a usable ace' if ace else ''}. The dealer shows {dealer}."
+            usable = " with a usable ace" if ace else ""
+            return f"Your sum is {own}{usable}. The dealer shows {dealer}."
         text, coloured = str(game.render()), 1
         while coloured:
             text, coloured = _COLOUR.subn(_marked, text)

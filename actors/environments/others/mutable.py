@@ -26,8 +26,6 @@ from coppice.common.numbers import Count
 _PLAYING = threading.RLock()
 """Held while a game is played: first states are made in threads, and there is one random state of
 the process."""
-KEPT = 256
-"""Games in a cache."""
 
 
 class Played(msgspec.Struct, frozen=True):
@@ -113,9 +111,8 @@ class Mutable(Environment):
         actions = (*state.actions, action.argument)
         moved = msgspec.structs.replace(state, actions=actions)
         turned, actions = await self.others(moved, turned, tools)
-        after = Played(
-            state.seed, turned.seen, actions, state.earned + turned.reward, state.turns + 1
-        )
+        earned, turns = state.earned + turned.reward, state.turns + 1
+        after = Played(state.seed, turned.seen, actions, earned, turns)
         if not turned.done and after.turns < self.horizon:
             return Transition(after, turned.seen, False, reward=turned.reward)
         success = after.earned > 0 if turned.success is None else turned.success
@@ -136,7 +133,7 @@ class InThisPython(Mutable):
 
     def __init__(self, horizon: Count):
         super().__init__(horizon)
-        self.games = Games(self.begin, self.turn, self.copies, KEPT)
+        self.games = Games(self.begin, self.turn, self.copies)
 
     def begin(self, seed: int) -> tuple[Any, Turned]:
         """Return a new game, reset with ``seed``, and what its first player sees."""

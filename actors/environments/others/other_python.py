@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from coppice.actors.environments.others.in_other_python.worker import Refused, Turned
-from coppice.actors.environments.others.mutable import KEPT, Mutable
+from coppice.actors.environments.others.mutable import Mutable
 from coppice.common.numbers import Count, Positive
 from coppice.common.process import die_with, without_secrets
 from coppice.wire.faults import DataFault, InfrastructureFault
@@ -57,16 +57,12 @@ class OtherPython(Mutable):
         super().__init__(horizon)
         self.rules = rules
         place = GAMES.get(game, game)
-        command = [python, str(WORKER), place, json.dumps(arguments or {}), str(KEPT)]
+        command = [python, str(WORKER), place, json.dumps(arguments or {})]
         if ":" not in place:
             raise ValueError(f"game = {game!r}: expected one of {sorted(GAMES)}, or module:Class")
         try:
             trial = subprocess.run(
-                command,
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                timeout=timeout_s,
-                env=_environment(),
+                command, input=b"", capture_output=True, timeout=timeout_s, env=_environment()
             )
         except (OSError, subprocess.TimeoutExpired) as error:
             raise ValueError(f"python = {python!r}, game = {game!r}: {error}") from None
@@ -108,9 +104,9 @@ class _Child:
                     return await self._exchanged(request)
             except (OSError, TimeoutError, ValueError) as error:
                 await self.close()
-                late = f"no answer in {self.timeout_s:g} s"
-                reason = late if isinstance(error, TimeoutError) else str(error)
-                game, python = self.command[2], self.command[0]
+                late = isinstance(error, TimeoutError)
+                reason = f"no answer in {self.timeout_s:g} s" if late else error
+                python, _, game = self.command[:3]
                 raise InfrastructureFault(f"{game} in {python}: {reason}") from None
 
     async def close(self) -> None:
@@ -123,7 +119,16 @@ class _Child:
 
     async def _exchanged(self, request: tuple[Any, ...]) -> dict[str, Any]:
         if self._process is None or self._process.returncode is not None:
-            self._process = await self._started()
+            parent = os.getpid()
+            self._process = await asyncio.create_subprocess_exec(
+                *self.command,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                limit=LARGEST,
+                env=_environment(),
+                start_new_session=True,
+                preexec_fn=lambda: die_with(parent),
+            )
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None and stdout is not None
         self._asked += 1
@@ -135,18 +140,6 @@ class _Child:
             if answer.pop("id") == self._asked:
                 return answer
         raise ConnectionResetError("the process has died; its own words are in the log")
-
-    async def _started(self) -> asyncio.subprocess.Process:
-        parent = os.getpid()
-        return await asyncio.create_subprocess_exec(
-            *self.command,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            limit=LARGEST,
-            env=_environment(),
-            start_new_session=True,
-            preexec_fn=lambda: die_with(parent),
-        )
 
 
 def _environment() -> dict[str, str]:

@@ -66,6 +66,7 @@ class ReasoningGym(InThisPython):
         """
         if self.stands(state.seed, (), None).seen != state.seen:
             raise DataFault(
-                f"{self.set} makes another question of seed {state.seed} in this process: play it with data.environment = 'other_python'"
+                f"{self.set} makes another question of seed {state.seed} in this process: play it"
+                " with data.environment = 'other_python'"
             )
         return await super().step(state, action, tools)

@@ -43,9 +43,9 @@ class TextArena(InThisPython):
             from textarena.envs import registration
         except ModuleNotFoundError:
             raise ValueError("textarena is not installed: pip install textarena") from None
-        known = registration.ENV_REGISTRY
-        if id not in known:
-            raise ValueError(f"id = {id!r}: TextArena has {', '.join(sorted(known))}")
+        if id not in registration.ENV_REGISTRY:
+            names = ", ".join(sorted(registration.ENV_REGISTRY))
+            raise ValueError(f"id = {id!r}: TextArena has {names}")
         self._make = lambda: textarena.make(id)
         self.players, self.second, self.opponent = players, second, opponent
         self.speakers = () if players == 1 or opponent == POLICY else (opponent,)
