@@ -3,17 +3,17 @@
 import zlib
 
 from coppice.actors.environments.base import Action
-from coppice.actors.environments.webshop.environment import State, WebShop
+from coppice.actors.environments.webshop.environment import WebShop, WebShopState
 
 
 class AnyText(WebShop):
     """A shop in which every text is an action: its checksum picks one of the page's, and most often
     one towards the goal's own product."""
 
-    def read(self, state: State, text: str) -> Action:
+    def read(self, state: WebShopState, text: str) -> Action:
         """Always valid."""
         goal, checksum = self.goal(state), zlib.crc32(text.encode())
-        names = list(self.shop.clickables(state.place))
+        names = list(self.store.clickables(state.place))
         if state.place.page == "search":
             return Action("search", text, goal.product.name.lower())
         towards = [

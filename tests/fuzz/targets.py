@@ -18,7 +18,7 @@ import numpy as np
 from coppice.actors.environments import registry
 from coppice.actors.environments.base import Task
 from coppice.actors.environments.sotopia import conversation
-from coppice.actors.environments.webshop.episode import read_reply
+from coppice.actors.environments.webshop.environment import read_reply
 from coppice.actors.serving import tools as dialects
 from coppice.actors.serving.conversations import ResponseStore
 from coppice.actors.serving.http import body_of
