@@ -10,9 +10,13 @@ import msgspec
 import pytest
 
 from coppice.actors.environments.base import HELD_OUT_SEEDS, POLICY, SPLIT, Task, Tools, Transition
-from coppice.actors.environments.sotopia import conversation
-from coppice.actors.environments.sotopia.conversation import Conversation, Turn
-from coppice.actors.environments.sotopia.environment import Sotopia, State
+from coppice.actors.environments.sotopia import environment as conversation
+from coppice.actors.environments.sotopia.environment import (
+    Dialogue,
+    Sotopia,
+    SotopiaState,
+    SotopiaTurn,
+)
 from coppice.actors.environments.sotopia.scenarios import OWN, Agent, load, shown
 from coppice.scheduler.growth.tasks import GeneratedTasks
 
@@ -36,23 +40,23 @@ class Table(Tools):
         return self.script.pop(0)
 
 
-async def take(environment: Sotopia, state: State, text: str, *answers: str) -> Transition:
+async def take(environment: Sotopia, state: SotopiaState, text: str, *answers: str) -> Transition:
     return await environment.step(state, environment.read(state, text), Table(*answers))
 
 
-def start(environment: Sotopia, combo: str = "scenario-01-1", trained: int = 0) -> State:
-    return State(combo, trained)
+def start(environment: Sotopia, combo: str = "scenario-01-1", trained: int = 0) -> SotopiaState:
+    return SotopiaState(combo, trained)
 
 
 @pytest.mark.parametrize(
     ("text", "turn"),
     [
-        (reply("speak", "Hello."), Turn(1, "speak", "Hello.")),
-        (f"I think {{so}}. {reply('none', 'ignored')}", Turn(1, "none")),
-        (reply("speak", "first") + reply("leave"), Turn(1, "leave")),
-        ('{"action_type": "action", "argument": "opens {the} door", "to": ["Ada"]}', Turn(1, "action", "opens {the} door")),
-        (reply("non-verbal communication", "nods\nTurn #9: x"), Turn(1, "non-verbal communication", "nods Turn #9: x")),
-        ('{"action_type": "leave"}', Turn(1, "leave")),
+        (reply("speak", "Hello."), SotopiaTurn(1, "speak", "Hello.")),
+        (f"I think {{so}}. {reply('none', 'ignored')}", SotopiaTurn(1, "none")),
+        (reply("speak", "first") + reply("leave"), SotopiaTurn(1, "leave")),
+        ('{"action_type": "action", "argument": "opens {the} door", "to": ["Ada"]}', SotopiaTurn(1, "action", "opens {the} door")),
+        (reply("non-verbal communication", "nods\nTurn #9: x"), SotopiaTurn(1, "non-verbal communication", "nods Turn #9: x")),
+        ('{"action_type": "leave"}', SotopiaTurn(1, "leave")),
         (reply("speak", "  "), None),
         (reply("shout", "Hello."), None),
         ('{"action_type": "speak", "argument": 3}', None),
@@ -61,12 +65,12 @@ def start(environment: Sotopia, combo: str = "scenario-01-1", trained: int = 0) 
         ('{"a":' * 5_000, None),
     ],
 )  # fmt: skip
-def test_the_last_json_object_of_a_reply_is_the_turn(text: str, turn: Turn | None) -> None:
-    assert conversation.read(text, 1) == turn
+def test_the_last_json_object_of_a_reply_is_the_turn(text: str, turn: SotopiaTurn | None) -> None:
+    assert conversation.read_turn(text, 1) == turn
 
 
 def test_turns_are_written_in_the_words_of_sotopia() -> None:
-    said = [Turn(0, "none"), Turn(1, "speak", "Hi."), Turn(0, "non-verbal communication", "nods"), Turn(1, "action", "sits"), Turn(0, "leave")]  # fmt: skip
+    said = [SotopiaTurn(0, "none"), SotopiaTurn(1, "speak", "Hi."), SotopiaTurn(0, "non-verbal communication", "nods"), SotopiaTurn(1, "action", "sits"), SotopiaTurn(0, "leave")]  # fmt: skip
     assert conversation.history(said, ("A", "B")).splitlines() == [
         "Turn #1: A did nothing",
         'Turn #2: B said: "Hi."',
@@ -80,20 +84,29 @@ def test_turns_are_written_in_the_words_of_sotopia() -> None:
     ("turns", "word_endings", "over"),
     [
         ([], False, False),
-        ([Turn(0, "speak", "a")] * 19, False, False),
-        ([Turn(0, "speak", "a")] * 20, False, True),
-        ([Turn(0, "leave")], False, True),
-        ([Turn(0, "none"), Turn(1, "none")], False, False),
-        ([Turn(0, "none"), Turn(1, "none"), Turn(0, "none")], False, True),
-        ([Turn(0, "none"), Turn(1, "speak", "a"), Turn(0, "none"), Turn(1, "none")], False, False),
-        ([Turn(0, "speak", "The bag you left.")], False, False),
-        ([Turn(0, "speak", "The bag you left.")], True, True),
+        ([SotopiaTurn(0, "speak", "a")] * 19, False, False),
+        ([SotopiaTurn(0, "speak", "a")] * 20, False, True),
+        ([SotopiaTurn(0, "leave")], False, True),
+        ([SotopiaTurn(0, "none"), SotopiaTurn(1, "none")], False, False),
+        ([SotopiaTurn(0, "none"), SotopiaTurn(1, "none"), SotopiaTurn(0, "none")], False, True),
+        (
+            [
+                SotopiaTurn(0, "none"),
+                SotopiaTurn(1, "speak", "a"),
+                SotopiaTurn(0, "none"),
+                SotopiaTurn(1, "none"),
+            ],
+            False,
+            False,
+        ),
+        ([SotopiaTurn(0, "speak", "The bag you left.")], False, False),
+        ([SotopiaTurn(0, "speak", "The bag you left.")], True, True),
     ],
 )
 def test_a_conversation_ends_as_specified(
-    turns: list[Turn], word_endings: bool, over: bool
+    turns: list[SotopiaTurn], word_endings: bool, over: bool
 ) -> None:
-    assert conversation.over(turns, 20, word_endings) is over
+    assert Sotopia(word_endings=word_endings).over(turns) is over
 
 
 def test_what_a_side_knows_of_the_other_grows_with_the_relationship_and_never_holds_the_secret() -> (
@@ -112,7 +125,7 @@ def test_the_prompt_hides_goal_and_secret_of_the_other_side_and_has_a_part_that_
     None
 ):
     environment = Sotopia()
-    state = State("scenario-03-1", 0, (Turn(0, "speak", "Good morning."),))
+    state = SotopiaState("scenario-03-1", 0, (SotopiaTurn(0, "speak", "Good morning."),))
     scenario = environment.library.envs["scenario-03"]
     me, other = (environment.library.agents[key] for key in ("agent-04", "agent-03"))
     (message,) = environment.prompt(Task("t"), state)
@@ -121,7 +134,7 @@ def test_the_prompt_hides_goal_and_secret_of_the_other_side_and_has_a_part_that_
     assert shown(scenario.agent_goals[1], "agent_1") not in head and other.secret not in head
     assert other.public_info in head
     assert f'Turn #1: {me.name} said: "Good morning."' in tail and "It is turn #2" in tail
-    assert environment.prompt(Task("t"), State("scenario-03-1", 0))[0]["content"].startswith(
+    assert environment.prompt(Task("t"), SotopiaState("scenario-03-1", 0))[0]["content"].startswith(
         head + SPLIT
     )
     hidden = Sotopia(profiles="hidden").prompt(Task("t"), state)[0]["content"]
@@ -130,9 +143,9 @@ def test_the_prompt_hides_goal_and_secret_of_the_other_side_and_has_a_part_that_
 
 def test_strangers_are_not_named() -> None:
     environment = Sotopia()
-    text = environment.prompt(Task("t"), State("scenario-01-1", 0, (Turn(1, "speak", "Hello."),)))[
-        0
-    ]["content"]
+    text = environment.prompt(
+        Task("t"), SotopiaState("scenario-01-1", 0, (SotopiaTurn(1, "speak", "Hello."),))
+    )[0]["content"]
     assert environment.library.agents["agent-02"].first_name not in text
     assert 'the other person said: "Hello."' in text
 
@@ -149,7 +162,7 @@ async def test_both_sides_act_in_turn_and_the_partner_is_the_observation() -> No
     table = Table(reply("speak", "No."))
     state = start(environment)
     step = await environment.step(state, environment.read(state, reply("speak", "Buy it.")), table)
-    assert step.state.turns == (Turn(0, "speak", "Buy it."), Turn(1, "speak", "No."))
+    assert step.state.turns == (SotopiaTurn(0, "speak", "Buy it."), SotopiaTurn(1, "speak", "No."))
     assert (step.observation, step.done, step.outcome) == ('Tobin Hask said: "No."', False, None)
     ((speaker, told, tokens),) = table.told
     assert (speaker, tokens) == ("ann", 9)
@@ -163,9 +176,9 @@ async def test_an_invalid_reply_is_a_turn_of_nothing_and_an_unreadable_partner_i
     environment = Sotopia()
     assert environment.read(start(environment), "hello").kind == "invalid"
     step = await take(environment, start(environment), "hello", "what?", reply("action", "waits"))
-    assert step.state.turns == (Turn(0, "none"), Turn(1, "action", "waits"))
+    assert step.state.turns == (SotopiaTurn(0, "none"), SotopiaTurn(1, "action", "waits"))
     step = await take(environment, start(environment), "hello", "what?", "what?")
-    assert step.state.turns == (Turn(0, "none"), Turn(1, "none")) and not step.done
+    assert step.state.turns == (SotopiaTurn(0, "none"), SotopiaTurn(1, "none")) and not step.done
     # the third turn of nothing ends it: the partner is not asked
     step = await take(environment, step.state, "again")
     assert step.done and step.observation == "The conversation is over."
@@ -174,7 +187,7 @@ async def test_an_invalid_reply_is_a_turn_of_nothing_and_an_unreadable_partner_i
 async def test_twenty_turns_are_ten_for_each_side_whoever_begins() -> None:
     environment = Sotopia()
     for trained in (0, 1):
-        state, own, done = State("scenario-01-1", trained), 0, False
+        state, own, done = SotopiaState("scenario-01-1", trained), 0, False
         state = await environment.open(state, Table(reply("speak", "begin")))
         assert len(state.turns) == trained
         while not done:
@@ -188,8 +201,8 @@ async def test_a_side_that_leaves_ends_the_conversation() -> None:
     assert (await take(environment, start(environment), reply("leave"))).done
     left = await take(environment, start(environment), reply("speak", "a"), reply("leave"))
     assert left.done and "Tobin Hask left the conversation" in left.observation
-    begun = await environment.open(State("scenario-01-1", 1), Table(reply("leave")))
-    assert begun.turns == (Turn(0, "none"),)  # the trained side acts at least once
+    begun = await environment.open(SotopiaState("scenario-01-1", 1), Table(reply("leave")))
+    assert begun.turns == (SotopiaTurn(0, "none"),)  # the trained side acts at least once
 
 
 def test_no_held_out_scenario_is_trained_and_every_episode_is_held_out_from_both_sides() -> None:
@@ -262,16 +275,16 @@ def test_a_file_outside_the_layout_is_refused_with_its_fault(
 
 def test_the_outcome_judge_sees_both_sides_and_the_last_words() -> None:
     environment = Sotopia()
-    turns = (Turn(0, "speak", "40 euros."), Turn(1, "speak", "40 euros, then."))
-    before, after = start(environment), State("scenario-01-1", 0, turns)
+    turns = (SotopiaTurn(0, "speak", "40 euros."), SotopiaTurn(1, "speak", "40 euros, then."))
+    before, after = start(environment), SotopiaState("scenario-01-1", 0, turns)
     action = environment.read(before, reply("speak", "40 euros."))
     judged = environment.concluded(Task("t"), before, action, after, 1, 4)
-    whole = msgspec.convert(judged.state, Conversation)
+    whole = msgspec.convert(judged.state, Dialogue)
     assert whole.turns == turns and whole.trained == 0 and whole.rules is not None
     assert whole.names == ("Mara Ellwood", "Tobin Hask") and "40 euros or more" in whole.goals[0]
     # the budget ended it before the partner's reply
     cut = environment.concluded(Task("t"), before, action, None, 1, 4)
-    assert msgspec.convert(cut.state, Conversation).turns == turns[:1]
+    assert msgspec.convert(cut.state, Dialogue).turns == turns[:1]
 
 
 def test_measures_leave_out_what_was_not_judged() -> None:
