@@ -5,7 +5,7 @@ from typing import Any
 from coppice.actors.environments.base import Environment
 from coppice.common.options import check_choice, checked, imported
 
-KNOWN = {
+BUILT_IN = {
     "search_qa": "coppice.actors.environments.search_qa.environment:SearchQA",
     "tictactoe": "coppice.actors.environments.tictactoe.environment:TicTacToe",
     "sudoku": "coppice.actors.environments.sudoku.environment:Sudoku",
@@ -28,8 +28,8 @@ def load(name: str, options: dict[str, Any]) -> Environment:
     """Return the environment. Raises ValueError or FileNotFoundError with the expectation."""
     setting = f"data.environment = {name!r}"
     if ":" not in name:
-        check_choice(setting, name, KNOWN, ", or module:Class")
-    kind = imported(setting, KNOWN.get(name, name))
+        check_choice(setting, name, BUILT_IN, ", or module:Class")
+    kind = imported(setting, BUILT_IN.get(name, name))
     arguments = checked("data.options", name, kind.__init__, options, ("self",))
     try:
         return kind(**arguments)

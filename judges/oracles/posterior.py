@@ -206,20 +206,20 @@ def _count(component: _Component, budget: int) -> _Counts | None:
         for i in near:
             later[i] += len(group)
 
-    def choices(state: int, size: int, beside: list[tuple[int, int]]) -> range:
+    def choices(state: int, size: int, numbers: list[tuple[int, int]]) -> range:
         """Return the numbers of mines that the group may have, given the cells left for later."""
-        lacks = [(state >> slot) & full for slot, _ in beside]
-        least = max(lack - room for lack, (_, room) in zip(lacks, beside, strict=True))
+        lacks = [(state >> slot) & full for slot, _ in numbers]
+        least = max(lack - room for lack, (_, room) in zip(lacks, numbers, strict=True))
         return range(max(0, least), min(size, *lacks) + 1)
 
     layer = {sum(lack << slots[i] for i, lack in component.lacks.items()): 1}
     layers: list[dict[int, int]] = []
     nodes = 0
-    for size, taken, beside in steps:
+    for size, taken, numbers in steps:
         layers.append(layer)
         layer = defaultdict[int, int](int)
         for state, ways in layers[-1].items():
-            counts = choices(state, size, beside)
+            counts = choices(state, size, numbers)
             nodes += max(len(counts), 1)
             if nodes > budget:
                 return None
@@ -227,12 +227,12 @@ def _count(component: _Component, budget: int) -> _Counts | None:
                 layer[state - count * taken] += (comb(size, count) * ways) << (count * width)
     onward = dict.fromkeys(layer, 1)  # the ways to go on from each state
     mined: list[dict[int, int]] = []
-    for (size, taken, beside), before in zip(reversed(steps), reversed(layers), strict=True):
+    for (size, taken, numbers), before in zip(reversed(steps), reversed(layers), strict=True):
         total, earlier = 0, dict[int, int]()
         for state, ways in before.items():
             rests = [
                 (count, (comb(size, count) * rest) << (count * width))
-                for count in choices(state, size, beside)
+                for count in choices(state, size, numbers)
                 if (rest := onward.get(state - count * taken, 0))
             ]
             earlier[state] = sum(rest for _, rest in rests)

@@ -14,7 +14,7 @@ from coppice.actors.environments import registry
 from coppice.actors.environments.webshop.environment import WebShop, WebShopState
 from coppice.actors.environments.webshop.goals import Goal
 from coppice.actors.environments.webshop.reward import reward
-from coppice.actors.environments.webshop.store import BUY, PER_PAGE, SUB_PAGES, Place, Store
+from coppice.actors.environments.webshop.store import BUY, PER_PAGE, SUB_PAGES, Store, StorePlace
 from coppice.judges.base import Oracle
 from coppice.wire.messages import JudgedTurn, Judgement
 
@@ -59,7 +59,7 @@ class WebShopOracle(Oracle):
         return Judgement(scores, explanation=f"{why}; {before} actions were needed")
 
 
-def distance(store: Store, place: Place, goal: Goal) -> int:
+def distance(store: Store, place: StorePlace, goal: Goal) -> int:
     """Return the smallest number of actions from ``place`` to the purchase of the goal's own
     product with its options."""
     asin, wanted = goal.product.asin, _wanted(goal)

@@ -8,7 +8,7 @@ import pytest
 
 from coppice.actors.environments.sokoban.rooms import (
     GLYPHS,
-    Position,
+    Room,
     cells_of,
     generate,
     layout_digest,
@@ -138,13 +138,13 @@ def test_boards_survive_parsing_and_writing() -> None:
 
 
 def test_turned_and_mirrored_rooms_have_one_digest_and_others_another() -> None:
-    def turned(position: Position) -> Position:
+    def turned(position: Room) -> Room:
         def mask(cells: int) -> int:
             return sum(1 << (cell % 6) * 6 + 5 - cell // 6 for cell in cells_of(cells))
 
         return position._replace(floor=mask(position.floor), targets=mask(position.targets))
 
-    def mirrored(position: Position) -> Position:
+    def mirrored(position: Room) -> Room:
         def mask(cells: int) -> int:
             return sum(1 << cell // 6 * 6 + 5 - cell % 6 for cell in cells_of(cells))
 

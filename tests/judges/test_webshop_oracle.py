@@ -13,7 +13,7 @@ from coppice.actors.environments.base import Action
 from coppice.actors.environments.webshop.environment import WebShop, WebShopState
 from coppice.actors.environments.webshop.goals import Goal, make_goals
 from coppice.actors.environments.webshop.invented import catalogue
-from coppice.actors.environments.webshop.store import BUY, Place, Store
+from coppice.actors.environments.webshop.store import BUY, Store, StorePlace
 from coppice.judges.base import checked
 from coppice.judges.oracles.webshop import WebShopOracle, distance
 from coppice.judges.serve import make_worker
@@ -44,13 +44,13 @@ def after(state: WebShopState, command: str) -> WebShopState:
     return asyncio.run(SHOP.step(state, read(state, command), NOBODY)).state
 
 
-def shortest(shop: Store, place: Place, goal: Goal) -> int:
+def shortest(shop: Store, place: StorePlace, goal: Goal) -> int:
     """The least number of clicks and searches for the product's name that buy it with its options,
     by breadth-first search."""
     level, seen, steps = {msgspec.structs.replace(place, visited=())}, set(), 1
     while True:
         seen |= level
-        onward: set[Place] = set()
+        onward: set[StorePlace] = set()
         for at in level:
             names = shop.clickables(at)
             if (
@@ -72,7 +72,7 @@ def test_distances_are_those_of_a_breadth_first_search() -> None:
     products = catalogue(count=66)
     shop, goals, rng = Store(products), make_goals(products, human=False), random.Random(3)
     for goal in rng.sample(goals, 12):
-        place = Place()
+        place = StorePlace()
         for _ in range(8):
             assert distance(shop, place, goal) == shortest(shop, place, goal), place
             moves = [name for name in shop.clickables(place) if name != BUY]
@@ -92,13 +92,13 @@ def test_distances_are_exact_where_the_name_leads_to_a_later_page() -> None:
         for number in range(25)
     ]
     shop, goal = Store(alike), Goal(alike[23], "", ("x",), (("size", "two"),), 1e6)
-    third = Place("results", first.name.lower(), 3)
+    third = StorePlace("results", first.name.lower(), 3)
     other, own = shop.clicked(third, "b21"), shop.clicked(third, "b23")
     chosen = shop.clicked(own, "two")
-    places = [Place(), third, shop.clicked(third, "< prev"), other]
+    places = [StorePlace(), third, shop.clicked(third, "< prev"), other]
     places += [shop.clicked(other, "features"), own, chosen, shop.clicked(own, "one")]
     places += [shop.clicked(chosen, "reviews"), msgspec.structs.replace(third, number=1)]
-    places.append(Place("results", "zebra"))
+    places.append(StorePlace("results", "zebra"))
     expected = [6, 3, 4, 4, 5, 2, 1, 2, 2, 5, 6]
     assert [distance(shop, place, goal) for place in places] == expected
     assert [shortest(shop, place, goal) for place in places] == expected

@@ -15,8 +15,8 @@ import msgspec
 
 from coppice.actors.environments.base import SPLIT, Action, Environment, Task, Tools, Transition
 from coppice.actors.environments.others.in_other_python.worker import (
+    ActionRefused,
     Games,
-    Refused,
     Turned,
     random_state,
     set_random_state,
@@ -59,8 +59,8 @@ class Mutable(Environment):
         self._block = re.compile(f"<{self.tag}>(.*?)</{self.tag}>", re.DOTALL)
 
     async def ask(self, seed: int, actions: tuple[str, ...], action: str | None) -> Turned:
-        """Return what stands after an action, or before it if it is None. Raises Refused if the
-        library refuses it."""
+        """Return what stands after an action, or before it if it is None. Raises ActionRefused if
+        the library refuses it."""
         raise NotImplementedError
 
     async def others(
@@ -106,7 +106,7 @@ class Mutable(Environment):
             return self.outgrown(state)
         try:
             turned = await self.ask(state.seed, state.actions, action.argument)
-        except Refused:
+        except ActionRefused:
             return self.outgrown(state)
         actions = (*state.actions, action.argument)
         moved = msgspec.structs.replace(state, actions=actions)

@@ -16,7 +16,7 @@ from typing import Any
 
 import aiohttp
 
-from coppice.actors.environments.others.in_other_python.worker import Refused, Turned
+from coppice.actors.environments.others.in_other_python.worker import ActionRefused, Turned
 from coppice.actors.environments.others.mutable import InThisPython, Mutable
 from coppice.common.numbers import Count, Positive
 from coppice.common.options import imported
@@ -169,7 +169,7 @@ class OpenEnvServer(Mutable):
         try:
             turned = await self._step(session, action)
         except ValueError as error:
-            raise Refused(str(error)) from error
+            raise ActionRefused(str(error)) from error
         if turned.done or len(actions) + 1 >= self.horizon:
             await session.close()
         else:

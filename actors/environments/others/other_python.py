@@ -19,7 +19,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from coppice.actors.environments.others.in_other_python.worker import Refused, Turned
+from coppice.actors.environments.others.in_other_python.worker import ActionRefused, Turned
 from coppice.actors.environments.others.mutable import Mutable
 from coppice.common.numbers import Count, Positive
 from coppice.common.process import die_with, without_secrets
@@ -74,7 +74,7 @@ class OtherPython(Mutable):
     async def ask(self, seed: int, actions: tuple[str, ...], action: str | None) -> Turned:
         answer = await self._children[seed % len(self._children)].ask(seed, actions, action)
         if "refused" in answer:
-            raise Refused(answer["refused"])
+            raise ActionRefused(answer["refused"])
         if "failed" in answer:
             raise DataFault(
                 f"the game of seed {seed} after {len(actions)} actions raised {answer['failed']}"
@@ -92,7 +92,7 @@ class _Child:
 
     def __init__(self, command: list[str], timeout_s: float):
         self.command, self.timeout_s = command, timeout_s
-        self._one, self._asked = asyncio.Lock(), 0
+        self._one, self._number = asyncio.Lock(), 0
         self._process: asyncio.subprocess.Process | None = None
 
     async def ask(self, *request: Any) -> dict[str, Any]:
@@ -131,13 +131,13 @@ class _Child:
             )
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None and stdout is not None
-        self._asked += 1
-        stdin.write(json.dumps([self._asked, *request]).encode() + b"\n")
+        self._number += 1
+        stdin.write(json.dumps([self._number, *request]).encode() + b"\n")
         await stdin.drain()
         while line := await stdout.readline():
             answer = json.loads(line)
             # the one before it may have been asked by a step that was cancelled
-            if answer.pop("id") == self._asked:
+            if answer.pop("id") == self._number:
                 return answer
         raise ConnectionResetError("the process has died; its own words are in the log")
 

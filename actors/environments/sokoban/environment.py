@@ -25,7 +25,7 @@ from coppice.actors.environments.sokoban.rooms import (
     GLYPHS,
     PLACED,
     SIZES,
-    Position,
+    Room,
     layout_digest,
     parse,
     pushed,
@@ -104,7 +104,7 @@ class Sokoban(Game):
         """Return the room of the task's seed. Raises DataFault if there is none."""
         held_out = task.seed in HELD_OUT_SEEDS
 
-        def wanted(room: Position) -> bool:
+        def wanted(room: Room) -> bool:
             return self.split == "released" or held_out == is_held_out(room)
 
         room = rooms.generate(self.size, self.boxes, task.seed, self.max_turns, wanted)
@@ -188,7 +188,7 @@ class Sokoban(Game):
         }
 
 
-def is_held_out(room: Position) -> bool:
+def is_held_out(room: Room) -> bool:
     """Return whether the split "rooms" holds a room out. All rooms with the same walls and targets
     are on the same side."""
     return layout_digest(room)[0] % HELD_OUT_SHARE == 0

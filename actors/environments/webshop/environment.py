@@ -25,8 +25,8 @@ from coppice.actors.environments.webshop.reward import reward
 from coppice.actors.environments.webshop.store import (
     BUY,
     SEARCH,
-    Place,
     Store,
+    StorePlace,
     observation,
     pieces,
 )
@@ -190,7 +190,7 @@ class WebShopState(msgspec.Struct, frozen=True):
 
     goal: int
     catalogue: str
-    place: Place = Place()
+    place: StorePlace = StorePlace()
     step: int = 0
     past: tuple[tuple[str, str], ...] = ()
 

@@ -23,7 +23,7 @@ REMEMBERED = 10_000
 """How many queries keep their results: every page that a query leads to asks for them again."""
 
 
-class Place(msgspec.Struct, frozen=True):
+class StorePlace(msgspec.Struct, frozen=True):
     """Where a customer is. page: "search", "results", "item" or a sub-page of the item.
 
     number: of the results page, from 1. asin: the product of the item's page and of its sub-pages.
@@ -44,7 +44,7 @@ class Place(msgspec.Struct, frozen=True):
         return [value for _, value in self.options]
 
 
-class Search:
+class ProductSearch:
     """An index of products. The order of equal scores is that of the products, so results are the
     same in every process."""
 
@@ -87,15 +87,15 @@ class Store:
 
     def __init__(self, products: Sequence[Product]):
         self.products = {product.asin: product for product in products}
-        self.search = Search(products)
+        self.search = ProductSearch(products)
         self.digest = hashlib.sha256(msgspec.msgpack.encode(list(products))).hexdigest()[:12]
 
-    def listed(self, place: Place) -> tuple[str, ...]:
+    def listed(self, place: StorePlace) -> tuple[str, ...]:
         """Return the asins that a results page shows."""
         first = (place.number - 1) * PER_PAGE
         return self.search.results(place.query)[first : first + PER_PAGE]
 
-    def clickables(self, place: Place) -> dict[str, str]:
+    def clickables(self, place: StorePlace) -> dict[str, str]:
         """Return what can be clicked, in lower case and in order, with its kind: "button", "link",
         or "option:GROUP".
 
@@ -114,11 +114,11 @@ class Store:
                 names |= dict.fromkeys(values, f"option:{name}")
         return dict.fromkeys(buttons, "button") | names
 
-    def searched(self, place: Place, query: str) -> Place:
+    def searched(self, place: StorePlace, query: str) -> StorePlace:
         """Return the first page of a query's results. Product and options are forgotten."""
-        return Place("results", query, visited=place.visited)
+        return StorePlace("results", query, visited=place.visited)
 
-    def clicked(self, place: Place, name: str) -> Place:
+    def clicked(self, place: StorePlace, name: str) -> StorePlace:
         """Return where a click on one of ``clickables`` leads. "search" and "buy now" lead nowhere:
         a purchase ends the episode."""
         kind, replace = self.clickables(place)[name], msgspec.structs.replace
@@ -135,7 +135,7 @@ class Store:
             return replace(place, page="results", asin="", options=())
         if name in (PREVIOUS, *SUB_PAGES):
             return replace(place, page="item" if name == PREVIOUS else name)
-        return Place() if name == BACK else place
+        return StorePlace() if name == BACK else place
 
 
 # --------------------------------------------------------------------------------------- pages
@@ -150,7 +150,7 @@ class Piece(msgspec.Struct, frozen=True):
     clicked: bool = False
 
 
-def pieces(store: Store, place: Place) -> list[Piece]:
+def pieces(store: Store, place: StorePlace) -> list[Piece]:
     """Return the strings of a page below the instruction, from top to bottom."""
     if place.page == SEARCH:
         return [Piece("Search", "button")]

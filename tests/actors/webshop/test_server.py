@@ -22,7 +22,7 @@ from coppice.actors.environments.webshop.server import (
     WebShopServer,
     WebShopServerState,
 )
-from coppice.actors.environments.webshop.store import Place
+from coppice.actors.environments.webshop.store import StorePlace
 from coppice.wire.faults import DataFault, InfrastructureFault
 
 NOBODY: Any = None
@@ -92,7 +92,7 @@ class Handler(BaseHTTPRequestHandler):
         content += f"<h3>Page {at} (Total results: {len(found)})</h3>"
         content += self._form("< Prev", *here, str(at - 1)) if at > 1 else ""
         content += self._form("Next >", *here, str(at + 1))
-        for asin in EMBEDDED.store.listed(Place("results", query, at)):
+        for asin in EMBEDDED.store.listed(StorePlace("results", query, at)):
             one = EMBEDDED.store.products[asin]
             href = link("item_page", session, asin, words, number, "{}")
             content += f'<h4><a class="product-link" href="{href}">{asin}</a></h4><h4>{html.escape(one.name)}</h5><h5>{one.tag}</h6>'

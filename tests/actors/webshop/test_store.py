@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from coppice.actors.environments.webshop.products import product_of
-from coppice.actors.environments.webshop.store import Place, Store, observation, pieces
+from coppice.actors.environments.webshop.store import Store, StorePlace, observation, pieces
 
 GROUPS: dict[str, Any] = {
     "Color": [{"value": " Red "}, {"value": "Blue/Grey"}],
@@ -31,17 +31,17 @@ def mug(number: int, **fields: Any) -> dict[str, Any]:
 
 
 STORE = Store([product_of(mug(number), {}) for number in range(25)])
-RESULTS = STORE.searched(Place(), "mug")
+RESULTS = STORE.searched(StorePlace(), "mug")
 ITEM = STORE.clicked(RESULTS, "b0")
 BACK = "'Back to Search' [SEP] '< Prev'"
 
 
-def text(place: Place, rich: bool = False) -> str:
+def text(place: StorePlace, rich: bool = False) -> str:
     return observation(pieces(STORE, place), rich)
 
 
 def test_the_pages_in_text_are_those_of_the_released_templates() -> None:
-    assert text(Place()) == "'Search'"
+    assert text(StorePlace()) == "'Search'"
     parts = text(RESULTS).split(" [SEP] ")
     assert parts[:3] == ["'Back to Search'", "'Page 1 (Total results: 25)'", "'Next >'"]
     first = ["'B0'", "'Oak Mug 0'", "'$10.0 to $20.0'", "'B1'", "'Oak Mug 1'", "'$12.5'"]
@@ -79,7 +79,7 @@ def test_the_rich_pages_mark_what_is_clickable_and_what_was_clicked() -> None:
 
 
 def test_what_can_be_clicked_is_listed_in_order() -> None:
-    assert list(STORE.clickables(Place())) == ["search"]
+    assert list(STORE.clickables(StorePlace())) == ["search"]
     asins = [f"b{number}" for number in range(10)]
     assert list(STORE.clickables(RESULTS)) == ["back to search", "next >", *asins]
     second = list(STORE.clickables(STORE.clicked(RESULTS, "next >")))
@@ -99,9 +99,9 @@ def test_a_choice_replaces_the_earlier_one_of_its_group_and_survives_sub_pages()
 
 def test_leaving_an_item_forgets_its_options_but_not_the_query() -> None:
     place = STORE.clicked(STORE.clicked(STORE.clicked(RESULTS, "next >"), "b11"), "one")
-    assert STORE.clicked(place, "< prev") == Place("results", "mug", 2, visited=("B11",))
-    assert STORE.searched(place, "clay") == Place("results", "clay", visited=("B11",))
-    assert STORE.clicked(place, "back to search") == Place()
+    assert STORE.clicked(place, "< prev") == StorePlace("results", "mug", 2, visited=("B11",))
+    assert STORE.searched(place, "clay") == StorePlace("results", "clay", visited=("B11",))
+    assert STORE.clicked(place, "back to search") == StorePlace()
 
 
 def test_pages_go_on_beyond_the_results() -> None:

@@ -52,7 +52,7 @@ class Live(NamedTuple):
     dice: tuple[Any, Any]
 
 
-class Refused(ValueError):
+class ActionRefused(ValueError):
     """A game refuses an action."""
 
 
@@ -76,8 +76,8 @@ class Games:
         self._cache = collections.OrderedDict[tuple[int, tuple[str, ...]], Live]()
 
     def answer(self, seed: int, actions: tuple[str, ...], action: str | None) -> Turned:
-        """Return what stands after an action, or before it if it is None. Raises Refused for an
-        action that the game refuses; what goes wrong before it is raised as it is."""
+        """Return what stands after an action, or before it if it is None. Raises ActionRefused if
+        the game refuses it; what goes wrong before it is raised as it is."""
         live = self._cache.pop((seed, actions), None) or self._played_again(seed, actions)
         if action is None or self.copies:
             self._keep((seed, actions), live)
@@ -86,7 +86,7 @@ class Games:
         try:
             after = self._after(copy.deepcopy(live) if self.copies else live, action)
         except ValueError as error:
-            raise Refused(str(error)) from error
+            raise ActionRefused(str(error)) from error
         if not after.shown.done:
             self._keep((seed, (*actions, action)), after)
         return after.shown
@@ -147,7 +147,7 @@ def main(place: str, arguments: str) -> None:
         number, seed, actions, action = json.loads(line)
         try:
             answer: dict[str, Any] = games.answer(seed, tuple(actions), action)._asdict()
-        except Refused as error:
+        except ActionRefused as error:
             answer = {"refused": str(error)}
         except Exception as error:  # noqa: BLE001
             traceback.print_exc()
