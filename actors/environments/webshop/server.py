@@ -92,7 +92,7 @@ class WebShopServer(Shopping):
     ) -> tuple[WebShopServerState, float | None]:
         address, form, visited = self._start(state.goal), {"search_query": query}, state.visited
         if not query:
-            address, posted = next(to for target, *to in state.targets if target == name)
+            address, posted = next(target[1:] for target in state.targets if target[0] == name)
             form = {} if posted else None
             # the released shop forgets the visited products where it goes back to the search
             visited = () if name == BACK else visited if posted else (*visited, name)
