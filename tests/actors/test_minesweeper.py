@@ -1,7 +1,6 @@
 """The Minesweeper environment; reveals are checked by a flood fill that works on the whole grid
 instead of a list of cells."""
 
-import asyncio
 import random
 from typing import Any
 
@@ -11,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coppice.actors.environments import registry
-from coppice.actors.environments.base import SPLIT, Transition
-from coppice.actors.environments.game import labelled
+from coppice.actors.environments.base import Transition
 from coppice.actors.environments.minesweeper import environment as minesweeper
 from coppice.actors.environments.minesweeper.environment import (
     MARK,
@@ -22,8 +20,8 @@ from coppice.actors.environments.minesweeper.environment import (
     revealed,
 )
 from coppice.wire.faults import DataFault
+from tests import games
 
-NOBODY: Any = None
 SEEDS = st.integers(0, 2**31)
 LAYOUT = "*......*........"
 """4x4, mines in (1, 1) and (2, 4)."""
@@ -80,14 +78,9 @@ def measures(success: float, reveal: float, flags: float, completion: float) -> 
 
 
 def play(rules: Minesweeper, state: MinesState, *moves: str) -> Transition:
-    transition = Transition(state, "", False)
-    for move in moves:
-        assert not transition.done
-        state = transition.state
-        transition = asyncio.run(
-            rules.step(state, rules.read(state, f"<action>{move}</action>"), NOBODY)
-        )
-    return transition
+    *before, last = games.play(rules, state, *moves)
+    assert not any(transition.done for transition in before)
+    return last
 
 
 # ----------------------------------------------------------------------------------------------
@@ -236,19 +229,6 @@ def test_the_last_turn_counts_as_lost_time_unless_it_decides(move: str, outcome:
     assert play(rules, small(OPENED, turn=5), "flag 1 1").done is False
 
 
-@pytest.mark.parametrize(
-    "text", ["reveal 1 2", "reveal 2 4", "flag 1 2", "reveal 0 1", "flag 5 1", "dig 1 1"]
-)
-def test_an_unusable_action_loses_and_keeps_what_was_revealed(text: str) -> None:
-    rules = game()
-    state = small(OPENED.replace("111#", "111F"))
-    action = rules.read(state, f"<action>{text}</action>")
-    transition = asyncio.run(rules.step(state, action, NOBODY))
-    assert not action.valid
-    assert (transition.done, transition.outcome) == (True, -1.0)
-    assert transition.measures == measures(0, 0, 0, 13 / 14)
-
-
 # ----------------------------------------------------------------------------------------------
 # texts
 
@@ -275,38 +255,14 @@ def test_a_move_is_a_word_and_a_cell_counted_from_1(
     assert Minesweeper().move(text) == move
 
 
-def test_a_small_grid_is_drawn_with_labels() -> None:
-    assert labelled("#1.F..2*", 4) == "   C1 C2 C3 C4\nR1  #  1  .  F\nR2  .  .  2  *"
-
-
-@given(st.integers(1, 12), st.integers(1, 12), st.randoms(use_true_random=False))
-@settings(max_examples=50)
-def test_the_drawn_grid_can_be_read_back(rows: int, columns: int, rng: random.Random) -> None:
-    board = "".join(rng.choices("#F.12345678*", k=rows * columns))
-    head, *lines = labelled(board, columns).splitlines()
-    assert head.split() == [f"C{column + 1}" for column in range(columns)]
-    assert [line.split()[0] for line in lines] == [f"R{row + 1}" for row in range(rows)]
-    assert "".join("".join(line.split()[1:]) for line in lines) == board
-    assert {len(line) for line in lines} == {len(head)}
-
-
-def test_the_prompt_shows_the_board_and_never_the_mines() -> None:
-    rules = Minesweeper()
-    state = rules.initial(rules.task(5))
-    state = play(rules, state, rules.notation(rules.moves(state)[-1])).state
+def test_the_prompt_says_what_wins() -> None:
+    rules, state = game(), small(OPENED)
+    state = play(rules, state, "flag 1 1").state
     (message,) = rules.prompt(rules.task(5), state)
-    shown = message["content"].split(SPLIT)[1]
-    assert labelled(state.board, 5) in shown
-    assert "5x5 and hides 5 mines; mines less flags: 4. To win, reveal every cell" in shown
-    other = msgspec.structs.replace(state, layout="*" * 25, seed=1)
-    assert rules.prompt(rules.task(5), other) == [message]
+    said = "4x4 and hides 2 mines; mines less flags: 1. To win, reveal every cell"
+    assert said in message["content"]
     (both,) = rules.prompt(rules.task(5), msgspec.structs.replace(state, flag_all=True))
     assert "without a mine, and flag every mine and nothing else." in both["content"]
-
-
-def test_the_compact_prompt_is_the_cells_alone() -> None:
-    rules = game(prompt="minesweeper_compact")
-    assert rules.prompt(rules.task(0), small(OPENED))[0]["content"] == f"M{SPLIT}{OPENED}"
 
 
 def test_the_history_keeps_the_last_moves_with_their_result() -> None:
@@ -316,23 +272,6 @@ def test_the_history_keeps_the_last_moves_with_their_result() -> None:
     assert state.past[2:] == ("flag 1 1 flagged", "reveal 4 4 safe")
     assert play(rules, state, "reveal 2 4").state.past[-1] == "reveal 2 4 mine"
     assert "\n".join(state.past) in rules.prompt(rules.task(0), state)[0]["content"]
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"mines": 0}, "mines = 0: expected 1 to 15 on 5x5"),
-        (
-            {"mines": 16},
-            "mines = 16: expected 1 to 15 on 5x5, as the 3x3 .* and one safe cell, must be free",
-        ),
-        ({"mines": 17, "centre_start": False}, "mines = 17: expected 1 to 16 on 5x5"),
-        ({"rows": 3, "columns": 3, "mines": 1}, "rows = 3, columns = 3: expected a board larger"),
-    ],
-)
-def test_an_impossible_option_is_refused(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        registry.load("minesweeper", options)
 
 
 def test_as_many_mines_as_allowed_can_be_laid() -> None:

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from coppice.actors.environments import registry
-from coppice.actors.environments.base import SPLIT, Action, Transition
+from coppice.actors.environments.base import SPLIT, Action
 from coppice.actors.environments.sokoban.environment import (
     Sokoban,
     SokobanState,
@@ -17,21 +16,13 @@ from coppice.actors.environments.sokoban.environment import (
 from coppice.actors.environments.sokoban.rooms import layout_digest, parse
 from coppice.scheduler.growth.tasks import GeneratedTasks
 from coppice.tools.defaults.legal_play import FIRST_SEED
+from tests.games import play
 
 NOBODY: Any = None
 ROOM = "######" + "#P_O_#" + "#_X__#" + "#____#" * 2 + "######"
 """Solved by down, down, right, up (which pushes the box up into the first row), left, up, right
 (which pushes it onto the target)."""
 PAIR = "######" + "#PXO_#" + "#_XO_#" + "#____#" * 2 + "######"
-
-
-def play(game: Sokoban, state: SokobanState, *words: str) -> list[Transition]:
-    transitions = []
-    for word in words:
-        text = f"<action>{word}</action>"
-        transitions.append(asyncio.run(game.step(state, game.read(state, text), NOBODY)))
-        state = transitions[-1].state
-    return transitions
 
 
 def test_the_rewards_of_a_solved_room_by_hand() -> None:
@@ -137,14 +128,6 @@ def test_the_prompt_has_rules_then_state_and_shows_the_last_two_turns() -> None:
     assert later.index("You did: right") < later.index(shown(state.board) + "\n\nYour action:")
 
 
-def test_the_compact_prompt_is_one_ascii_line_of_the_cells_inside_the_walls() -> None:
-    game = Sokoban("sokoban_compact", history=0, boxes=2)
-    board = "######" + "#S√X_#" + "#____#" * 3 + "######"
-    assert (
-        game.prompt(game.task(0), SokobanState(board))[0]["content"] == f"K{SPLIT}S*X_" + "_" * 12
-    )
-
-
 def test_equal_boards_are_one_situation_at_any_turn() -> None:
     game = Sokoban()
     back = play(game, SokobanState(ROOM), "down", "up")[-1].state
@@ -185,16 +168,3 @@ def test_good_moves_begin_a_shortest_solution() -> None:
     assert game.good_moves(SokobanState("######" + "#PXO_#" + "######" * 4)) == [(3,)]
     assert game.good_moves(SokobanState("######" + "#P_XO#" + "######" * 4, over=True)) == []
     assert game.good_moves(SokobanState("######" + "#X_PO#" + "######" * 4)) == []
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"size": 4}, "size = 4: expected 5 to 8"),
-        ({"boxes": 4}, "boxes = 4: expected 1 to 3"),
-        ({"prompt": "sokoban_compact"}, "history = 2 has no effect"),
-    ],
-)
-def test_an_impossible_option_is_refused(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        registry.load("sokoban", options)

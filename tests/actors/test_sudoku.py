@@ -1,19 +1,14 @@
 """The Sudoku environment; puzzles are checked by a plain solver that shares nothing with the
 environment's."""
 
-import asyncio
 import random
-import re
-from typing import Any
 
 import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coppice.actors.environments import registry
 from coppice.actors.environments.base import SPLIT, Task, Transition
-from coppice.actors.environments.game import labelled
 from coppice.actors.environments.sudoku import environment as sudoku
 from coppice.actors.environments.sudoku.environment import (
     Sudoku,
@@ -23,9 +18,8 @@ from coppice.actors.environments.sudoku.environment import (
     solutions,
 )
 from coppice.wire.faults import DataFault
+from tests import games
 
-NOBODY: Any = None
-SMALL = Sudoku(size=4, blanks=8)
 SOLVED = "1234341221434321"
 SEEDS = st.integers(0, 2**31)
 BLANKS = {4: (1, 6, 10, 12), 9: (1, 20, 40)}
@@ -84,8 +78,7 @@ def removed_one_by_one(attempts: int, seed: int) -> str:
 
 
 def play(game: Sudoku, state: SudokuState, move: tuple[int, ...]) -> Transition:
-    text = f"<action>{game.notation(move)}</action>"
-    return asyncio.run(game.step(state, game.read(state, text), NOBODY))
+    return games.play(game, state, game.notation(move))[-1]
 
 
 def small(board: str, turn: int = 0) -> SudokuState:
@@ -206,16 +199,6 @@ def test_the_last_turn_counts_as_lost_time_unless_it_solves(
     assert not play(game, small(board + SOLVED[4:], turn=5), (0, 0, 2)).done
 
 
-@pytest.mark.parametrize("text", ["1 1 3", "1 5 3", "0 2 2", "1 2 5", "1 2 0", "1 2 x"])
-def test_an_unusable_action_loses_and_keeps_what_was_filled(text: str) -> None:
-    state = msgspec.structs.replace(small("1..4.4.2" + SOLVED[8:]), board="1.34.4.2" + SOLVED[8:])
-    action = SMALL.read(state, f"<action>{text}</action>")
-    transition = asyncio.run(SMALL.step(state, action, NOBODY))
-    assert not action.valid
-    assert (transition.done, transition.outcome) == (True, -1.0)
-    assert transition.measures == {"success": 0.0, "completion": 0.25}
-
-
 # ----------------------------------------------------------------------------------------------
 # texts
 
@@ -238,42 +221,10 @@ def test_a_move_is_row_column_digit_counted_from_1(text: str, move: tuple[int, .
     assert Sudoku().move(text) == move
 
 
-def test_a_small_grid_is_drawn_with_labels_and_boxes() -> None:
-    assert labelled("12.4...." + "." * 7 + "1", 4, 2) == (
-        "   C1 C2 | C3 C4\nR1  1  2 |  .  4\nR2  .  . |  .  .\n   ------+------\nR3  .  . |  .  .\nR4  .  . |  .  1"
-    )
-
-
-@given(
-    st.sampled_from([4, 9]).flatmap(
-        lambda n: st.text("." + "123456789"[:n], min_size=n * n, max_size=n * n)
-    )
-)
-@settings(max_examples=50)
-def test_the_drawn_grid_can_be_read_back(board: str) -> None:
-    size = round(len(board) ** 0.5)
-    head, *lines = labelled(board, size, {4: 2, 9: 3}[size]).splitlines()
-    assert re.findall(r"C\d", head) == [f"C{column + 1}" for column in range(size)]
-    rows = dict(line.split(" ", 1) for line in lines if line.startswith("R"))
-    assert "".join(re.sub(r"[ |]", "", rows[f"R{row + 1}"]) for row in range(size)) == board
-    assert {len(line) for line in lines} == {len(head)}
-
-
-def test_the_prompt_shows_the_board_and_never_the_solution() -> None:
+def test_the_prompt_says_the_size_and_the_blanks() -> None:
     game = Sudoku()
-    state = game.initial(game.task(5))
-    (message,) = game.prompt(game.task(5), state)
-    shown = message["content"].split(SPLIT)[1]
-    assert labelled(state.board, 9, 3) in shown
-    assert "9x9 with 3x3 boxes, and 40 cells" in shown
-    other = msgspec.structs.replace(state, solution="1" * 81)
-    assert game.prompt(game.task(5), other) == [message]
-
-
-def test_the_compact_prompt_is_the_cells_alone() -> None:
-    game = Sudoku("sudoku_compact", size=4, blanks=8)
-    state = small("12.4" * 4)
-    assert game.prompt(game.task(0), state)[0]["content"] == f"S{SPLIT}{'12.4' * 4}"
+    (message,) = game.prompt(game.task(5), game.initial(game.task(5)))
+    assert "9x9 with 3x3 boxes, and 40 cells" in message["content"].split(SPLIT)[1]
 
 
 def test_the_history_keeps_the_last_moves_with_their_result() -> None:
@@ -283,16 +234,3 @@ def test_the_history_keeps_the_last_moves_with_their_result() -> None:
         state = play(game, state, move).state
     assert state.past == ("1 2 3 wrong", "1 2 2 right")
     assert "1 2 3 wrong\n1 2 2 right" in game.prompt(game.task(0), state)[0]["content"]
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"size": 5}, "size = 5: expected 9 or 4"),
-        ({"size": 4}, "blanks = 40: expected 1 to 12 for size 4"),
-        ({"blanks": 0}, "blanks = 0: expected 1 to 64 for size 9"),
-    ],
-)
-def test_an_impossible_option_is_refused(options: dict[str, int], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        registry.load("sudoku", options)

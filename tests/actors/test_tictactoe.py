@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coppice.actors.environments.base import SPLIT, Tools, Transition
-from coppice.actors.environments.registry import load
 from coppice.actors.environments.tictactoe.environment import (
     EMPTY,
     TicTacToe,
@@ -274,20 +273,3 @@ def test_the_return_is_also_given_by_side(second: float) -> None:
     assert (made[environment.headline], made["oracle"]) == ([0.0], [1.0, 0.0])
     assert made["return_second" if second else "return_first"] == [0.0]
     assert ("return_first" in made) != ("return_second" in made)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"opponents": {}}, "opponents = {}"),
-        ({"opponents": {"a": 0.0}}, "not all of them 0"),
-        ({"opponents": {"a": -1.0, "b": 2.0}}, "weights >= 0"),
-        ({"opponents": {"a": float("nan")}}, "weights >= 0"),
-        ({"opponents": {"": 1.0}}, "player names"),
-        ({"opening": 4}, "opening = 4: expected a whole number, at least 0 and at most 3"),
-    ],
-)
-def test_an_option_that_cannot_be_used_is_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError) as caught:  # noqa: PT011
-        load("tictactoe", options)
-    assert message in str(caught.value)
