@@ -14,13 +14,15 @@ import pytest
 import pytest_asyncio
 
 from coppice.actors.environments.base import Environment
-from coppice.actors.environments.others.gymnasium_text import Gymnasium
 from coppice.actors.environments.others.in_other_python.worker import Turned
-from coppice.actors.environments.others.mutable import InThisPython
+from coppice.actors.environments.others.in_process import (
+    Gymnasium,
+    InThisPython,
+    ReasoningGym,
+    TextArena,
+)
 from coppice.actors.environments.others.openenv import OpenEnv
 from coppice.actors.environments.others.other_python import OtherPython
-from coppice.actors.environments.others.reasoning import ReasoningGym
-from coppice.actors.environments.others.textarena_games import TextArena
 from coppice.wire.faults import DataFault
 
 

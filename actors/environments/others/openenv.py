@@ -17,7 +17,8 @@ from typing import Any
 import aiohttp
 
 from coppice.actors.environments.others.in_other_python.worker import ActionRefused, Turned
-from coppice.actors.environments.others.mutable import InThisPython, Mutable
+from coppice.actors.environments.others.in_process import InThisPython
+from coppice.actors.environments.others.mutable import Mutable
 from coppice.common.numbers import Count, Positive
 from coppice.common.options import imported
 from coppice.wire.faults import DataFault, InfrastructureFault
