@@ -5,8 +5,12 @@ import asyncio
 import zlib
 from typing import Any
 
+import msgspec
+
 from coppice.actors.environments.base import Action, Transition
 from coppice.actors.environments.tictactoe.environment import TicTacToe, TicTacToeState
+from coppice.judges.base import Judge, checked
+from coppice.wire.messages import JudgedTurn
 
 
 class AnyText(TicTacToe):
@@ -28,3 +32,15 @@ def play(environment: Any, state: Any, *actions: str, tools: Any = None) -> list
         transitions.append(asyncio.run(step))
         state = transitions[-1].state
     return transitions
+
+
+def scores(judge: Judge, turns: list[JudgedTurn]) -> list[dict[str, float]]:
+    """The scores of turns, none of which is invalid."""
+    made, bad = checked(judge, turns, asyncio.run(judge.score(turns)))
+    assert bad == 0
+    return [judgement.scores for judgement in made]
+
+
+def travelled(turns: list[JudgedTurn]) -> list[JudgedTurn]:
+    """The turns as a judge in another process gets them."""
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(turns), type=list[JudgedTurn])
