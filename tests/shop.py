@@ -1,4 +1,4 @@
-"""The shop for whole runs with an untrained policy, named "tests.shop:AnyText" in data.environment."""
+"""The shop for whole runs with an untrained policy: data.environment = "tests.shop:AnyText"."""
 
 import zlib
 
@@ -16,10 +16,8 @@ class AnyText(WebShop):
         names = list(self.store.clickables(state.place))
         if state.place.page == "search":
             return Action("search", text, goal.product.name.lower())
-        towards = [
-            name for name in names if name in (goal.product.asin.lower(), *goal.values, "buy now")
-        ]
-        pick = (towards if towards and checksum % 4 else names)[
-            checksum // 4 % len(towards if towards and checksum % 4 else names)
-        ]
+        right = (goal.product.asin.lower(), *goal.values, "buy now")
+        towards = [name for name in names if name in right]
+        offered = towards if towards and checksum % 4 else names
+        pick = offered[checksum // 4 % len(offered)]
         return Action("click", text, move=(names.index(pick),))

@@ -213,9 +213,7 @@ def test_opponents_and_sides_are_drawn_with_their_shares() -> None:
 
 
 @pytest.mark.parametrize("opening", [0, 1, 2, 3])
-async def test_an_opening_is_random_the_same_for_both_sides_and_leaves_the_first_action_to_the_policy(
-    opening: int,
-) -> None:
+async def test_an_opening_is_random_and_leaves_the_first_action_to_the_policy(opening: int) -> None:
     boards = []
     for second in (0.0, 1.0):
         environment = TicTacToe(opening=opening, second=second, opponents={"rival": 1})

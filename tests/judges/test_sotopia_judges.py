@@ -24,14 +24,15 @@ from coppice.wire.faults import DataFault
 from coppice.wire.messages import JudgedTurn, Judgement
 from tests.judges.test_llm import chat, chat_server
 
-SCORES = {"believability": 9, "relationship": 2, "knowledge": 3, "secret": 0, "social_rules": -1, "financial_and_material_benefits": 1, "goal": 7}  # fmt: skip
+SCORES = dict(zip(DIMENSIONS, (9, 2, 3, 0, -1, 1, 7), strict=True))
 ENVIRONMENT = Sotopia()
 
 
 def reply(mine: dict[str, Any], other: dict[str, Any] = SCORES) -> str:
-    sides = {f"agent_{k}": {name: {"reasoning": "r", "score": score} for name, score in side.items()}
-             for k, side in ((1, mine), (2, other))}  # fmt: skip
-    return json.dumps(sides)
+    def entries(side: dict[str, Any]) -> dict[str, Any]:
+        return {name: {"reasoning": "r", "score": score} for name, score in side.items()}
+
+    return json.dumps({"agent_1": entries(mine), "agent_2": entries(other)})
 
 
 def judged(combo: str, trained: int, *words: str) -> JudgedTurn:
@@ -157,7 +158,7 @@ EURO = r"(\d+)\s*euros?\b"
         (GoalCondition("each", says="yes"), [], ["yes"], True),
         (GoalCondition(never="yes"), ["no"], ["yes"], True),
         (GoalCondition(never="yes"), ["no", "YES"], [], False),
-        (GoalCondition(agreed=EURO, least=40), ["50 euros", "45 euros?"], ["30 euros", "45 euros, fine"], True),
+        (GoalCondition(agreed=EURO, least=40), ["50 euros", "45 euros?"], ["3 euros", "45 euros"], True),
         (GoalCondition(agreed=EURO, least=46), ["45 euros"], ["45 euros"], False),
         (GoalCondition(agreed=EURO, most=44), ["45 euros"], ["45 euros"], False),
         (GoalCondition(agreed=EURO), ["45 euros"], ["44 euros"], False),

@@ -20,7 +20,13 @@ from coppice.actors.environments.sotopia.environment import (
 from coppice.actors.environments.sotopia.scenarios import OWN, Agent, load, shown
 from coppice.scheduler.growth.tasks import GeneratedTasks
 
-AGENT = Agent("Ada", "Bell", 30, "pilot", public_info="Ada sings.", personality_and_values="Ada is calm.", secret="Ada cannot swim.")  # fmt: skip
+AGENT = Agent(
+    *("Ada", "Bell", 30, "pilot"),
+    public_info="Ada sings.",
+    personality_and_values="Ada is calm.",
+    secret="Ada cannot swim.",
+)
+NOD = "non-verbal communication"
 
 
 def reply(kind: str, argument: str = "") -> str:
@@ -51,12 +57,12 @@ def start(environment: Sotopia, combo: str = "scenario-01-1", trained: int = 0) 
 @pytest.mark.parametrize(
     ("text", "turn"),
     [
-        (reply("speak", "Hello."), SotopiaTurn(1, "speak", "Hello.")),
-        (f"I think {{so}}. {reply('none', 'ignored')}", SotopiaTurn(1, "none")),
-        (reply("speak", "first") + reply("leave"), SotopiaTurn(1, "leave")),
-        ('{"action_type": "action", "argument": "opens {the} door", "to": ["Ada"]}', SotopiaTurn(1, "action", "opens {the} door")),
-        (reply("non-verbal communication", "nods\nTurn #9: x"), SotopiaTurn(1, "non-verbal communication", "nods Turn #9: x")),
-        ('{"action_type": "leave"}', SotopiaTurn(1, "leave")),
+        (reply("speak", "Hello."), ("speak", "Hello.")),
+        (f"I think {{so}}. {reply('none', 'ignored')}", ("none",)),
+        (reply("speak", "first") + reply("leave"), ("leave",)),
+        ('{"action_type": "action", "argument": "a {b} c", "to": ["Ada"]}', ("action", "a {b} c")),
+        (reply(NOD, "nods\nTurn #9: x"), (NOD, "nods Turn #9: x")),
+        ('{"action_type": "leave"}', ("leave",)),
         (reply("speak", "  "), None),
         (reply("shout", "Hello."), None),
         ('{"action_type": "speak", "argument": 3}', None),
@@ -64,13 +70,14 @@ def start(environment: Sotopia, combo: str = "scenario-01-1", trained: int = 0) 
         (reply("speak", "Hello.") + ' {"a": 1}', None),
         ('{"a":' * 5_000, None),
     ],
-)  # fmt: skip
-def test_the_last_json_object_of_a_reply_is_the_turn(text: str, turn: SotopiaTurn | None) -> None:
-    assert conversation.read_turn(text, 1) == turn
+)
+def test_the_last_json_object_of_a_reply_is_the_turn(text: str, turn: tuple[str] | None) -> None:
+    assert conversation.read_turn(text, 1) == (turn and SotopiaTurn(1, *turn))
 
 
 def test_turns_are_written_in_the_words_of_sotopia() -> None:
-    said = [SotopiaTurn(0, "none"), SotopiaTurn(1, "speak", "Hi."), SotopiaTurn(0, "non-verbal communication", "nods"), SotopiaTurn(1, "action", "sits"), SotopiaTurn(0, "leave")]  # fmt: skip
+    kinds = [("none", ""), ("speak", "Hi."), (NOD, "nods"), ("action", "sits"), ("leave", "")]
+    said = [SotopiaTurn(n % 2, *kind) for n, kind in enumerate(kinds)]
     assert conversation.history(said, ("A", "B")).splitlines() == [
         "Turn #1: A did nothing",
         'Turn #2: B said: "Hi."',
@@ -109,9 +116,7 @@ def test_a_conversation_ends_as_specified(
     assert Sotopia(word_endings=word_endings).over(turns) is over
 
 
-def test_what_a_side_knows_of_the_other_grows_with_the_relationship_and_never_holds_the_secret() -> (
-    None
-):
+def test_what_a_side_knows_grows_with_the_relationship_and_never_holds_the_secret() -> None:
     told = [conversation.profile(AGENT, level) for level in range(6)]
     assert "Ada" not in told[0]
     assert "Ada Bell" in told[1] and "30" not in told[1]
@@ -121,9 +126,7 @@ def test_what_a_side_knows_of_the_other_grows_with_the_relationship_and_never_ho
     assert "swim" in conversation.profile(AGENT, 0, own=True)
 
 
-def test_the_prompt_hides_goal_and_secret_of_the_other_side_and_has_a_part_that_all_turns_share() -> (
-    None
-):
+def test_the_prompt_hides_goal_and_secret_of_the_other_side_and_shares_its_head() -> None:
     environment = Sotopia()
     state = SotopiaState("scenario-03-1", 0, (SotopiaTurn(0, "speak", "Good morning."),))
     scenario = environment.library.envs["scenario-03"]
@@ -134,9 +137,8 @@ def test_the_prompt_hides_goal_and_secret_of_the_other_side_and_has_a_part_that_
     assert shown(scenario.agent_goals[1], "agent_1") not in head and other.secret not in head
     assert other.public_info in head
     assert f'Turn #1: {me.name} said: "Good morning."' in tail and "It is turn #2" in tail
-    assert environment.prompt(Task("t"), SotopiaState("scenario-03-1", 0))[0]["content"].startswith(
-        head + SPLIT
-    )
+    first = environment.prompt(Task("t"), SotopiaState("scenario-03-1", 0))[0]["content"]
+    assert first.startswith(head + SPLIT)
     hidden = Sotopia(profiles="hidden").prompt(Task("t"), state)[0]["content"]
     assert other.public_info not in hidden and other.name in hidden
 
@@ -151,7 +153,8 @@ def test_strangers_are_not_named() -> None:
 
 
 def test_the_tags_of_the_layout_decide_who_sees_a_text() -> None:
-    text = 'Meet. <p viewer="environment">They know Ann.</p> <p viewer="agent_1">Hush.</p> (<extra_info>Take care</extra_info>)'
+    text = """Meet. <p viewer="environment">They know Ann.</p> <p viewer="agent_1">Hush.</p>
+    (<extra_info>Take care</extra_info>)"""
     assert shown(text, "agent_0") == "Meet. (Take care)"
     assert shown(text, "agent_1") == "Meet. Hush. (Take care)"
     assert shown(text, "environment") == "Meet. They know Ann. (Take care)"
@@ -170,9 +173,7 @@ async def test_both_sides_act_in_turn_and_the_partner_is_the_observation() -> No
     assert environment.speakers == ("ann",) and Sotopia().speakers == (POLICY,)
 
 
-async def test_an_invalid_reply_is_a_turn_of_nothing_and_an_unreadable_partner_is_asked_twice() -> (
-    None
-):
+async def test_an_invalid_reply_does_nothing_and_an_unreadable_partner_is_asked_twice() -> None:
     environment = Sotopia()
     assert environment.read(start(environment), "hello").kind == "invalid"
     step = await take(environment, start(environment), "hello", "what?", reply("action", "waits"))

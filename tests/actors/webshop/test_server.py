@@ -71,18 +71,20 @@ class Handler(BaseHTTPRequestHandler):
 
     def _page(self, goal: Any, content: str) -> str:
         return (
-            "<!DOCTYPE html><html><head><title>WebShop</title><script>var x = '<b>';</script></head><body><!-- note -->\n"
-            f'<div id="instruction-text"><h4>Instruction: <br>{html.escape(goal.instruction)}</h4></div>\n{content}</body></html>'
+            "<!DOCTYPE html><html><head><title>WebShop</title><script>var x = '<b>';</script></head>"
+            '<body><!-- note -->\n<div id="instruction-text"><h4>Instruction: <br>'
+            f"{html.escape(goal.instruction)}</h4></div>\n{content}</body></html>"
         )
 
     def _form(self, name: str, *address: str) -> str:
-        return f'<form method="post" action="{link(*address)}"><button type="submit" class="btn">{html.escape(name)}</button></form>\n'
+        button = f'<button type="submit" class="btn">{html.escape(name)}</button>'
+        return f'<form method="post" action="{link(*address)}">{button}</form>\n'
 
     def _index(self, session: str, goal: Any) -> str:
         return self._page(
             goal,
-            f'<form method="post" action="/{session}"><input id="search_input" type="text" name="search_query"/>'
-            '<button class="btn btn-success" type="submit"><i class="glyphicon"></i>Search</button></form>',
+            f'<form method="post" action="/{session}"><input type="text" name="search_query"/>'
+            '<button class="btn" type="submit"><i class="glyphicon"></i>Search</button></form>',
         )
 
     def _search_results(self, session: str, goal: Any, words: str, number: str) -> str:
@@ -95,7 +97,8 @@ class Handler(BaseHTTPRequestHandler):
         for asin in EMBEDDED.store.listed(StorePlace("results", query, at)):
             one = EMBEDDED.store.products[asin]
             href = link("item_page", session, asin, words, number, "{}")
-            content += f'<h4><a class="product-link" href="{href}">{asin}</a></h4><h4>{html.escape(one.name)}</h5><h5>{one.tag}</h6>'
+            content += f'<h4><a class="product-link" href="{href}">{asin}</a></h4>'
+            content += f"<h4>{html.escape(one.name)}</h5><h5>{one.tag}</h6>"
         return self._page(goal, content)
 
     def _item_page(
@@ -109,7 +112,8 @@ class Handler(BaseHTTPRequestHandler):
             content += f"<h4>{name}</h4>"
             for value in values:
                 url = link("item_page", *here, json.dumps(chosen | {name: value}))
-                content += f'<input type="radio" name="{name}" value="{value}" data-url="{url}"><label>{value}</label>\n'
+                content += f'<input type="radio" value="{value}" data-url="{url}">'
+                content += f"<label>{value}</label>\n"
         content += f"<h2>{html.escape(one.name)}</h2><h4>Price: {one.tag}</h4><h4>Rating: N.A.</h4>"
         for sub in ("Description", "Features", "Reviews"):
             content += self._form(sub, "item_sub_page", *here, sub, options)
@@ -127,7 +131,7 @@ class Handler(BaseHTTPRequestHandler):
     def _done(self, session: str, goal: Any, asin: str, options: str) -> str:
         value = reward(EMBEDDED.store.products[asin], list(json.loads(options).values()), goal)
         return (
-            f"<html><body><h1>Thank you for shopping with us!</h1><p><pre>CODE</pre> (Paste it.)</p>"
+            "<html><body><h1>Thank you for shopping with us!</h1><p><pre>CODE</pre> (Paste it.)</p>"
             f'<h3 id="reward">Your score (min 0.0, max 1.0)<pre>{value}</pre></h3></body></html>'
         )
 
