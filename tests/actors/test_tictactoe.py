@@ -146,32 +146,26 @@ async def test_stepping_is_pure_and_the_random_opponent_uses_the_rng_of_the_tool
 
 
 @pytest.mark.parametrize(
-    ("text", "kind"),
+    ("kind", "texts"),
     [
-        ("<action>1</action>", "move"),
-        ("if <action>5</action> then .. <action>\n1 </action>", "move"),
-        ("<action>5</action>", "illegal"),
-        ("<action>1</action> no: <action>5</action>", "illegal"),
-        ("<action>0</action>", "invalid"),
-        ("<action>10</action>", "invalid"),
-        ("<action>1 2</action>", "invalid"),
-        ("<action>1", "invalid"),
+        ("move", ["<action>1</action>", "if <action>5</action> then .. <action>\n1 </action>"]),
+        ("illegal", ["<action>5</action>", "<action>1</action> no: <action>5</action>"]),
+        ("invalid", [f"<action>{text}</action>" for text in ("0", "10", "1 2")] + ["<action>1"]),
     ],
 )
 async def test_the_last_action_block_names_a_free_cell_or_the_game_is_lost(
-    text: str, kind: str
+    kind: str, texts: list[str]
 ) -> None:
-    environment, table = TicTacToe(), Table((8,))
     state = TicTacToeState("....X....", "O", "rival")
-    action = environment.read(state, text)
-    assert action.kind == kind
-    assert action.move == {"move": (0,), "illegal": (4,), "invalid": None}[kind]
-    transition = await environment.step(state, action, table)
-    assert transition.done == (kind != "move")
-    if kind != "move":
-        assert transition.outcome == -1.0
-        assert transition.measures == {"success": 0.0, "draw": 0.0}
-        assert table.asked == []
+    for text in texts:
+        environment, table = TicTacToe(), Table((8,))
+        action = environment.read(state, text)
+        assert (action.kind, action.move) == (kind, {"move": (0,), "illegal": (4,)}.get(kind))
+        end = await environment.step(state, action, table)
+        assert end.done == (kind != "move")
+        if kind != "move":
+            assert (end.outcome, end.measures) == (-1.0, {"success": 0.0, "draw": 0.0})
+            assert table.asked == []
 
 
 @pytest.mark.parametrize("reply", [(), (4,), (9,), (0, 1), ("a",)])

@@ -50,8 +50,7 @@ async def take(environment: Sotopia, state: SotopiaState, text: str, *answers: s
     return await environment.step(state, environment.read(state, text), Table(*answers))
 
 
-def start(environment: Sotopia, combo: str = "scenario-01-1", trained: int = 0) -> SotopiaState:
-    return SotopiaState(combo, trained)
+START = SotopiaState("scenario-01-1", 0)
 
 
 @pytest.mark.parametrize(
@@ -163,7 +162,7 @@ def test_the_tags_of_the_layout_decide_who_sees_a_text() -> None:
 async def test_both_sides_act_in_turn_and_the_partner_is_the_observation() -> None:
     environment = Sotopia(partner="ann", partner_tokens=9)
     table = Table(reply("speak", "No."))
-    state = start(environment)
+    state = START
     step = await environment.step(state, environment.read(state, reply("speak", "Buy it.")), table)
     assert step.state.turns == (SotopiaTurn(0, "speak", "Buy it."), SotopiaTurn(1, "speak", "No."))
     assert (step.observation, step.done, step.outcome) == ('Tobin Hask said: "No."', False, None)
@@ -175,10 +174,10 @@ async def test_both_sides_act_in_turn_and_the_partner_is_the_observation() -> No
 
 async def test_an_invalid_reply_does_nothing_and_an_unreadable_partner_is_asked_twice() -> None:
     environment = Sotopia()
-    assert environment.read(start(environment), "hello").kind == "invalid"
-    step = await take(environment, start(environment), "hello", "what?", reply("action", "waits"))
+    assert environment.read(START, "hello").kind == "invalid"
+    step = await take(environment, START, "hello", "what?", reply("action", "waits"))
     assert step.state.turns == (SotopiaTurn(0, "none"), SotopiaTurn(1, "action", "waits"))
-    step = await take(environment, start(environment), "hello", "what?", "what?")
+    step = await take(environment, START, "hello", "what?", "what?")
     assert step.state.turns == (SotopiaTurn(0, "none"), SotopiaTurn(1, "none")) and not step.done
     # the third turn of nothing ends it: the partner is not asked
     step = await take(environment, step.state, "again")
@@ -199,8 +198,8 @@ async def test_twenty_turns_are_ten_for_each_side_whoever_begins() -> None:
 
 async def test_a_side_that_leaves_ends_the_conversation() -> None:
     environment = Sotopia()
-    assert (await take(environment, start(environment), reply("leave"))).done
-    left = await take(environment, start(environment), reply("speak", "a"), reply("leave"))
+    assert (await take(environment, START, reply("leave"))).done
+    left = await take(environment, START, reply("speak", "a"), reply("leave"))
     assert left.done and "Tobin Hask left the conversation" in left.observation
     begun = await environment.open(SotopiaState("scenario-01-1", 1), Table(reply("leave")))
     assert begun.turns == (SotopiaTurn(0, "none"),)  # the trained side acts at least once
@@ -277,7 +276,7 @@ def test_a_file_outside_the_layout_is_refused_with_its_fault(
 def test_the_outcome_judge_sees_both_sides_and_the_last_words() -> None:
     environment = Sotopia()
     turns = (SotopiaTurn(0, "speak", "40 euros."), SotopiaTurn(1, "speak", "40 euros, then."))
-    before, after = start(environment), SotopiaState("scenario-01-1", 0, turns)
+    before, after = START, SotopiaState("scenario-01-1", 0, turns)
     action = environment.read(before, reply("speak", "40 euros."))
     judged = environment.concluded(Task("t"), before, action, after, 1, 4)
     whole = msgspec.convert(judged.state, Dialogue)
