@@ -71,7 +71,9 @@ class OpenEnv(InThisPython):
     def begin(self, seed: int) -> tuple[Any, Turned]:
         try:
             game = self._make()
-            seeded = {"seed": seed} if _takes_seed(game.reset) else {}
+            options = inspect.signature(game.reset).parameters.values()
+            takes_seed = any(one.name == "seed" or one.kind is one.VAR_KEYWORD for one in options)
+            seeded = {"seed": seed} if takes_seed else {}
             return game, _turned(game.reset(**seeded).model_dump(mode="json"))
         except Exception as error:
             raise self._fault(error, f"the episode of seed {seed} cannot begin") from error
@@ -86,17 +88,11 @@ class OpenEnv(InThisPython):
             raise self._fault(error, f"the action {action[:200]} fails") from error
 
     def _fault(self, error: Exception, said: str) -> DataFault:
-        return DataFault(
-            f"OpenEnv environment {self._make.__name__}: {said}: {type(error).__name__}: {error}"
-        )
+        reason = f"{said}: {type(error).__name__}: {error}"
+        return DataFault(f"OpenEnv environment {self._make.__name__}: {reason}")
 
     def allowed(self, text: str) -> str | None:
         return _fields(text, self.field)
-
-
-def _takes_seed(reset: Any) -> bool:
-    parameters = inspect.signature(reset).parameters
-    return "seed" in parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values())
 
 
 class OpenEnvServer(Mutable):

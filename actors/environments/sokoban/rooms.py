@@ -97,14 +97,12 @@ def inside_of(size: int) -> int:
 def written(position: Room) -> str:
     """Return the board of a position."""
     size, floor, targets, boxes, player = position
+    kinds = ((1 << player, PLAYER, PLAYER_ON_TARGET), (boxes, BOX, PLACED), (floor, FLOOR, TARGET))
 
     def glyph(cell: int) -> str:
-        bit = 1 << cell
-        if cell == player:
-            return PLAYER_ON_TARGET if bit & targets else PLAYER
-        if bit & boxes:
-            return PLACED if bit & targets else BOX
-        return TARGET if bit & targets else FLOOR if bit & floor else WALL
+        on_target = targets >> cell & 1
+        held = (marks[on_target] for cells, *marks in kinds if cells >> cell & 1)
+        return next(held, WALL)
 
     return "".join(map(glyph, range(size * size)))
 

@@ -111,7 +111,8 @@ def load(path: str) -> Library:
         )
     for key, scenario in library.envs.items():
         for rules in scenario.rules or ():
-            _check(rules, f"{place}: scenario {key!r}")
+            for condition in (GoalCondition(says=rules.secret or "."), *rules.goal):
+                _check(condition, f"{place}: scenario {key!r}: {condition}")
     return library
 
 
@@ -134,16 +135,14 @@ def _decoded(file: Path, kind: Any) -> Any:
         raise ValueError(f"scenarios: {file}: {error}") from None
 
 
-def _check(rules: Rules, where: str) -> None:
-    """Raises ValueError for rules that the rule judge could not apply."""
-    for condition in (GoalCondition(says=rules.secret or "."), *rules.goal):
-        patterns = list(filter(None, (condition.says, condition.never, condition.agreed)))
-        try:
-            groups = [re.compile(pattern).groups for pattern in patterns]
-        except re.error as error:
-            raise ValueError(f"{where}: {condition} has no regular expression: {error}") from None
-        if len(patterns) != 1 or (condition.agreed and groups != [1]):
-            raise ValueError(
-                f"{where}: {condition}: expected exactly one of says, never and agreed, and one"
-                " group in agreed"
-            )
+def _check(condition: GoalCondition, where: str) -> None:
+    """Raises ValueError for a condition that the rule judge could not apply."""
+    patterns = list(filter(None, (condition.says, condition.never, condition.agreed)))
+    try:
+        groups = [re.compile(pattern).groups for pattern in patterns]
+    except re.error as error:
+        raise ValueError(f"{where} has no regular expression: {error}") from None
+    if len(patterns) != 1 or (condition.agreed and groups != [1]):
+        raise ValueError(
+            f"{where}: expected exactly one of says, never and agreed, and one group in agreed"
+        )

@@ -83,30 +83,22 @@ def _product(kind: Kind, number: int, brands: Sequence[str], rng: random.Random)
         f"{attribute.capitalize()}: made {rng.choice(WORDS['praise'])}"
         for attribute in rng.sample(attributes, len(attributes))
     ]
-    row["pricing"] = _pricing(kind, rng)
-    row["customization_options"] = _choices(kind.groups.split(), rng)
+    low, chance = (
+        rng.randint(kind.low, kind.high) + rng.choice((0.0, 0.49, 0.95, 0.99)),
+        rng.random(),
+    )
+    row["pricing"] = f"${low:.2f}" if chance >= UNPRICED else None
+    if UNPRICED <= chance < UNPRICED + RANGES:
+        row["pricing"] = f"${low:.2f} - ${low * rng.uniform(1.1, 1.6):.2f}"
+    row["customization_options"], groups = {}, kind.groups.split()
+    for group in groups:
+        values = WORDS["options"][group].split(";")
+        count = rng.randint(2, min(MOST_VALUES[len(groups)], len(values)))
+        kept = sorted(rng.sample(range(len(values)), count))
+        name = WORDS["names"].get(group, group)
+        row["customization_options"][name] = [{"value": values[place]} for place in kept]
     wanted = rng.sample(attributes, rng.randint(*ASKED_ATTRIBUTES))
     wish = f"Find me {', '.join(wanted)} {kind.query}"
     return product_of(
         row, {"attributes": attributes, "instruction": wish, "instruction_attributes": wanted}
     )
-
-
-def _pricing(kind: Kind, rng: random.Random) -> str | None:
-    low = rng.randint(kind.low, kind.high) + rng.choice((0.0, 0.49, 0.95, 0.99))
-    chance = rng.random()
-    if chance < UNPRICED:
-        return None
-    if chance < UNPRICED + RANGES:
-        return f"${low:.2f} - ${low * rng.uniform(1.1, 1.6):.2f}"
-    return f"${low:.2f}"
-
-
-def _choices(groups: Sequence[str], rng: random.Random) -> dict[str, list[dict[str, str]]]:
-    choices = {}
-    for group in groups:
-        values = WORDS["options"][group].split(";")
-        count = rng.randint(2, min(MOST_VALUES[len(groups)], len(values)))
-        kept = sorted(rng.sample(range(len(values)), count))
-        choices[WORDS["names"].get(group, group)] = [{"value": values[place]} for place in kept]
-    return choices
