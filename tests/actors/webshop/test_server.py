@@ -1,9 +1,7 @@
-"""The client of a WebShop server, against a real HTTP server that serves the embedded shop under
-the original routes and markup."""
+"""The client of a WebShop server, against a real HTTP server that serves the embedded shop with the
+original's markup: as there, an address holds the place, and a session its goal alone."""
 
-import asyncio
 import html
-import json
 import threading
 import urllib.parse
 from collections.abc import Iterator
@@ -22,20 +20,17 @@ from coppice.actors.environments.webshop.server import (
     WebShopServer,
     WebShopServerState,
 )
-from coppice.actors.environments.webshop.store import StorePlace
+from coppice.actors.environments.webshop.store import BUY, Piece, StorePlace, pieces
 from coppice.wire.faults import DataFault, InfrastructureFault
+from tests import games
 
-NOBODY: Any = None
 EMBEDDED = WebShop(split="released")
-
-
-def link(*parts: Any) -> str:
-    return "".join("/" + urllib.parse.quote(str(part), safe="") for part in parts)
+STORE = EMBEDDED.store
 
 
 class Handler(BaseHTTPRequestHandler):
-    """The routes /SESSION, /search_results, /item_page, /item_sub_page and /done of the original
-    server."""
+    """The search page of a session is /SESSION, another place is /at/SESSION/PLACE, and a purchase
+    /done/SESSION/PLACE."""
 
     sessions: set[str] = set()
     requests: list[str] = []
@@ -45,95 +40,53 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         length = int(self.headers.get("Content-Length") or 0)
         form = urllib.parse.parse_qs(self.rfile.read(length).decode())
-        if "search_query" in form:
-            words = form["search_query"][0].lower().split(" ")
-            self.send_response(302)
-            self.send_header("Location", f"{link('search_results')}{self.path}{link(words, 1)}")
-            self.end_headers()
-        else:
-            self.do_GET()
+        if "search_query" not in form:
+            return self.do_GET()
+        place = STORE.searched(StorePlace(), form["search_query"][0])
+        self.send_response(302)
+        self.send_header("Location", self._address(self.path.strip("/"), place))
+        return self.end_headers()
 
     def do_GET(self) -> None:
         self.requests.append(self.path)
         parts = [urllib.parse.unquote(part) for part in self.path.strip("/").split("/")]
-        kind = parts.pop(0) if hasattr(self, f"_{parts[0]}") else "index"
-        session, *rest = parts
-        if kind == "index":
+        kind, session, plain = parts if len(parts) == 3 else ("at", parts[0], "{}")
+        if len(parts) == 1:
             self.sessions.add(session)
         if session not in self.sessions:
-            self.send_error(500)  # as the original after a restart
-            return
+            return self.send_error(500)  # as the original after a restart
+        place = msgspec.json.decode(plain, type=StorePlace)
         goal = EMBEDDED.goals[int(session.split("_")[-1])]
-        body = getattr(self, f"_{kind}")(session, goal, *rest).encode()
         self.send_response(200)
         self.end_headers()
-        self.wfile.write(body)
+        if kind == "done":
+            value = reward(STORE.products[place.asin], place.chosen, goal)
+            body = f'<pre>CODE</pre><h3 id="reward">Your score (min 0.0, max 1.0)<pre>{value}</pre>'
+        else:
+            body = (
+                "<html><head><title>WebShop</title><script>var x = '<b>';</script></head><body>"
+                f"<!-- note --><h4>Instruction: <br>{html.escape(goal.instruction)}</h4>"
+            )
+            body += "".join(self._shown(piece, session, place) for piece in pieces(STORE, place))
+        return self.wfile.write(body.encode()) and None
 
-    def _page(self, goal: Any, content: str) -> str:
-        return (
-            "<!DOCTYPE html><html><head><title>WebShop</title><script>var x = '<b>';</script></head>"
-            '<body><!-- note -->\n<div id="instruction-text"><h4>Instruction: <br>'
-            f"{html.escape(goal.instruction)}</h4></div>\n{content}</body></html>"
-        )
+    def _address(self, session: str, place: StorePlace, kind: str = "at") -> str:
+        if place == StorePlace():
+            return f"/{session}"
+        return f"/{kind}/{session}/{urllib.parse.quote(msgspec.json.encode(place), safe='')}"
 
-    def _form(self, name: str, *address: str) -> str:
-        button = f'<button type="submit" class="btn">{html.escape(name)}</button>'
-        return f'<form method="post" action="{link(*address)}">{button}</form>\n'
-
-    def _index(self, session: str, goal: Any) -> str:
-        return self._page(
-            goal,
-            f'<form method="post" action="/{session}"><input type="text" name="search_query"/>'
-            '<button class="btn" type="submit"><i class="glyphicon"></i>Search</button></form>',
-        )
-
-    def _search_results(self, session: str, goal: Any, words: str, number: str) -> str:
-        query, at = " ".join(json.loads(words.replace("'", '"'))), int(number)
-        found, here = EMBEDDED.store.search.results(query), ("search_results", session, words)
-        content = self._form("Back to Search", session)
-        content += f"<h3>Page {at} (Total results: {len(found)})</h3>"
-        content += self._form("< Prev", *here, str(at - 1)) if at > 1 else ""
-        content += self._form("Next >", *here, str(at + 1))
-        for asin in EMBEDDED.store.listed(StorePlace("results", query, at)):
-            one = EMBEDDED.store.products[asin]
-            href = link("item_page", session, asin, words, number, "{}")
-            content += f'<h4><a class="product-link" href="{href}">{asin}</a></h4>'
-            content += f"<h4>{html.escape(one.name)}</h5><h5>{one.tag}</h6>"
-        return self._page(goal, content)
-
-    def _item_page(
-        self, session: str, goal: Any, asin: str, words: str, number: str, options: str
-    ) -> str:
-        one, chosen = EMBEDDED.store.products[asin], json.loads(options)
-        here = (session, asin, words, number)
-        content = self._form("Back to Search", session)
-        content += self._form("< Prev", "search_results", session, words, number)
-        for name, values in one.options.items():
-            content += f"<h4>{name}</h4>"
-            for value in values:
-                url = link("item_page", *here, json.dumps(chosen | {name: value}))
-                content += f'<input type="radio" value="{value}" data-url="{url}">'
-                content += f"<label>{value}</label>\n"
-        content += f"<h2>{html.escape(one.name)}</h2><h4>Price: {one.tag}</h4><h4>Rating: N.A.</h4>"
-        for sub in ("Description", "Features", "Reviews"):
-            content += self._form(sub, "item_sub_page", *here, sub, options)
-        return self._page(goal, content + self._form("Buy Now", "done", session, asin, options))
-
-    def _item_sub_page(
-        self, session: str, goal: Any, asin: str, words: str, number: str, sub: str, options: str
-    ) -> str:
-        one = EMBEDDED.store.products[asin]
-        texts = {"Description": [one.description], "Features": one.bullets}.get(sub, [])
-        back = self._form("Back to Search", session)
-        back += self._form("< Prev", "item_page", session, asin, words, number, options)
-        return self._page(goal, back + "".join(f"<p> {html.escape(text)} </p>\n" for text in texts))
-
-    def _done(self, session: str, goal: Any, asin: str, options: str) -> str:
-        value = reward(EMBEDDED.store.products[asin], list(json.loads(options).values()), goal)
-        return (
-            "<html><body><h1>Thank you for shopping with us!</h1><p><pre>CODE</pre> (Paste it.)</p>"
-            f'<h3 id="reward">Your score (min 0.0, max 1.0)<pre>{value}</pre></h3></body></html>'
-        )
+    def _shown(self, piece: Piece, session: str, place: StorePlace) -> str:
+        text, name = html.escape(piece.text), piece.text.lower()
+        if piece.kind == "text":
+            return f"<h4>{text}</h5>\n"
+        kind = "done" if name == BUY else "at"
+        address = html.escape(self._address(session, STORE.clicked(place, name), kind))
+        return {
+            "button": f'<form action="{address}"><button class="btn"><i></i>{text}</button></form>',
+            "link": f'<h4><a class="product-link" href="{address}">{text}</a></h4>',
+            "option": f'<input type="radio" value="{text}" data-url="{address}">'
+            f"<label>{text}</label>",
+        }[piece.kind]
 
 
 @pytest.fixture
@@ -150,8 +103,7 @@ def url() -> Iterator[str]:
 
 
 def step(environment: Shopping, state: Any, command: str) -> Transition:
-    action = environment.read(state, f"<think>x</think><action>{command}</action>")
-    return asyncio.run(environment.step(state, action, NOBODY))
+    return games.play(environment, state, command)[-1]
 
 
 def walk(number: int) -> list[str]:
