@@ -1,47 +1,38 @@
 """The WebShop oracle: its distances against a breadth-first search of the shop, and the rewards of
 turns."""
 
-import asyncio
 import itertools
 import random
-from typing import Any
 
 import msgspec
 import pytest
 
-from coppice.actors.environments.base import Action
 from coppice.actors.environments.webshop.environment import WebShop, WebShopState
 from coppice.actors.environments.webshop.goals import Goal, make_goals
 from coppice.actors.environments.webshop.invented import catalogue
 from coppice.actors.environments.webshop.store import BUY, Store, StorePlace
-from coppice.judges.base import checked
 from coppice.judges.oracles.webshop import WebShopOracle, distance
 from coppice.judges.serve import make_worker
 from coppice.wire.faults import DataFault
-from coppice.wire.messages import JudgedTurn, Judgement
+from coppice.wire.messages import JudgedTurn
+from tests import games
 
-NOBODY: Any = None
 ORACLE = WebShopOracle()
 SHOP = ORACLE.environment
 
 
-def judge(turns: list[JudgedTurn]) -> list[Judgement]:
-    judgements, bad = checked(ORACLE, turns, asyncio.run(ORACLE.score(turns)))
-    assert bad == 0
-    return judgements
+def judge(turns: list[JudgedTurn]) -> list[dict[str, float]]:
+    return games.scores(ORACLE, turns)
 
 
 def turn(state: WebShopState, command: str) -> JudgedTurn:
     task = msgspec.structs.replace(SHOP.task(0), id=f"webshop-{state.goal}")
-    return SHOP.judged(task, state, read(state, command), 1, 4)
-
-
-def read(state: WebShopState, command: str) -> Action:
-    return SHOP.read(state, f"<think>x</think><action>{command}</action>")
+    action = SHOP.read(state, f"<think>x</think><action>{command}</action>")
+    return SHOP.judged(task, state, action, 1, 4)
 
 
 def after(state: WebShopState, command: str) -> WebShopState:
-    return asyncio.run(SHOP.step(state, read(state, command), NOBODY)).state
+    return games.play(SHOP, state, command)[-1].state
 
 
 def shortest(shop: Store, place: StorePlace, goal: Goal) -> int:
@@ -111,7 +102,7 @@ def test_each_action_of_a_shortest_purchase_is_right_and_brings_it_one_nearer(nu
     commands += [*(f"click[{value}]" for value in goal.values), "click[buy now]"]
     for left, command in zip(range(len(commands), 0, -1), commands, strict=True):
         (judgement,) = judge([turn(state, command)])
-        assert judgement.scores == {"reward": 1.0, "distance": float(left)}
+        assert judgement == {"reward": 1.0, "distance": float(left)}
         state = after(state, command)
 
 
@@ -137,7 +128,7 @@ def test_detours_are_worth_nothing_and_unusable_actions_less() -> None:
         (item, "look around"): -1,
     }
     judgements = judge([turn(*key) for key in expected])
-    assert [judgement.scores["reward"] for judgement in judgements] == list(expected.values())
+    assert [judgement["reward"] for judgement in judgements] == list(expected.values())
 
 
 def test_a_state_of_another_shop_is_a_data_fault() -> None:

@@ -1,7 +1,6 @@
 """The WebShop environment: replies, prompts, steps, tasks, and product files of the original
 layout."""
 
-import asyncio
 import json
 import random
 import sys
@@ -17,26 +16,22 @@ from coppice.actors.environments.webshop.environment import LONGEST_PROMPT, WebS
 from coppice.scheduler.growth.tasks import GeneratedTasks
 from coppice.tools.defaults.legal_play import FIRST_SEED
 from coppice.wire.faults import DataFault
+from tests import games
 
-NOBODY: Any = None
 SHOP = WebShop()
-CLICKABLES = ["back to search", "< prev", "buy now", "red"]
 
 
 def said(command: str) -> str:
     return f"<think> so </think><action>{command}</action>"
 
 
+UNREADABLE = [said("search[]"), said("buy[red]"), "<action>click[red]</action>"]
+UNREADABLE += ["<think>so</think>click[red]", "<think>so</think><action>click[red]"]
+UNREADABLE += ["<think>\u597d</think><action>click[red]</action>"]
+
+
 def play(environment: WebShop, task: Task, commands: list[str]) -> list[Transition]:
-    """The transitions of whole replies, or of commands."""
-    state, transitions = environment.initial(task), []
-    for command in commands:
-        reply = command if "<" in command[:1] else said(command)
-        transitions.append(
-            asyncio.run(environment.step(state, environment.read(state, reply), NOBODY))
-        )
-        state = transitions[-1].state
-    return transitions
+    return games.play(environment, environment.initial(task), *commands)
 
 
 def perfect(environment: WebShop, task: Task) -> list[str]:
@@ -54,19 +49,14 @@ def perfect(environment: WebShop, task: Task) -> list[str]:
         (said("click[blue]"), "click", None, None),
         (said("click[search]"), "click", None, None),
         (said("search[a]") + "<action>click[red]</action>", "search", "a", None),
-        (said("search[]"), "invalid", None, None),
-        (said("buy[red]"), "invalid", None, None),
-        ("<action>click[red]</action>", "invalid", None, None),
-        ("<think>so</think>click[red]", "invalid", None, None),
-        ("<think>so</think><action>click[red]", "invalid", None, None),
-        ("<think>\u597d</think><action>click[red]</action>", "invalid", None, None),
         ("<THINK>so</THINK><ACTION>click[red]</ACTION>", "click", None, (3,)),
+        *((text, "invalid", None, None) for text in UNREADABLE),
     ],
 )
 def test_a_reply_is_read_as_documented(
     text: str, kind: str, query: str | None, move: tuple[int, ...] | None
 ) -> None:
-    clickables = [*CLICKABLES, "search"] if "search]" in text else CLICKABLES
+    clickables = ["back to search", "< prev", "buy now", "red"] + ["search"] * ("search]" in text)
     action = read_reply(text, clickables, "required")
     assert (action.kind, action.argument, action.move) == (kind, query, move)
     assert action.valid == (kind != "invalid")
@@ -106,23 +96,17 @@ def test_an_episode_without_a_purchase_ends_at_the_horizon_with_nothing() -> Non
     assert transitions[-1].measures == {"success": 0.0, "score": 0.0}
 
 
-@pytest.mark.parametrize(
-    "reply", ["nonsense", "<action>search[mug]</action>", said("click[buy now]"), said("click[x]")]
-)
+@pytest.mark.parametrize("reply", ["nonsense", "<action>search[mug]</action>", "click[buy now]"])
 def test_an_invalid_or_impossible_action_leaves_the_page_and_uses_a_step(reply: str) -> None:
-    state = SHOP.initial(SHOP.task(5))
-    after = asyncio.run(SHOP.step(state, SHOP.read(state, reply), NOBODY)).state
-    assert (after.place, after.step) == (state.place, 1)
+    after = play(SHOP, SHOP.task(5), [reply])[0].state
+    assert (after.place, after.step) == (SHOP.initial(SHOP.task(5)).place, 1)
 
 
 def test_an_oracle_player_buys_perfectly_within_ten_steps() -> None:
-    solved = 0
     for seed in random.Random(0).sample(range(10**6), 200):
-        task = SHOP.task(seed)
-        commands = perfect(SHOP, task)
-        last = play(SHOP, task, commands)[-1]
-        solved += last.measures["success"] == 1.0 and len(commands) <= 10
-    assert solved == 200
+        commands = perfect(SHOP, SHOP.task(seed))
+        assert len(commands) <= 10
+        assert play(SHOP, SHOP.task(seed), commands)[-1].measures["success"] == 1.0
 
 
 # ----------------------------------------------------------------------------------------------
@@ -150,13 +134,11 @@ def test_the_task_stands_before_the_split_and_the_page_after_it() -> None:
 def test_long_prompts_leave_the_history_out() -> None:
     state = SHOP.initial(SHOP.task(5))
     seen = "x" * (LONGEST_PROMPT - 1500)
-    short, long = (
-        msgspec.structs.replace(state, step=1, past=((seen * n, "search[a]"),)) for n in (1, 2)
-    )
-    assert "Observation 1" in SHOP.prompt(SHOP.task(5), short)[0]["content"]
-    content = SHOP.prompt(SHOP.task(5), long)[0]["content"]
-    assert "Observation" not in content
-    assert "Actions taken: 1" in content
+    for times in (1, 2):
+        long = msgspec.structs.replace(state, step=1, past=((seen * times, "search[a]"),))
+        content = SHOP.prompt(SHOP.task(5), long)[0]["content"]
+        assert ("Observation 1" in content) == (times == 1)
+        assert "Actions taken: 1" in content
 
 
 def test_equal_situations_have_equal_anchors_whatever_came_before() -> None:

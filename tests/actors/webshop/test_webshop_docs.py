@@ -1,21 +1,19 @@
 """The table of docs/webshop.md, measured again. Run it with -s to see the numbers."""
 
-import asyncio
 import random
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
 
 from coppice.actors.environments.webshop.environment import WebShop, WebShopState
 from coppice.tools.launching.config import load
+from tests import games
 
 ROOT = Path(__file__).parents[3]
 TEXT = (ROOT / "docs" / "webshop.md").read_text()
-NOBODY: Any = None
 SHOP = WebShop()
 GOALS = [SHOP.initial(SHOP.task(2**30 + seed)).goal for seed in range(500)]
 
@@ -32,8 +30,7 @@ def play(number: int, player: Callable[[WebShopState], str]) -> dict[str, float]
     """The measures of one episode."""
     state = start(number)
     while True:
-        action = SHOP.read(state, f"<think>.</think><action>{player(state)}</action>")
-        transition = asyncio.run(SHOP.step(state, action, NOBODY))
+        (transition,) = games.play(SHOP, state, player(state))
         if transition.done:
             return transition.measures
         state = transition.state
