@@ -79,7 +79,7 @@ def distance(store: Store, place: StorePlace, goal: Goal) -> int:
 def _pages(store: Store, query: str, asin: str, number: int) -> int:
     """Return the clicks from page ``number`` of a query's results to the product's page, a large
     number if it is not among them."""
-    results = store.search.results(query)
+    results = store.results(query)
     return abs(results.index(asin) // PER_PAGE + 1 - number) + 1 if asin in results else 1000
 
 

@@ -44,25 +44,28 @@ class StorePlace(msgspec.Struct, frozen=True):
         return [value for _, value in self.options]
 
 
-class ProductSearch:
-    """An index of products. The order of equal scores is that of the products, so results are the
-    same in every process."""
+class Store:
+    """Products and their search. ``products`` is read by asin; ``digest`` names the catalogue;
+    ``results`` gives the asins of at most 50 products that share a word with a query, best first.
+
+    The order of equal scores is that of the products, so results are the same in every process.
+    """
 
     def __init__(self, products: Sequence[Product]):
-        self.asins = [product.asin for product in products]
+        self.products = {product.asin: product for product in products}
+        self.digest = hashlib.sha256(msgspec.msgpack.encode(list(products))).hexdigest()[:12]
         self._stemmer = Stemmer.Stemmer("porter")
         self._index = bm25s.BM25(method="lucene", k1=K1, b=B)
         self._index.index(self._tokens(list(map(_text, products))), show_progress=False)
         self.results = lru_cache(REMEMBERED)(self._results)
 
     def _results(self, query: str) -> tuple[str, ...]:
-        """Return the asins of at most 50 products that share a word with the query, best first."""
         (words,) = self._tokens([query])
         if not words:
             return ()
-        scores = self._index.get_scores(words)
+        scores, asins = self._index.get_scores(words), list(self.products)
         best = np.lexsort((np.arange(len(scores)), -scores))[:MOST_RESULTS]
-        return tuple(self.asins[place] for place in best if scores[place] > 0)
+        return tuple(asins[place] for place in best if scores[place] > 0)
 
     def _tokens(self, texts: list[str]) -> Any:
         return bm25s.tokenize(
@@ -74,26 +77,10 @@ class ProductSearch:
             show_progress=False,
         )
 
-
-def _text(product: Product) -> str:
-    options = (f"{name}: {', '.join(values)}" for name, values in product.options.items())
-    return " ".join(
-        [product.name, product.description, *product.bullets[:1], ", and ".join(options)]
-    )
-
-
-class Store:
-    """Products and their search. ``products`` is read by asin; ``digest`` names the catalogue."""
-
-    def __init__(self, products: Sequence[Product]):
-        self.products = {product.asin: product for product in products}
-        self.search = ProductSearch(products)
-        self.digest = hashlib.sha256(msgspec.msgpack.encode(list(products))).hexdigest()[:12]
-
     def listed(self, place: StorePlace) -> tuple[str, ...]:
         """Return the asins that a results page shows."""
         first = (place.number - 1) * PER_PAGE
-        return self.search.results(place.query)[first : first + PER_PAGE]
+        return self.results(place.query)[first : first + PER_PAGE]
 
     def clickables(self, place: StorePlace) -> dict[str, str]:
         """Return what can be clicked, in lower case and in order, with its kind: "button", "link",
@@ -138,6 +125,13 @@ class Store:
         return StorePlace() if name == BACK else place
 
 
+def _text(product: Product) -> str:
+    """Return the text of a product that is searched."""
+    options = (f"{name}: {', '.join(values)}" for name, values in product.options.items())
+    texts = (product.name, product.description, *product.bullets[:1], ", and ".join(options))
+    return " ".join(texts)
+
+
 # --------------------------------------------------------------------------------------- pages
 
 
@@ -156,7 +150,7 @@ def pieces(store: Store, place: StorePlace) -> list[Piece]:
         return [Piece("Search", "button")]
     back, previous = Piece("Back to Search", "button"), Piece("< Prev", "button")
     if place.page == "results":
-        total = len(store.search.results(place.query))
+        total = len(store.results(place.query))
         shown = [back, Piece(f"Page {place.number} (Total results: {total})")]
         shown += [previous] * (place.number > 1) + [Piece("Next >", "button")]
         for asin in store.listed(place):

@@ -50,7 +50,7 @@ def test_goals_prices_and_search_are_equal_in_every_process() -> None:
         "from coppice.actors.environments.webshop.store import Store;"
         "from tests.actors.webshop.test_goals import GOALS, PRODUCTS; store = Store(PRODUCTS);"
         "print(store.digest, hash(tuple(goal.cap for goal in GOALS)), GOALS[7].instruction);"
-        "print(store.search.results('solid wood table'))"
+        "print(store.results('solid wood table'))"
     )
 
     def shown(seed: str) -> bytes:

@@ -115,12 +115,12 @@ def test_pages_go_on_beyond_the_results() -> None:
 
 def test_at_most_fifty_results_in_the_order_of_the_products_that_share_a_word() -> None:
     many = Store([product_of(mug(number, asin=f"C{number}"), {}) for number in range(75)])
-    assert len(many.search.results("mug")) == 50
-    assert STORE.search.results("bicycle") == STORE.search.results("the") == ()
-    assert STORE.search.results("numbered 7")[0] == "B7"
-    assert STORE.search.results("mugs")[:4] == ("B0", "B1", "B2", "B3")
+    assert len(many.results("mug")) == 50
+    assert STORE.results("bicycle") == STORE.results("the") == ()
+    assert STORE.results("numbered 7")[0] == "B7"
+    assert STORE.results("mugs")[:4] == ("B0", "B1", "B2", "B3")
     for words in ("<r> mug", "<q> mugs", "<c> kitchen", "<a> x mug"):  # the original's back doors
-        assert set(STORE.search.results(words)) <= set(STORE.products)
+        assert set(STORE.results(words)) <= set(STORE.products)
 
 
 def test_another_catalogue_has_another_digest() -> None:

@@ -62,7 +62,7 @@ def test_the_ranks_are_those_of_the_table() -> None:
     ranks = []
     for number in GOALS:
         goal = SHOP.goals[number]
-        results = SHOP.store.search.results(words(start(number)).lower())
+        results = SHOP.store.results(words(start(number)).lower())
         ranks.append(results.index(goal.product.asin) if goal.product.asin in results else 1000)
     shares = [sum(rank < most for rank in ranks) / 500 for most in (1, 10, 50)]
     print("ranks", shares)
