@@ -53,6 +53,12 @@ async def take(environment: Sotopia, state: SotopiaState, text: str, *answers: s
 START = SotopiaState("scenario-01-1", 0)
 
 
+def turns(*words: str) -> tuple[SotopiaTurn, ...]:
+    """Turns of both sides by turns: what is said, or "none" or "leave"."""
+    kinds = [(word,) if word in ("none", "leave") else ("speak", word) for word in words]
+    return tuple(SotopiaTurn(n % 2, *kind) for n, kind in enumerate(kinds))
+
+
 @pytest.mark.parametrize(
     ("text", "turn"),
     [
@@ -87,32 +93,20 @@ def test_turns_are_written_in_the_words_of_sotopia() -> None:
 
 
 @pytest.mark.parametrize(
-    ("turns", "word_endings", "over"),
+    ("words", "word_endings", "over"),
     [
-        ([], False, False),
-        ([SotopiaTurn(0, "speak", "a")] * 19, False, False),
-        ([SotopiaTurn(0, "speak", "a")] * 20, False, True),
-        ([SotopiaTurn(0, "leave")], False, True),
-        ([SotopiaTurn(0, "none"), SotopiaTurn(1, "none")], False, False),
-        ([SotopiaTurn(0, "none"), SotopiaTurn(1, "none"), SotopiaTurn(0, "none")], False, True),
-        (
-            [
-                SotopiaTurn(0, "none"),
-                SotopiaTurn(1, "speak", "a"),
-                SotopiaTurn(0, "none"),
-                SotopiaTurn(1, "none"),
-            ],
-            False,
-            False,
-        ),
-        ([SotopiaTurn(0, "speak", "The bag you left.")], False, False),
-        ([SotopiaTurn(0, "speak", "The bag you left.")], True, True),
+        (["a"] * 19, False, False),
+        (["a"] * 20, False, True),
+        (["leave"], False, True),
+        (["none"] * 2, False, False),
+        (["none"] * 3, False, True),
+        (["none", "a", "none", "none"], False, False),
+        (["The bag you left."], False, False),
+        (["The bag you left."], True, True),
     ],
 )
-def test_a_conversation_ends_as_specified(
-    turns: list[SotopiaTurn], word_endings: bool, over: bool
-) -> None:
-    assert Sotopia(word_endings=word_endings).over(turns) is over
+def test_a_conversation_ends_as_specified(words: list[str], word_endings: bool, over: bool) -> None:
+    assert Sotopia(word_endings=word_endings).over(turns(*words)) is over
 
 
 def test_what_a_side_knows_grows_with_the_relationship_and_never_holds_the_secret() -> None:
@@ -127,7 +121,7 @@ def test_what_a_side_knows_grows_with_the_relationship_and_never_holds_the_secre
 
 def test_the_prompt_hides_goal_and_secret_of_the_other_side_and_shares_its_head() -> None:
     environment = Sotopia()
-    state = SotopiaState("scenario-03-1", 0, (SotopiaTurn(0, "speak", "Good morning."),))
+    state = SotopiaState("scenario-03-1", 0, turns("Good morning."))
     scenario = environment.library.envs["scenario-03"]
     me, other = (environment.library.agents[key] for key in ("agent-04", "agent-03"))
     (message,) = environment.prompt(Task("t"), state)
@@ -144,9 +138,8 @@ def test_the_prompt_hides_goal_and_secret_of_the_other_side_and_shares_its_head(
 
 def test_strangers_are_not_named() -> None:
     environment = Sotopia()
-    text = environment.prompt(
-        Task("t"), SotopiaState("scenario-01-1", 0, (SotopiaTurn(1, "speak", "Hello."),))
-    )[0]["content"]
+    state = msgspec.structs.replace(START, turns=(SotopiaTurn(1, "speak", "Hello."),))
+    text = environment.prompt(Task("t"), state)[0]["content"]
     assert environment.library.agents["agent-02"].first_name not in text
     assert 'the other person said: "Hello."' in text
 
@@ -162,9 +155,8 @@ def test_the_tags_of_the_layout_decide_who_sees_a_text() -> None:
 async def test_both_sides_act_in_turn_and_the_partner_is_the_observation() -> None:
     environment = Sotopia(partner="ann", partner_tokens=9)
     table = Table(reply("speak", "No."))
-    state = START
-    step = await environment.step(state, environment.read(state, reply("speak", "Buy it.")), table)
-    assert step.state.turns == (SotopiaTurn(0, "speak", "Buy it."), SotopiaTurn(1, "speak", "No."))
+    step = await environment.step(START, environment.read(START, reply("speak", "Buy it.")), table)
+    assert step.state.turns == turns("Buy it.", "No.")
     assert (step.observation, step.done, step.outcome) == ('Tobin Hask said: "No."', False, None)
     ((speaker, told, tokens),) = table.told
     assert (speaker, tokens) == ("ann", 9)
@@ -178,7 +170,7 @@ async def test_an_invalid_reply_does_nothing_and_an_unreadable_partner_is_asked_
     step = await take(environment, START, "hello", "what?", reply("action", "waits"))
     assert step.state.turns == (SotopiaTurn(0, "none"), SotopiaTurn(1, "action", "waits"))
     step = await take(environment, START, "hello", "what?", "what?")
-    assert step.state.turns == (SotopiaTurn(0, "none"), SotopiaTurn(1, "none")) and not step.done
+    assert step.state.turns == turns("none", "none") and not step.done
     # the third turn of nothing ends it: the partner is not asked
     step = await take(environment, step.state, "again")
     assert step.done and step.observation == "The conversation is over."
@@ -202,7 +194,7 @@ async def test_a_side_that_leaves_ends_the_conversation() -> None:
     left = await take(environment, START, reply("speak", "a"), reply("leave"))
     assert left.done and "Tobin Hask left the conversation" in left.observation
     begun = await environment.open(SotopiaState("scenario-01-1", 1), Table(reply("leave")))
-    assert begun.turns == (SotopiaTurn(0, "none"),)  # the trained side acts at least once
+    assert begun.turns == turns("none")  # the trained side acts at least once
 
 
 def test_no_held_out_scenario_is_trained_and_every_episode_is_held_out_from_both_sides() -> None:
@@ -218,13 +210,10 @@ def test_no_held_out_scenario_is_trained_and_every_episode_is_held_out_from_both
     assert len(trained) == 2 * 30 and len(set(held_out)) == 20
     assert not {combo[:11] for combo, _ in trained} & {combo[:11] for combo, _ in held_out}
     assert environment.task(HELD_OUT_SEEDS.start).source == "pay_rise"
-    assert {
-        Sotopia(side="second").initial(tasks.at(position)).trained for position in range(9)
-    } == {1}
-    everything = Sotopia(split="all")
-    assert {everything.initial(everything.task(seed)).combo for seed in range(40)} == {
-        c.pk for c in load("").combos
-    }
+    second, everything = Sotopia(side="second"), Sotopia(split="all")
+    assert {second.initial(tasks.at(position)).trained for position in range(9)} == {1}
+    combos = [everything.initial(everything.task(seed)).combo for seed in range(40)]
+    assert sorted(combos) == sorted(combo.pk for combo in load("").combos)
 
 
 def test_our_scenarios_are_twenty_and_each_side_has_rules() -> None:
@@ -275,23 +264,20 @@ def test_a_file_outside_the_layout_is_refused_with_its_fault(
 
 def test_the_outcome_judge_sees_both_sides_and_the_last_words() -> None:
     environment = Sotopia()
-    turns = (SotopiaTurn(0, "speak", "40 euros."), SotopiaTurn(1, "speak", "40 euros, then."))
-    before, after = START, SotopiaState("scenario-01-1", 0, turns)
-    action = environment.read(before, reply("speak", "40 euros."))
-    judged = environment.concluded(Task("t"), before, action, after, 1, 4)
+    both = turns("40 euros.", "40 euros, then.")
+    after = msgspec.structs.replace(START, turns=both)
+    action = environment.read(START, reply("speak", "40 euros."))
+    judged = environment.concluded(Task("t"), START, action, after, 1, 4)
     whole = msgspec.convert(judged.state, Dialogue)
-    assert whole.turns == turns and whole.trained == 0 and whole.rules is not None
+    assert whole.turns == both and whole.trained == 0 and whole.rules is not None
     assert whole.names == ("Mara Ellwood", "Tobin Hask") and "40 euros or more" in whole.goals[0]
     # the budget ended it before the partner's reply
-    cut = environment.concluded(Task("t"), before, action, None, 1, 4)
-    assert msgspec.convert(cut.state, Dialogue).turns == turns[:1]
+    cut = environment.concluded(Task("t"), START, action, None, 1, 4)
+    assert msgspec.convert(cut.state, Dialogue).turns == both[:1]
 
 
 def test_measures_leave_out_what_was_not_judged() -> None:
-    turns = [
-        {"valid": 1.0, "forced": 0.0},
-        {"valid": 0.0, "forced": 0.0, "goal": 10.0, "outcome": 1.0},
-    ]
+    first, last = {"valid": 1.0}, {"valid": 0.0, "goal": 10.0, "outcome": 1.0}
     expected = {"goal": [10.0], "outcome": [1.0], "turns": [2.0], "valid": [1.0, 0.0]}
-    assert Sotopia().measures(Task("t"), turns) == expected
-    assert Sotopia().measures(Task("t"), turns[:1])["goal"] == []
+    assert Sotopia().measures(Task("t"), [first, last]) == expected
+    assert Sotopia().measures(Task("t"), [first])["goal"] == []
