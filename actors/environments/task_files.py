@@ -77,8 +77,8 @@ def unusable(of: str, rejected: Sequence[RejectedTask], usable: int) -> list[str
     one, or none if there are none."""
     if not rejected:
         return []
-    rows, first = f"{len(rejected)} of {len(rejected) + usable} rows", rejected[0]
-    return [f"{of}: {rows} cannot be used; the first: {first.where}: {first.reason}"]
+    count, first = len(rejected), f"{rejected[0].where}: {rejected[0].reason}"
+    return [f"{of}: {count} of {count + usable} rows cannot be used; the first: {first}"]
 
 
 def too_few(of: str, tasks: int, wanted: int) -> list[str]:
