@@ -1,10 +1,5 @@
 """Environments of other libraries under this project's contract: their objects change while they
-are played, our states do not.
-
-A state says how an episode was played: its seed and its actions. So every library's environment
-must be determined by its seed and its actions, which a contract test holds of each
-(tests/actors/test_other_environments.py).
-"""
+are played, our states do not. A state is seed and actions, which must determine the game."""
 
 import re
 from collections.abc import Sequence

@@ -1,11 +1,5 @@
-"""Environments of OpenEnv: their class in this process, or a server of theirs over its WebSocket.
-
-data.environment = "openenv" with data.options.environment and .action ("package.module:Class"),
-where ``pip install openenv`` and the environment's own package are; or data.environment =
-"openenv_server" with data.options.url, which needs neither. The policy writes an action as a JSON
-object of its fields, or as bare text where the action has one field. It sees the observation's
-fields as JSON.
-"""
+"""Environments of OpenEnv: their class in this process, or a server of theirs over its WebSocket
+(docs/environments.md). Actions are JSON objects of their fields, observations are seen as JSON."""
 
 import asyncio
 import collections

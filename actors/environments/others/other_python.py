@@ -1,14 +1,6 @@
 """Games of libraries that cannot live in this process, because their licence or the versions that
-they pin forbid it: another Python plays them.
-
-data.environment = "other_python", data.options.python = the path of that Python, data.options.game
-= "gem" (``pip install gem-llm`` there), "textworld" (``pip install textworld`` there),
-"reasoning_gym" or your own "module:Class" (``in_other_python/worker.py`` says what it must have).
-data.options.arguments.id = "game:Sudoku-v0-easy".
-
-The other Python gets with every step the seed and all actions, so that it can be killed at any
-time: a new one plays the game again.
-"""
+they pin forbid it: another Python plays them (docs/environments.md). It gets the seed and all
+actions with every step, so it can be killed at any time."""
 
 import asyncio
 import contextlib

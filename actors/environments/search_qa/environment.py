@@ -1,9 +1,5 @@
-"""Question answering with a search tool: think, then search or answer. A search appends its
-passages (methods.md 1.4, 1.5).
-
-An action is ``<think> .. </think> <search> query </search>`` or ``<think> .. </think> <answer>
-answer </answer>``.
-"""
+"""Question answering with a search tool: ``<think> .. </think>``, then ``<search> query
+</search>`` or ``<answer> answer </answer>``. A search appends its passages (methods.md 1.4, 1.5)."""
 
 import re
 from collections.abc import Mapping, Sequence

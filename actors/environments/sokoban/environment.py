@@ -1,10 +1,7 @@
 """Sokoban: push every box onto a target, one step of the player per turn (methods.md 4.6).
 
-A step costs 0.1, a box that comes onto a target or leaves one brings +1 or -1, and the solution
-brings +10. A step against a wall or against a box that is stuck is legal and changes nothing. A
-reply that cannot be read changes nothing either, costs the step, and the episode goes on. The
-episode ends with the solution or after ``horizon`` turns; a position that can no longer be solved
-does not end it.
+A blocked step is legal and changes nothing, and so does a reply that cannot be read. The episode
+ends with the solution or after ``horizon`` turns, not where the solution is lost.
 """
 
 import io
