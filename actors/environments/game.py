@@ -74,10 +74,6 @@ class Game(Environment):
 
     # ----------------------------------------------------------------------------- of each game
 
-    def initial(self, task: Task) -> Any:
-        """Return the first state of the task."""
-        raise NotImplementedError
-
     def view(self, state: Any) -> dict[str, str]:
         """Return the texts of the prompt's placeholders, including {board}."""
         raise NotImplementedError

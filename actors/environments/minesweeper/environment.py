@@ -94,8 +94,6 @@ class Minesweeper(Game):
         self.centre_start, self.flag_all = centre_start, success_rule == "flags"
 
     def initial(self, task: Task) -> MinesState:
-        """Return the first board of the task's seed. Raises DataFault when the free reveal solves
-        the board in every try."""
         board = HIDDEN * (self.rows * self.columns)
         size = self.rows, self.columns, self.mines
         state = MinesState(*size, task.seed, board, flag_all=self.flag_all)

@@ -21,8 +21,6 @@ LARGEST = 4 << 20
 """The most bytes of a server's answer."""
 FULL_S = 0.2
 """Seconds between two requests to a server that has no place free."""
-_OWN = ("done", "reward", "metadata")
-"""Fields that every observation has."""
 
 
 def _fields(text: str, field: str) -> str | None:
@@ -38,7 +36,9 @@ def _fields(text: str, field: str) -> str | None:
 
 
 def _turned(observation: dict[str, Any], reward: float | None = None, done: Any = False) -> Turned:
-    shown = {name: value for name, value in observation.items() if name not in _OWN}
+    shown = dict(observation)
+    for name in ("done", "reward", "metadata"):  # of every observation
+        shown.pop(name, None)
     return Turned(json.dumps(shown, ensure_ascii=False), float(reward or 0.0), bool(done))
 
 
@@ -180,7 +180,6 @@ class OpenEnvServer(Mutable):
             await sibling.close()
 
     async def close(self) -> None:
-        """Close all sessions."""
         while self._sessions:
             await self._sessions.popitem()[1].close()
 

@@ -74,13 +74,12 @@ class OtherPython(Mutable):
         return Turned(**answer)
 
     async def close(self) -> None:
-        """End the processes."""
         await asyncio.gather(*(child.close() for child in self._children))
 
 
 class _Child:
-    """A process that answers one request after the other. It is started when it is needed, also
-    after it has died."""
+    """A process that answers one request at a time. It is started when it is needed, also after it
+    has died."""
 
     def __init__(self, command: list[str], timeout_s: float):
         self.command, self.timeout_s = command, timeout_s

@@ -98,7 +98,6 @@ class Sokoban(Game):
         self.split, self.reading, self.outcome = split, reading, outcome
 
     def initial(self, task: Task) -> SokobanState:
-        """Return the room of the task's seed. Raises DataFault if there is none."""
         held_out = task.seed in HELD_OUT_SEEDS
 
         def wanted(room: Room) -> bool:
@@ -123,7 +122,6 @@ class Sokoban(Game):
         return picture(state.board, self.side)
 
     def anchor(self, state: SokobanState) -> str:
-        """Return the board, without the turn and the history."""
         return shown(state.board)
 
     def read(self, state: SokobanState, text: str) -> Action:
@@ -147,7 +145,6 @@ class Sokoban(Game):
         return [] if state.over else [(direction,) for direction in range(len(WORDS))]
 
     def good_moves(self, state: SokobanState) -> list[tuple[int, ...]]:
-        """Return the steps with which a shortest solution begins."""
         return [] if state.over else [(way,) for way in rooms.optimal(parse(state.board))]
 
     def notation(self, move: tuple[int, ...]) -> str:

@@ -161,8 +161,6 @@ class Sotopia(Environment):
         return self._told(state, state.trained)
 
     def read(self, state: SotopiaState, text: str) -> Action:
-        """Return the action of the last JSON object in ``text``; its kind is one of the five, or
-        "invalid"."""
         turn = read_turn(text, 0)
         return Action("invalid", text) if turn is None else Action(turn.kind, text, turn.argument)
 

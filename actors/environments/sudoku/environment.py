@@ -78,7 +78,6 @@ class Sudoku(Game):
         self.terminate_on_wrong, self.max_turns = terminate_on_wrong, max_turns
 
     def initial(self, task: Task) -> SudokuState:
-        """Return the puzzle of the task's seed. Raises DataFault when no try gives all blanks."""
         puzzle, solution = generate(self.size, self.blanks, task.seed)
         return SudokuState(self.size, puzzle, solution, puzzle)
 
