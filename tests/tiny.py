@@ -27,7 +27,7 @@ PICTURES = (
     "{% if part['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part['text'] }}{% endif %}"
     "{% endfor %}{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-_SHAPE: dict[str, Any] = {
+SHAPE: dict[str, Any] = {
     "vocab_size": 260,
     "hidden_size": 32,
     "intermediate_size": 64,
@@ -49,10 +49,10 @@ def config(kind: str, **shape: Any) -> Any:
         own = {
             "head_dim": 16, "sliding_window": 6, "layer_types": types, "query_pre_attn_scalar": 16
         }  # fmt: skip
-        return Gemma3TextConfig(**(_SHAPE | own | shape))
+        return Gemma3TextConfig(**(SHAPE | own | shape))
     made = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}[kind]
     extra = {"head_dim": 8} if kind == "qwen3" else {}
-    return made(**(_SHAPE | extra | shape), tie_word_embeddings=True)
+    return made(**(SHAPE | extra | shape), tie_word_embeddings=True)
 
 
 def save(folder: Path, kind: str = "llama", seed: int = 0, **shape: Any) -> Path:
@@ -69,7 +69,7 @@ def save_vision(folder: Path, kind: str = "qwen2_5_vl", seed: int = 0) -> Path:
     """A folder of a tiny model that reads pictures: a picture of 28 x 28 pixels is a token, a
     picture has 4 to 16 of them."""
     torch.manual_seed(seed)
-    text = {**_SHAPE, "vocab_size": 264, "hidden_size": 64}
+    text = {**SHAPE, "vocab_size": 264, "hidden_size": 64}
     text["rope_parameters"] = {
         "rope_type": "default",
         "rope_theta": 10000.0,

@@ -112,6 +112,7 @@ class TreeModel:
         self.compute: torch.dtype = getattr(torch, compute_dtype(config.dtype))
         model = loading.load(folder, ranks.sharded)
         check_head(folder, model)
+        check_layers(folder, model)
         self.vision = vision.Vision.of(folder)
         if config.train_vision and self.vision is None:
             raise ValueError(
@@ -124,7 +125,11 @@ class TreeModel:
         if self.lora:
             excluded = r".*\bvisual\..*" if frozen_eyes else None
             settings: Any = {"r": lora.rank, "lora_alpha": lora.alpha, "exclude_modules": excluded}
-            adapters = PeftLora(target_modules="all-linear", lora_dropout=0.0, **settings)
+            # "all-linear" would also adapt joined experts, whose adapters no engine takes
+            head, linear = model.get_output_embeddings(), torch.nn.Linear
+            modules = model.named_modules()
+            names = [n for n, m in modules if isinstance(m, linear) and m is not head]
+            adapters = PeftLora(target_modules=names, lora_dropout=0.0, **settings)
             model = loading.adapt(model, adapters)
         if config.gradient_checkpointing:
             model.enable_input_require_grads()
@@ -135,8 +140,10 @@ class TreeModel:
                 if parameter is not tower.causal.get_input_embeddings().weight:
                     parameter.requires_grad_(False)  # a critic does not use the head
         for module in tower.modules():
-            if isinstance(module, torch.nn.Dropout):
-                module.p = 0.0  # a dropped token would differ between the paths that share it
+            # a dropped token would differ between the paths that share it
+            for name, value in vars(module).items():
+                if isinstance(value, float) and (name == "p" or name.endswith("dropout")):
+                    setattr(module, name, 0.0)
         layer = type(tower.causal.get_decoder().layers[0]).__name__
         self.tower: Any = ranks.place(tower.train(), layer, self.compute)
         if ranks.sharded:
@@ -249,6 +256,26 @@ def check_head(folder: str, model: Any) -> None:
             raise ValueError(
                 f"{folder}: {key} = {value} changes what the learner's head computes: expected {expected}; train another model"
             )
+
+
+_FOLLOWS = {"full_attention", "sliding_attention", "attention", "chunked_attention"}
+"""Types of layers that can attend along the branches of a tree."""
+
+
+def check_layers(folder: str, model: Any) -> None:
+    """Raise ValueError if a layer hands a state from token to token, which would reach a sibling,
+    or has attention sinks, which no backend computes yet."""
+    decoder = model.get_decoder()
+    kinds = set(getattr(decoder.config, "layer_types", None) or []) - _FOLLOWS
+    if any(isinstance(module, torch.nn.Conv1d) for module in decoder.layers.modules()):
+        kinds.add("convolution")
+    if any(name.endswith(".sinks") for name, _ in decoder.layers.named_parameters()):
+        kinds.add("attention sinks")
+    if kinds:
+        raise ValueError(
+            f"{folder} ({model.config.model_type}) has {', '.join(sorted(kinds))}: expected layers of"
+            " softmax attention alone, which can follow a tree; train another model (docs/models.md)"
+        )
 
 
 def check_fits(folder: FilePath, lora: LoraConfig, ranks: Ranks, reference: bool = False) -> None:
