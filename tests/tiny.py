@@ -1,5 +1,6 @@
 """Tiny random models with a byte tokenizer: real architectures that run in milliseconds."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,7 @@ def save(folder: Path, kind: str = "llama", seed: int = 0, **shape: Any) -> Path
     AutoModelForCausalLM.from_config(config(kind, **shape), dtype=torch.float32).save_pretrained(
         folder
     )
-    _save_words(folder, [], TEMPLATE)
+    save_words(folder)
     return folder
 
 
@@ -96,13 +97,13 @@ def save_vision(folder: Path, kind: str = "qwen2_5_vl", seed: int = 0) -> Path:
     Qwen2VLImageProcessorPil(
         size={"shortest_edge": 56 * 56, "longest_edge": 112 * 112}
     ).save_pretrained(folder)
-    _save_words(
+    save_words(
         folder, ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"], PICTURES
     )
     return folder
 
 
-def _save_words(folder: Path, more: list[str], template: str) -> None:
+def save_words(folder: Path, more: Sequence[str] = (), template: str = TEMPLATE) -> None:
     """A byte tokenizer with special tokens from id 256 on, and a chat template."""
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     core = tokenizers.Tokenizer(tokenizers.models.BPE({c: i for i, c in enumerate(alphabet)}, []))

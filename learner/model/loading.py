@@ -14,7 +14,6 @@ from accelerate import init_empty_weights
 from peft import LoraConfig, get_peft_model
 from safetensors import safe_open
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig
 
 from coppice.common import vision
 from coppice.learner.forest.attention import NAME
@@ -29,19 +28,6 @@ def load(folder: str, hollow: bool) -> Any:
     """Return the model of a folder, in float32. If ``hollow``, without values, unless the folder
     stores a parameter under another name (experts that transformers joins while it loads): then
     every rank holds a whole copy for a while."""
-    kind = AutoConfig.from_pretrained(folder).model_type
-    try:
-        return _load(folder, hollow)
-    except KeyError as error:
-        if error.args != (NAME,):
-            raise
-        raise ValueError(
-            f"{folder} ({kind}) does not use transformers' attention interface: the learner cannot"
-            " train it on trees; train another model (docs/models.md)"
-        ) from None
-
-
-def _load(folder: str, hollow: bool) -> Any:
     if not hollow:
         return vision.load(folder, torch.float32, NAME)
     with init_empty_weights(include_buffers=False):
