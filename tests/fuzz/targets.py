@@ -17,8 +17,8 @@ import numpy as np
 
 from coppice.actors.environments import registry
 from coppice.actors.environments.base import Task
-from coppice.actors.environments.sotopia import conversation
-from coppice.actors.environments.webshop.episode import read_reply
+from coppice.actors.environments.sotopia.environment import read_turn
+from coppice.actors.environments.webshop.environment import read_reply
 from coppice.actors.serving import tools as dialects
 from coppice.actors.serving.conversations import ResponseStore
 from coppice.actors.serving.http import body_of
@@ -172,7 +172,7 @@ def actions(data: bytes) -> None:
         action = environment.read(state, text)
         assert action.valid in (True, False)
     for side in (0, 1):
-        conversation.read(text, side)
+        read_turn(text, side)
     for think in ("required", "optional"):
         read_reply(text, ["search", "buy now"], think)
 

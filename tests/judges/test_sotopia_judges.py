@@ -10,34 +10,41 @@ import pytest
 from aiohttp import web
 
 from coppice.actors.environments.base import Task
-from coppice.actors.environments.sotopia.conversation import DIMENSIONS, Conversation, Turn
-from coppice.actors.environments.sotopia.environment import Sotopia, State
-from coppice.actors.environments.sotopia.scenarios import Condition, load
+from coppice.actors.environments.sotopia.environment import (
+    DIMENSIONS,
+    Dialogue,
+    Sotopia,
+    SotopiaState,
+    SotopiaTurn,
+)
+from coppice.actors.environments.sotopia.scenarios import GoalCondition, load
 from coppice.judges.llm import ChatEndpoint
 from coppice.judges.sotopia import SotopiaJudge, SotopiaRules, holds, parse, reply_form
 from coppice.wire.faults import DataFault
 from coppice.wire.messages import JudgedTurn, Judgement
 from tests.judges.test_llm import chat, chat_server
 
-SCORES = {"believability": 9, "relationship": 2, "knowledge": 3, "secret": 0, "social_rules": -1, "financial_and_material_benefits": 1, "goal": 7}  # fmt: skip
+SCORES = dict(zip(DIMENSIONS, (9, 2, 3, 0, -1, 1, 7), strict=True))
 ENVIRONMENT = Sotopia()
 
 
 def reply(mine: dict[str, Any], other: dict[str, Any] = SCORES) -> str:
-    sides = {f"agent_{k}": {name: {"reasoning": "r", "score": score} for name, score in side.items()}
-             for k, side in ((1, mine), (2, other))}  # fmt: skip
-    return json.dumps(sides)
+    def entries(side: dict[str, Any]) -> dict[str, Any]:
+        return {name: {"reasoning": "r", "score": score} for name, score in side.items()}
+
+    return json.dumps({"agent_1": entries(mine), "agent_2": entries(other)})
 
 
 def judged(combo: str, trained: int, *words: str) -> JudgedTurn:
     """What the judge sees of a conversation in which the sides say ``words`` in turn; "" does
     nothing."""
     said = tuple(
-        Turn(k % 2, "speak", text) if text else Turn(k % 2, "none") for k, text in enumerate(words)
+        SotopiaTurn(k % 2, "speak", text) if text else SotopiaTurn(k % 2, "none")
+        for k, text in enumerate(words)
     )
-    state = State(combo, trained, said)
+    state = SotopiaState(combo, trained, said)
     return ENVIRONMENT.concluded(
-        Task("t"), State(combo, trained), ENVIRONMENT.read(state, ""), state, 1, 4
+        Task("t"), SotopiaState(combo, trained), ENVIRONMENT.read(state, ""), state, 1, 4
     )
 
 
@@ -145,22 +152,22 @@ EURO = r"(\d+)\s*euros?\b"
 @pytest.mark.parametrize(
     ("condition", "own", "other", "result"),
     [
-        (Condition(says="yes"), ["Yes!"], [], True),
-        (Condition(says="yes"), [], ["yes"], False),
-        (Condition("partner", says="yes"), [], ["yes"], True),
-        (Condition("each", says="yes"), [], ["yes"], True),
-        (Condition(never="yes"), ["no"], ["yes"], True),
-        (Condition(never="yes"), ["no", "YES"], [], False),
-        (Condition(agreed=EURO, least=40), ["50 euros", "45 euros?"], ["30 euros", "45 euros, fine"], True),
-        (Condition(agreed=EURO, least=46), ["45 euros"], ["45 euros"], False),
-        (Condition(agreed=EURO, most=44), ["45 euros"], ["45 euros"], False),
-        (Condition(agreed=EURO), ["45 euros"], ["44 euros"], False),
-        (Condition(agreed=EURO), ["45 euros"], ["yes"], False),
-        (Condition(agreed=EURO), [], [], False),
+        (GoalCondition(says="yes"), ["Yes!"], [], True),
+        (GoalCondition(says="yes"), [], ["yes"], False),
+        (GoalCondition("partner", says="yes"), [], ["yes"], True),
+        (GoalCondition("each", says="yes"), [], ["yes"], True),
+        (GoalCondition(never="yes"), ["no"], ["yes"], True),
+        (GoalCondition(never="yes"), ["no", "YES"], [], False),
+        (GoalCondition(agreed=EURO, least=40), ["50 euros", "45 euros?"], ["3 euros", "45 euros"], True),
+        (GoalCondition(agreed=EURO, least=46), ["45 euros"], ["45 euros"], False),
+        (GoalCondition(agreed=EURO, most=44), ["45 euros"], ["45 euros"], False),
+        (GoalCondition(agreed=EURO), ["45 euros"], ["44 euros"], False),
+        (GoalCondition(agreed=EURO), ["45 euros"], ["yes"], False),
+        (GoalCondition(agreed=EURO), [], [], False),
     ],
 )  # fmt: skip
 def test_a_condition_is_what_was_said(
-    condition: Condition, own: list[str], other: list[str], result: bool
+    condition: GoalCondition, own: list[str], other: list[str], result: bool
 ) -> None:
     assert holds(condition, own, other) is result
 
@@ -180,8 +187,8 @@ async def test_the_rule_judge_gives_goal_and_secret_of_the_trained_side_and_noth
 
 async def test_only_spoken_words_count() -> None:
     turn = judged("scenario-14-1", 0, "", "fox")
-    whole = msgspec.convert(turn.state, Conversation)
-    quiet = msgspec.structs.replace(whole, turns=(Turn(1, "action", "shows a note: fox"),))
+    whole = msgspec.convert(turn.state, Dialogue)
+    quiet = msgspec.structs.replace(whole, turns=(SotopiaTurn(1, "action", "shows a note: fox"),))
     results = await SotopiaRules().score(
         [turn, msgspec.structs.replace(turn, state=msgspec.to_builtins(quiet))]
     )
@@ -197,7 +204,7 @@ async def test_a_silent_conversation_reaches_no_goal() -> None:
 
 async def test_a_scenario_without_rules_is_refused() -> None:
     turn = judged("scenario-01-1", 0, "Hello.")
-    state = msgspec.structs.replace(msgspec.convert(turn.state, Conversation), rules=None)
+    state = msgspec.structs.replace(msgspec.convert(turn.state, Dialogue), rules=None)
     with pytest.raises(DataFault, match="no rules"):
         await SotopiaRules().score(
             [msgspec.structs.replace(turn, state=msgspec.to_builtins(state))]

@@ -59,7 +59,7 @@ FUNCTIONS = {
     "scheduler/dispatch/residency.py": ("__str__",),
     "scheduler/telemetry/alerts.py": ("take",),
     "scheduler/main.py": ("main",),
-    "actors/environments/task_files.py": ("unusable", "too_few", "_load"),
+    "actors/environments/task_files.py": ("unusable", "too_few", "load_tasks"),
     "wire/keys.py": ("load",),
 }
 """Whose sentences a person reads although nothing is raised or said there."""

@@ -210,7 +210,7 @@ class Agent(Environment):
             self._keep(transition.state, episode, event)
         return msgspec.structs.replace(transition, reward=reward)
 
-    async def beside(self, state: AgentState) -> AsyncIterator[tuple[str, Transition]]:
+    async def meanwhile(self, state: AgentState) -> AsyncIterator[tuple[str, Transition]]:
         """Yield the other calls of the agent in ``state``, as long as the budget has room."""
         found = next((waiting for waiting in self._waiting if waiting[0] == state), None)
         if found is None:
