@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coppice.actors.environments.agents import gateway as module
-from coppice.actors.environments.agents.episode import Ended, Episode, Limits
+from coppice.actors.environments.agents.episode import Ended, Episode
 from coppice.actors.environments.agents.fork_server import ForkServer
 from coppice.actors.environments.agents.gateway import Gateway, Session
 from coppice.actors.environments.base import Spent
@@ -139,7 +139,7 @@ async def test_an_unknown_key_is_401_and_a_closed_session_409_also_for_a_request
         ("chat/completions", {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": 1}}]}]}, "`messages`"),
         ("responses", {"input": [{"type": "function_call", "name": "add", "arguments": 1}]}, "`input`"),
         ("chat/completions", {"messages": []}, "`messages`"),
-        ("chat/completions", {"messages": [{"role": "wizard", "content": "x"}]}, "role 'wizard'"),
+        ("chat/completions", {"messages": [{"role": "wizard", "content": "x"}]}, "'wizard': expected system"),
         ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "`content`"),
         ("chat/completions", {**HELLO, "max_tokens": 0}, "`max_tokens`"),
         ("chat/completions", {**HELLO, "tool_choice": "required"}, "`tool_choice`"),
@@ -353,7 +353,7 @@ async def lasting() -> Ended:
 async def test_a_reply_is_rewarded_from_its_answer_until_the_next_request_and_another_is_refused(
     door: Door,
 ) -> None:
-    episode = Episode(door.gateway, ForkServer([]), {}, Limits())
+    episode = Episode(door.gateway, ForkServer([]), {})
     door.session = session = episode.session
     episode._ended = asyncio.create_task(lasting())
 

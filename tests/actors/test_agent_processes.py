@@ -12,7 +12,7 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from coppice.actors.environments.agents.episode import TAIL, Ended, Episode, Limits
+from coppice.actors.environments.agents.episode import TAIL, Ended, Episode
 from coppice.actors.environments.agents.fork_server import ForkServer
 from coppice.actors.environments.agents.gateway import Gateway
 
@@ -101,11 +101,11 @@ async def gateway(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncItera
 
 
 async def ended(
-    gateway: Gateway, server: ForkServer | str, limits: Limits = Limits(20.0), **columns: Any
+    gateway: Gateway, server: ForkServer | str, limits: tuple[float, ...] = (20.0,), **columns: Any
 ) -> Ended:
     """Play an episode of a process that does not ask the policy."""
     server = ForkServer([], f"agents_of_a_test:{server}") if isinstance(server, str) else server
-    episode = Episode(gateway, server, TASK | columns, limits)
+    episode = Episode(gateway, server, TASK | columns, *limits)
     try:
         await episode.start()
         event = await episode.next()
@@ -242,7 +242,7 @@ async def test_a_command_that_is_not_there_is_refused_with_its_name(gateway: Gat
 
 async def test_the_end_of_the_fork_server_ends_its_episodes(gateway: Gateway) -> None:
     server = ForkServer(["sleep", "600"])
-    episode = Episode(gateway, server, TASK, Limits())
+    episode = Episode(gateway, server, TASK)
     await episode.start()
     assert episode._process is not None and server._server is not None
     keeper = psutil.Process(episode._process.pid)

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from coppice.actors.environments.agents.fork_server import ForkServer, Process
+from coppice.actors.environments.agents.fork_server import AgentProcess, ForkServer
 from coppice.actors.environments.agents.gateway import Gateway, Session
 from coppice.actors.environments.agents.runner import REWARD
 from coppice.actors.serving.conversations import Conversation
@@ -27,14 +27,6 @@ _TRACEBACK = re.compile(
 )
 _NODE = re.compile(r"^Node\.js v\d")
 _THROWN = re.compile(r"^\[?(?:Uncaught )?[\w$.]*(?:Error|Exception|Rejection)\b.*", re.MULTILINE)
-
-
-class Limits(msgspec.Struct, frozen=True):
-    """seconds: without those of waiting for replies. memory_gib: 0 for no limit."""
-
-    seconds: float = 600.0
-    memory_gib: float = 0.0
-    output_mib: float = 4.0
 
 
 class Ended(msgspec.Struct, frozen=True):
@@ -60,17 +52,27 @@ class Ended(msgspec.Struct, frozen=True):
 
 
 class Episode:
-    """A process and its session. Several requests may wait at once; each is answered once."""
+    """A process and its session. Several requests may wait at once; each is answered once. seconds:
+    the most, without those of waiting for replies. memory_gib: 0 for no limit."""
 
-    def __init__(self, gateway: Gateway, server: ForkServer, task: dict[str, Any], limits: Limits):
-        self.gateway, self.server, self.task, self.limits = gateway, server, task, limits
+    def __init__(
+        self,
+        gateway: Gateway,
+        server: ForkServer,
+        task: dict[str, Any],
+        seconds: float = 600.0,
+        memory_gib: float = 0.0,
+        output_mib: float = 4.0,
+    ):
+        self.gateway, self.server, self.task = gateway, server, task
+        self.seconds, self.memory_gib, self.output_mib = seconds, memory_gib, output_mib
         self.session: Session = gateway.opened()
         self._waiting: dict[str, tuple[Conversation, asyncio.Future[Reply]]] = {}
-        self._process: Process | None = None
+        self._process: AgentProcess | None = None
         self._ended: asyncio.Task[Ended] | None = None
         self._said, self._returned = bytearray(), None
         self._limit: asyncio.Timeout = asyncio.timeout(None)
-        self._left = limits.seconds
+        self._left = seconds
         self._since: float | None = None
 
     async def start(self) -> None:
@@ -85,7 +87,7 @@ class Episode:
         }
         if len(task) <= LONGEST_VARIABLE:
             variables["COPPICE_TASK"] = task.decode()
-        memory = int(self.limits.memory_gib * 2**30)
+        memory = int(self.memory_gib * 2**30)
         self._process = await self.server.start(task, variables, memory)
         self._ended = asyncio.create_task(self._run())
 
@@ -161,7 +163,7 @@ class Episode:
                     if reading.done() and not reading.result():
                         await ended
             except TimeoutError:
-                fault = f"it ran longer than {self.limits.seconds:g} s"
+                fault = f"it ran longer than {self.seconds:g} s"
             if process.returncode is None:
                 process.kill()
             code = await ended
@@ -185,8 +187,8 @@ class Episode:
                 self._returned = json.loads(line.removeprefix(REWARD))
                 continue
             self._said = (self._said + line)[-TAIL:]
-            if written > self.limits.output_mib * 2**20:
-                return f"it wrote more than {self.limits.output_mib:g} MiB"
+            if written > self.output_mib * 2**20:
+                return f"it wrote more than {self.output_mib:g} MiB"
         return ""
 
 

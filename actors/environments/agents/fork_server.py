@@ -37,15 +37,16 @@ class ForkServer:
         self._server: asyncio.subprocess.Process | None = None
         self._opening = asyncio.Lock()
         self._listening: asyncio.Task[None] | None = None
-        self._expected: collections.deque[asyncio.Future[Process]] = collections.deque()
-        self._living: dict[int, Process] = {}
+        self._expected: collections.deque[asyncio.Future[AgentProcess]] = collections.deque()
+        self._living: dict[int, AgentProcess] = {}
 
-    async def start(self, task: bytes, variables: dict[str, str], memory: int) -> "Process":
+    async def start(self, task: bytes, variables: dict[str, str], memory: int) -> "AgentProcess":
         """Start an episode, with the task in its stdin. memory: bytes, 0 for no limit. Raises
         OSError."""
         if self.command and shutil.which(self.command[0]) is None:
+            program = repr(self.command[0])
             raise FileNotFoundError(
-                f"there is no program {self.command[0]!r}: expected a path, or a name on the PATH"
+                f"there is no program {program}: expected a path or a name on the PATH"
             )
         environment = {"PYTHONUNBUFFERED": "1", **without_secrets(self.pass_env), **variables}
         settings = {"command": self.command, "environment": environment, "memory": memory}
@@ -103,7 +104,7 @@ class ForkServer:
             async for line in reader:
                 event = json.loads(line)
                 if "born" in event:
-                    self._living[event["born"]] = child = Process(event["born"])
+                    self._living[event["born"]] = child = AgentProcess(event["born"])
                     if not (expected := self._expected.popleft()).cancelled():
                         expected.set_result(child)
                 elif child := self._living.pop(event["ended"], None):
@@ -122,7 +123,7 @@ class ForkServer:
             self._living.clear()
 
 
-class Process:
+class AgentProcess:
     """The process of an episode. It ends after everything that the agent has started."""
 
     stdout: asyncio.StreamReader

@@ -94,8 +94,8 @@ def serve(run: str, channel: socket.socket) -> None:
             heard.recv(4096)
             _bury(channel)
         if channel in ready:
-            asked, files, _, _ = socket.recv_fds(channel, 1, 2)
-            if not asked:
+            order, files, _, _ = socket.recv_fds(channel, 1, 2)
+            if not order:
                 return
             server, pid = os.getpid(), os.fork()
             if not pid:
