@@ -17,7 +17,7 @@ from coppice.wire.messages import (
 )
 
 
-class Worker:
+class PlugIn:
     """What judges, players and speakers share. concurrency: requests in progress at once."""
 
     service_kind: ClassVar[str] = ""
@@ -26,7 +26,7 @@ class Worker:
 
     @property
     def service(self) -> str:
-        """The service that this worker offers, such as "judge.slate"."""
+        """The service that it offers, such as "judge.slate"."""
         return f"{self.service_kind}.{self.name}"
 
     async def start(self) -> None:
@@ -36,7 +36,7 @@ class Worker:
         """Release what ``start`` acquired."""
 
 
-class Judge(Worker):
+class Judge(PlugIn):
     """Subclass this, set ``name`` and ``columns``, and write ``score``. ``coppice serve
     my_module:MyJudge --run RUN`` plugs your judge in.
 
@@ -86,16 +86,15 @@ class Oracle(RuleJudge):
         try:
             return self.judge_state(turn)
         except ValueError as error:
-            raise DataFault(
-                f"judge {self.name}, task {turn.question}: its state is not one of {self.environments}: {error}"
-            ) from None
+            fault = f"judge {self.name}, task {turn.question}: its state is not one of"
+            raise DataFault(f"{fault} {self.environments}: {error}") from None
 
     def judge_state(self, turn: JudgedTurn) -> Judgement:
         """Return the judgement of one turn."""
         raise NotImplementedError(f"{type(self).__name__} does not implement judge_state")
 
 
-class Player(Worker):
+class Player(PlugIn):
     """An opponent: subclass this, set ``name`` and write ``play``."""
 
     service_kind = "player"
@@ -110,7 +109,7 @@ class Player(Worker):
         return PlayResult(list(await self.play(request.state, request.seed)))
 
 
-class Speaker(Worker):
+class Speaker(PlugIn):
     """A partner that replies in text: subclass this, set ``name`` and write ``speak``."""
 
     service_kind = "speaker"
@@ -132,28 +131,32 @@ def checked(judge: Judge, turns: list[JudgedTurn], returned: Any) -> tuple[list[
     Raises InfrastructureFault unless the judge returned a list with one Judgement per turn,
     declared columns and numbers.
     """
+    returns = f"judge {judge.name} returned"
     if not isinstance(returned, list | tuple):
-        raise InfrastructureFault(
-            f"judge {judge.name} returned {_short(returned)}; expected a list of Judgement, one per turn"
-        )
+        wish = "expected a list of Judgement, one per turn"
+        raise InfrastructureFault(f"{returns} {_short(returned)}; {wish}")
     if len(returned) != len(turns):
-        raise InfrastructureFault(
-            f"judge {judge.name} returned {len(returned)} judgements for {len(turns)} turns"
-        )
+        raise InfrastructureFault(f"{returns} {len(returned)} judgements for {len(turns)} turns")
     judgements, bad = [], 0
     for judgement in returned:
         if not isinstance(judgement, Judgement):
+            wish = "expected a wire.messages.Judgement"
+            raise InfrastructureFault(f"{returns} {_short(judgement)} for a turn; {wish}")
+        if unknown := {*judgement.scores, *judgement.invalid} - {*judge.columns}:
+            declared = list(judge.columns)
             raise InfrastructureFault(
-                f"judge {judge.name} returned {_short(judgement)} for a turn; expected a wire.messages.Judgement"
-            )
-        unknown = (set(judgement.scores) | set(judgement.invalid)) - set(judge.columns)
-        if unknown:
-            raise InfrastructureFault(
-                f"judge {judge.name} returned columns {sorted(unknown)}; it declares {list(judge.columns)}"
+                f"{returns} columns {sorted(unknown)}; it declares {declared}"
             )
         scores, invalid = dict[str, float](), set(judgement.invalid)
         for column, value in judgement.scores.items():
-            score = _number(judge.name, column, value)
+            try:  # text is refused, even if it reads like a number
+                score = None if isinstance(value, str | bytes) else float(value)
+            # a tensor of several values raises RuntimeError
+            except (TypeError, ValueError, OverflowError, RuntimeError):
+                score = None
+            if score is None:
+                wish = "expected a number, or the column in Judgement.invalid"
+                raise InfrastructureFault(f"{returns} {_short(value)} in column {column!r}; {wish}")
             if math.isfinite(score) and column not in invalid:
                 scores[column] = score
             else:
@@ -161,19 +164,6 @@ def checked(judge: Judge, turns: list[JudgedTurn], returned: Any) -> tuple[list[
         bad += len(invalid)
         judgements.append(Judgement(scores, sorted(invalid), judgement.explanation))
     return judgements, bad
-
-
-def _number(judge: str, column: str, value: Any) -> float:
-    """Return the score as a float. Text is refused, even if it reads like a number."""
-    try:
-        if not isinstance(value, str | bytes):
-            return float(value)
-    # a tensor of several values raises RuntimeError
-    except (TypeError, ValueError, OverflowError, RuntimeError):
-        pass
-    raise InfrastructureFault(
-        f"judge {judge} returned {_short(value)} in column {column!r}; expected a number, or the column in Judgement.invalid"
-    )
 
 
 def _short(value: Any) -> str:

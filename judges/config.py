@@ -49,11 +49,8 @@ def uses_served_model(options: dict[str, Any]) -> bool:
 
 def with_served_model(options: dict[str, Any], url: str, model: JudgeModelConfig) -> dict[str, Any]:
     """Return a judge's options with the address of the run's own model instead of "served", and
-    with defaults that suit that model.
-
-    Raises ValueError when the endpoint names another model, or when its replies may be longer than
-    the model's context.
-    """
+    with defaults that suit that model. Raises ValueError when the endpoint names another model, or
+    when its replies may be longer than the model's context."""
     if not uses_served_model(options):
         return options
     defaults = {
@@ -65,15 +62,12 @@ def with_served_model(options: dict[str, Any], url: str, model: JudgeModelConfig
     }
     endpoint = defaults | options["endpoint"] | {"url": url}
     limit = endpoint["max_tokens"]
-    if endpoint["model"] != model.name:
-        raise ValueError(
-            f"endpoint.model = {endpoint['model']!r}: [judges.model] is {model.name!r}: remove endpoint.model"
-        )
+    if (name := endpoint["model"]) != model.name:
+        remedy = f"[judges.model] is {model.name!r}: remove endpoint.model"
+        raise ValueError(f"endpoint.model = {name!r}: {remedy}")
     if isinstance(limit, int) and limit >= model.max_context:
-        raise ValueError(
-            f"endpoint.max_tokens = {limit} leaves no room for a prompt in judges.model.max_context ="
-            f" {model.max_context}: raise max_context"
-        )
+        context = f"judges.model.max_context = {model.max_context}: raise max_context"
+        raise ValueError(f"endpoint.max_tokens = {limit} leaves no room for a prompt in {context}")
     return options | {"endpoint": endpoint}
 
 

@@ -52,16 +52,14 @@ def read_templates(
     """Return the templates "system" and "user". own: paths of templates to use instead. principles:
     False is the ablation without principles."""
     if not principles and "system" in (own or {}):
-        raise ValueError(
-            "judge pprm: principles = false has no effect with an own system template: remove one of them"
-        )
+        fault = "principles = false has no effect with an own system template"
+        raise ValueError(f"judge pprm: {fault}: remove one of them")
     system = "pprm_system.txt" if principles else "pprm_system_no_principle.txt"
     texts = read_prompts("pprm", {"system": system, "user": "pprm_user.txt"}, own)
     for placeholder in _PLACEHOLDERS:
         if placeholder not in texts["user"]:
-            raise ValueError(
-                f"judge pprm: the user template has no {placeholder}: expected {' and '.join(_PLACEHOLDERS)}"
-            )
+            wish = f"expected {' and '.join(_PLACEHOLDERS)}"
+            raise ValueError(f"judge pprm: the user template has no {placeholder}: {wish}")
     return texts
 
 
@@ -100,8 +98,11 @@ class Pprm(ChatJudge):
     columns = ("process",)
 
     def __init__(
-        self, endpoint: PprmEndpoint, templates: dict[str, str] | None = None, principles: bool = True
-    ):  # fmt: skip
+        self,
+        endpoint: PprmEndpoint,
+        templates: dict[str, str] | None = None,
+        principles: bool = True,
+    ):
         self.templates = read_templates(templates, principles=principles)
         super().__init__(endpoint, reply_form)
 

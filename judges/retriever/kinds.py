@@ -1,18 +1,9 @@
-"""Kinds of FAISS index: which suits a corpus of what size, how one is filled in bounded memory, and
-how it is loaded.
+"""Kinds of FAISS index (the table in docs/retrieval.md): how one is made for a corpus, filled in
+bounded memory, and loaded.
 
-| kind | FAISS's factory string | bytes of a vector (d dimensions) | searches by default |
-|---|---|---|---|
-| flat | Flat | 4 d | everything: exact |
-| ivfpq | IVF*lists*,PQ*d/8*np, lists = the power of two below 4 sqrt(vectors) | d/8 + 8 | nprobe=64
-lists |
-| refined | the same and ,Refine(SQ8): a byte per dimension ranks four times topk anew | 9 d/8 + 8 |
-nprobe=64,k_factor_rf=4 |
-| hnsw | HNSW32 | 4 d + about 270 | efSearch=128 |
-
-Any other name is taken for a factory string, such as SLATE's "IVF65536_HNSW32,PQ128". np: without
-polysemous training, which takes most of the time and serves searches of another kind. Sources:
-FAISS's wiki ("Guidelines to choose an index"), docs/retrieval.md.
+Any other name is taken for a factory string, such as SLATE's "IVF65536_HNSW32,PQ128". "np" stands
+for no polysemous training, which takes most of the time and serves searches of another kind.
+Source: FAISS's wiki ("Guidelines to choose an index").
 """
 
 import math
@@ -27,10 +18,9 @@ import numpy as np
 BLOCK = 16384
 """Vectors that are added at once: some tens of MiB, and enough for all threads of FAISS."""
 _TRAINED_ON = 64
-"""Vectors sampled for each centroid of a training. FAISS warns below 39, and takes at most 256
-itself."""
+"""Vectors sampled for each centroid of a training. FAISS warns below 39."""
 _SEARCH = {"ivfpq": "nprobe=64", "refined": "nprobe=64,k_factor_rf=4", "hnsw": "efSearch=128"}
-_EXPECTED = 'expected "flat", "ivfpq", "refined", "hnsw" or a factory string of FAISS, such as "IVF4096,PQ64"'
+_EXPECTED = 'expected flat, ivfpq, refined, hnsw or a factory string, such as "IVF4096,PQ64"'
 
 
 def factory(kind: str, vectors: int, dimensions: int) -> tuple[str, str]:
@@ -43,23 +33,18 @@ def factory(kind: str, vectors: int, dimensions: int) -> tuple[str, str]:
 
 
 def empty(text: str, dimensions: int) -> faiss.Index:
-    """Return an empty index of inner products. Raises ValueError for what FAISS cannot make, with
-    its reason."""
+    """Return an empty index of inner products. Raises ValueError for what FAISS cannot make."""
     try:
         return faiss.index_factory(dimensions, text, faiss.METRIC_INNER_PRODUCT)
     except RuntimeError as error:
-        raise ValueError(
-            f"FAISS has no index {text!r} of {dimensions} dimensions ({_why(error)}): {_EXPECTED}"
-        ) from None
+        kind = f"{text!r} of {dimensions} dimensions"
+        raise ValueError(f"FAISS has no index {kind} ({_why(error)}): {_EXPECTED}") from None
 
 
 def fill(index: faiss.Index, vectors: Iterable[np.ndarray], count: int, scratch: Path) -> None:
     """Train an index if its kind needs that, and add ``count`` vectors, float32 blocks of [vectors,
-    dimensions], or one array.
-
-    Memory: what the index keeps, one block, and the training sample; blocks that a trained kind
-    needs twice wait in the file ``scratch``. Raises ValueError for too few vectors to train on.
-    """
+    dimensions], or one array. Blocks that a trained kind needs twice wait in the file ``scratch``,
+    so that memory holds one block. Raises ValueError for too few vectors to train on."""
     if not index.is_trained:
         if not isinstance(vectors, np.ndarray):
             waiting = np.lib.format.open_memmap(scratch, "w+", np.float32, (count, index.d))
@@ -87,28 +72,21 @@ def _train(index: faiss.Index, vectors: np.ndarray) -> None:
     try:
         index.train(vectors[rows])  # pyright: ignore[reportCallIssue]
     except RuntimeError as error:
-        raise ValueError(
-            f"an index of this kind cannot be trained on {sample} vectors ({_why(error)}): kind flat or hnsw"
-            " needs no training"
-        ) from None
+        fault = f"an index of this kind cannot be trained on {sample} vectors ({_why(error)})"
+        raise ValueError(f"{fault}: kind flat or hnsw needs no training") from None
 
 
 def load(file: Path, text: str, search: str) -> faiss.Index:
-    """Return a written index, on the GPUs if FAISS finds any. search: FAISS's search parameters,
-    such as "nprobe=64".
-
-    The vectors of a flat or HNSW index are mapped: processes share their pages, and none is read
-    before a search needs it. Raises ValueError with the remedy for a damaged file and for a
-    parameter that this kind does not have.
-    """
+    """Return a written index, on the GPUs if FAISS finds any. search: FAISS's search parameters.
+    The vectors of a flat or HNSW index are mapped, so processes share their pages. Raises
+    ValueError for a damaged file and for a parameter that this kind does not have."""
     # FAISS can map inverted lists too, but then starts 32 threads in each search (3.5 ms instead of
     # 0.02 for 5,000 vectors)
     try:
         index = faiss.read_index(str(file), 0 if "IVF" in text else faiss.IO_FLAG_MMAP_IFC)
     except RuntimeError as error:
-        raise ValueError(
-            f"{file} is damaged ({_why(error)}): build the index anew with coppice index"
-        ) from None
+        remedy = "build the index anew with coppice index"
+        raise ValueError(f"{file} is damaged ({_why(error)}): {remedy}") from None
     tune(index, search, text)
     return on_gpus(index)
 
@@ -116,9 +94,7 @@ def load(file: Path, text: str, search: str) -> faiss.Index:
 def tune(index: faiss.Index, search: str, text: str) -> None:
     """Set the search parameters of an index. Raises ValueError for one that its kind does not have,
     and for one that is not above 0."""
-    expected = (
-        f'expected search parameters of {text}, such as "nprobe=64" (IVF) or "efSearch=128" (HNSW)'
-    )
+    expected = f"expected parameters of {text}, such as nprobe=64 (IVF) or efSearch=128 (HNSW)"
     if search and not re.fullmatch(r"\w+=0*[1-9]\d*(,\w+=0*[1-9]\d*)*", search):
         raise ValueError(f"{search!r}: {expected}")
     try:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from coppice.judges.config import RetrieverConfig
 from coppice.judges.retriever.hot import HotQueries
-from coppice.judges.retriever.http_client import Fleet
+from coppice.judges.retriever.http_client import RetrieverFleet
 from coppice.judges.retriever.worker import opened
 from coppice.wire.faults import InfrastructureFault
 from coppice.wire.messages import Passage
@@ -150,7 +150,7 @@ class Server(Shelf):
 
 async def test_a_fleet_spreads_searches_and_goes_on_without_a_server_until_it_is_back() -> None:
     servers, now = [Server(), Server(), Server()], [0.0]
-    fleet = Fleet(servers, lambda: now[0])
+    fleet = RetrieverFleet(servers, lambda: now[0])
     await asyncio.gather(*(fleet.search([str(i)], 1) for i in range(9)))
     assert [len(server.asked) for server in servers] == [3, 3, 3]
     servers[0].down = True
