@@ -14,8 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coppice.actors.environments.agents import gateway as module
-from coppice.actors.environments.agents.episode import Ended, Episode
-from coppice.actors.environments.agents.fork_server import ForkServer
+from coppice.actors.environments.agents.episode import Ended, Episode, ForkServer
 from coppice.actors.environments.agents.gateway import Gateway, Session
 from coppice.actors.environments.base import Spent
 from coppice.actors.serving.replies import Reply

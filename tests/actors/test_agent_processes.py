@@ -12,8 +12,7 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from coppice.actors.environments.agents.episode import TAIL, Ended, Episode
-from coppice.actors.environments.agents.fork_server import ForkServer
+from coppice.actors.environments.agents.episode import TAIL, Ended, Episode, ForkServer
 from coppice.actors.environments.agents.gateway import Gateway
 
 TASK = {"id": "t", "question": "1 + 1", "golds": ["2"], "seed": 0}

@@ -3,12 +3,10 @@ two calls is what the environment does.
 
 An agent is a live process. A state holds the task and the replies that the agent was given. A state
 whose process still waits goes on at once; any other is reached by replay, in which a new process is
-given the recorded replies to the requests that it makes again. So every strategy works for agents
-that ask the same when they are told the same, also one that goes back to an earlier turn.
+given the recorded replies to the requests that it makes again.
 
-The tree holds what the policy read and sampled, token by token: of a request that continues a
-conversation, only what the agent has added after the sampled reply is rendered; a request that
-continues none (another agent inside, a rewritten prompt) begins a branch.
+Of a request that continues a conversation, only what the agent has added after the sampled reply is
+rendered; a request that continues none (another agent inside, a rewritten prompt) begins a branch.
 """
 
 import asyncio
@@ -23,8 +21,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from coppice.actors.environments.agents.episode import Ended, Episode
-from coppice.actors.environments.agents.fork_server import ForkServer
+from coppice.actors.environments.agents.episode import Ended, Episode, ForkServer
 from coppice.actors.environments.agents.gateway import Gateway
 from coppice.actors.environments.base import (
     Action,
@@ -86,20 +83,10 @@ class AgentState(msgspec.Struct, frozen=True):
 class Agent(Environment):
     """run: "module:function", called with the task (id, question, golds, seed, and all columns of
     its row) in a process of its own, or a command line, which finds them as JSON in its stdin and
-    in COPPICE_TASK. Both find the policy at OPENAI_BASE_URL with OPENAI_API_KEY, and at
-    ANTHROPIC_BASE_URL with ANTHROPIC_API_KEY. horizon: calls of an episode. outcome_judge: the
-    judge that gives the outcome, read from the last reply; "" takes the reward that the function
-    returns or the agent posts to /v1/episode/reward. retriever: whether it may ask the run's
-    retriever, at /v1/retrieve. rewarded: "judge" takes a judge's column "reward", "slate" SLATE's
-    composite of its columns think, query and answer. step_rewards: whether the agent posts a reward
-    of every reply there, with its response_id and before it asks again; a reply without one is
-    unscored. kept: waiting processes that are kept: of more, the one that waits longest is ended,
-    and reached again by replay. seconds (without those in which it waits for replies), memory_gib,
-    output_mib: limits of a process. family: how the model writes tool calls (``common.tool_calls``).
-    open_calls: whether a reply that must call a tool begins with the opening of a call, which the
-    policy does not sample. python: runs functions in the place of the run's own Python; it must be
-    3.9 or newer, and needs none of the run's packages. pass_env: variables that agents get although
-    their names tell of a secret (``common.process.without_secrets``)."""
+    in COPPICE_TASK. horizon: the most calls of an episode. outcome_judge: judges the last reply; ""
+    takes the reward that the function returns or the agent posts. kept: waiting processes; beyond
+    them the oldest is ended, and replayed when it is needed. python: runs functions in place of the
+    run's own Python; it is 3.9 or newer. The other options stand in docs/agents.md."""
 
     name = "agent"
     fresh = False
@@ -291,16 +278,13 @@ class Agent(Environment):
         left = list(zip(state.record, tools.replies(), strict=False)) if state.record else []
         while True:
             waiting = [(_digest(request), request) for request in episode.requests()]
-            recorded = [
-                (request, pair)
-                for digest, request in waiting
-                for pair in left
-                if pair[0].before == digest
-            ]
             here = [request for digest, request in waiting if state.request in ("", digest)]
-            if recorded:
-                request, (exchange, text) = recorded[0]
-                left.remove((exchange, text))
+            pairs = (
+                (r, pair) for digest, r in waiting for pair in left if pair[0].before == digest
+            )
+            if recorded := next(pairs, None):
+                request, (exchange, text) = recorded
+                left.remove(recorded[1])
                 self.replayed += 1
                 episode.answer(request, self._reply(text, request, exchange.spent))
             elif here and not left:
@@ -311,12 +295,9 @@ class Agent(Environment):
                         await episode.news()
                     if not episode.over:
                         continue
-                total = len(state.record)
-                after = (
-                    f"after {total - len(left)} of {total} replies of" if left else "at the end of"
-                )
+                place = f"{len(state.record) - len(left)} of {len(state.record)} replies"
                 wish = "expected one that asks the same when it is told the same"
-                raise Diverged(f"the agent asks something else {after} a replay: {wish}")
+                raise Diverged(f"the agent asks something else after {place} of a replay: {wish}")
             elif isinstance(event := await episode.next(), Ended):
                 fault = event.fault or "without a fault"
                 raise Diverged(f"the agent ended in a replay where it had gone on before ({fault})")
@@ -422,7 +403,7 @@ def _asking(before: AgentState, record: tuple[Exchange, ...], request: Conversat
 
 
 def _digest(request: Conversation, reply: Reply | None = None) -> str:
-    """The digest of a conversation, with the reply as an agent will send it back, if there is one."""
+    """The digest of a conversation, with the reply as an agent will send it back."""
     messages = [*request.messages]
     if reply is not None:
         calls = [

@@ -1,9 +1,8 @@
-"""A server of OpenAI's and Anthropic's protocols through which agents speak with the policy. Each key
-is the session of one episode.
+"""A server of OpenAI's and Anthropic's protocols through which agents speak with the policy. Each
+key is the session of one episode, in which a request waits until the episode answers it.
 
-A request waits in its session until the episode answers it. What an agent sends becomes a
-``Conversation``, and what is answered comes as a ``Reply``. Any model name is the policy's, and the
-run's sampling settings count, not the client's. A stream is a whole reply, replayed.
+Any model name is the policy's, and the run's sampling settings count, not the client's. A stream is
+a whole reply, replayed.
 """
 
 import asyncio
@@ -48,10 +47,7 @@ _Text = Annotated[str, msgspec.Meta(min_length=1)]
 _PROBABILITIES = "none: log-probabilities stand in the tree (coppice trees)"
 UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "n": ((1,), "1: candidates are the run's own (scheduler.strategy_options.k)"),
-    "response_format": (
-        ({"type": "text"},),
-        "none: the policy samples without a grammar; say in the prompt what you want, or offer a tool",
-    ),
+    "response_format": (({"type": "text"},), "none: say it in the prompt, or offer a tool"),
     "logprobs": ((False,), _PROBABILITIES),
     "top_logprobs": ((0,), _PROBABILITIES),
     "functions": (([],), "none: they are called `tools` now"),
@@ -137,7 +133,7 @@ class Session:
         return name, answer
 
     def give(self, reward: float, response_id: str) -> None:
-        """Note the reward of the episode or of a reply. Raises RequestRefused if its turn is recorded."""
+        """Keep the reward of the episode or a reply. Raises RequestRefused for a late one."""
         if not response_id:
             self.reward = reward
         elif self.open and response_id.endswith(f"-{self.open}"):
@@ -178,15 +174,15 @@ class Gateway:
         """Listen. Raises OSError if the place is taken."""
         middlewares = [errors(LARGEST_BODY, self._keep_refusal)]
         app = web.Application(client_max_size=LARGEST_BODY, middlewares=middlewares)
-        for prefix in ("", "/s/{key}"):
-            app.router.add_post(f"{prefix}/v1/chat/completions", self._chat)
-            app.router.add_post(f"{prefix}/v1/responses", self._responses)
-            app.router.add_post(f"{prefix}/v1/messages", self._messages)
-            app.router.add_post(f"{prefix}/v1/messages/count_tokens", self._count_tokens)
-            app.router.add_get(f"{prefix}/v1/models", self._models)
-            app.router.add_get(f"{prefix}/v1/models/{{name:.+}}", self._models)
-            app.router.add_post(f"{prefix}/v1/episode/reward", self._reward)
-            app.router.add_post(f"{prefix}/v1/retrieve", self._retrieve)
+        for prefix in ("/v1", "/s/{key}/v1"):
+            app.router.add_post(f"{prefix}/chat/completions", self._chat)
+            app.router.add_post(f"{prefix}/responses", self._responses)
+            app.router.add_post(f"{prefix}/messages", self._messages)
+            app.router.add_post(f"{prefix}/messages/count_tokens", self._count_tokens)
+            app.router.add_get(f"{prefix}/models", self._models)
+            app.router.add_get(f"{prefix}/models/{{name:.+}}", self._models)
+            app.router.add_post(f"{prefix}/episode/reward", self._reward)
+            app.router.add_post(f"{prefix}/retrieve", self._retrieve)
         self._runner = web.AppRunner(
             app, handler_cancellation=False, shutdown_timeout=1.0, access_log=None
         )  # an answer that nobody takes is still the episode's
