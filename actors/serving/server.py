@@ -20,23 +20,9 @@ import tokenizers
 from aiohttp import web
 
 from coppice.actors.engines.local import LocalEngine
-from coppice.actors.serving import tools
+from coppice.actors.serving import protocol, tools
 from coppice.actors.serving.answers import Answer
 from coppice.actors.serving.conversations import ResponseStore
-from coppice.actors.serving.protocol import (
-    ChatFields,
-    CompletionFields,
-    Handler,
-    RequestRefused,
-    body_of,
-    errors,
-    finish,
-    read,
-    refusal,
-    sse,
-    stream,
-    unexpected,
-)
 from coppice.common.chat_template import ChatTemplate
 from coppice.wire.faults import Fault
 from coppice.wire.messages import GenerateRequest, GenerateResult
@@ -44,7 +30,7 @@ from coppice.wire.messages import GenerateRequest, GenerateResult
 LARGEST_BODY = 4 << 20
 """The most bytes of a request: four times a context of 100,000 tokens as text."""
 
-_Fields = ChatFields | CompletionFields
+_Fields = protocol.ChatFields | protocol.CompletionFields
 _Grown = tuple[int, list[int], list[float], list[dict[int, float]]]
 """A choice, its new tokens, their log-probabilities, and the most probable tokens."""
 
@@ -61,7 +47,7 @@ class Server:
 
     def application(self) -> web.Application:
         """Return the aiohttp application."""
-        middlewares = [errors(LARGEST_BODY), self._authorized]
+        middlewares = [protocol.errors(LARGEST_BODY), self._authorized]
         app = web.Application(client_max_size=LARGEST_BODY, middlewares=middlewares)
         app.router.add_get("/health", self._health)
         app.router.add_get("/v1/models", self._models)
@@ -74,19 +60,21 @@ class Server:
         return app
 
     @web.middleware
-    async def _authorized(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+    async def _authorized(
+        self, request: web.Request, handler: protocol.Handler
+    ) -> web.StreamResponse:
         expected, headers = f"Bearer {self._api_key}".encode(), request.headers
         keys = (headers.get("Authorization", ""), f"Bearer {headers.get('X-Api-Key', '')}")
         sent = [key.encode("utf-8", "surrogateescape") for key in keys]
         authorized = any(hmac.compare_digest(key, expected) for key in sent)
         if self._api_key and request.path != "/health" and not authorized:
             reason = "expected this server's API key as a bearer token or as x-api-key"
-            raise RequestRefused(reason, 401, "invalid_api_key")
+            raise protocol.RequestRefused(reason, 401, "invalid_api_key")
         return await handler(request)
 
     async def _health(self, request: web.Request) -> web.Response:
         if self.engine.ended:
-            raise RequestRefused(self.engine.ended, 503)
+            raise protocol.RequestRefused(self.engine.ended, 503)
         return web.json_response({"status": "ok"})
 
     async def _models(self, request: web.Request) -> web.Response:
@@ -101,27 +89,29 @@ class Server:
         return web.json_response(model if name else {"object": "list", "data": [model]})
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        served = tools.chat(body_of(await request.read()), self.name)
+        served = tools.chat(protocol.body_of(await request.read()), self.name)
         if served.plain:
             return await self._answer(request, served.sampled, [self.conversing.prompt(served)])
         return await self._converse(request, served)
 
     async def _responses(self, request: web.Request) -> web.StreamResponse:
-        body = body_of(await request.read())
+        body = protocol.body_of(await request.read())
         return await self._converse(request, tools.responses(body, self.name, self.store))
 
     async def _messages(self, request: web.Request) -> web.StreamResponse:
-        served = tools.messages(body_of(await request.read()), self.name)
+        served = tools.messages(protocol.body_of(await request.read()), self.name)
         return await self._converse(request, served)
 
     async def _count_tokens(self, request: web.Request) -> web.Response:
-        served = tools.messages(body_of(await request.read()), self.name, counted=True)
+        served = tools.messages(protocol.body_of(await request.read()), self.name, counted=True)
         self._check(served.sampled.model)
         tokens = await asyncio.to_thread(self._encode, self.conversing.prompt(served))
         return web.json_response({"input_tokens": len(tokens)})
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
-        completion = read(body_of(await request.read()), CompletionFields)
+        completion = protocol.read(
+            protocol.body_of(await request.read()), protocol.CompletionFields
+        )
         return await self._answer(request, completion, completion.prompts)
 
     async def _converse(self, request: web.Request, served: tools.ServedRequest) -> Any:
@@ -135,12 +125,12 @@ class Server:
         if not served.sampled.stream:
             return web.json_response(served.form.whole(reply))
         events = served.form.events(reply, served.sampled.wants_usage)
-        return await finish(await stream(request), events)
+        return await protocol.finish(await protocol.stream(request), events)
 
     def _check(self, model: str) -> None:
         if model not in ("", self.name):
             reason = f"`model`: {model!r}: this server has {self.name!r}"
-            raise RequestRefused(reason, 404, "model_not_found")
+            raise protocol.RequestRefused(reason, 404, "model_not_found")
 
     async def _answer(
         self, request: web.Request, fields: _Fields, prompts: list[str | list[int]]
@@ -153,15 +143,17 @@ class Server:
         return web.json_response(answer.whole(await self._generate(requests)))
 
     async def _request(self, fields: _Fields, prompt: str | list[int]) -> GenerateRequest:
-        """Return the engine's request for one prompt. Raises RequestRefused if it can never fit."""
+        """Return the engine's request for one prompt. Raises protocol.RequestRefused if it can never fit."""
         if isinstance(prompt, str):
             prompt = await asyncio.to_thread(self._encode, prompt)
         longest, most = self.engine.longest, self.engine.config.max_batch
         sampling = fields.sampling(longest - len(prompt))
         if fields.n > most:
-            raise unexpected("n", fields.n, f"at most {most}, the samples of a batch (max_batch)")
+            raise protocol.unexpected(
+                "n", fields.n, f"at most {most}, the samples of a batch (max_batch)"
+            )
         if (whole := len(prompt) + sampling.max_tokens) > longest:
-            raise RequestRefused(
+            raise protocol.RequestRefused(
                 f"a prompt of {len(prompt)} tokens and {sampling.max_tokens} new ones are {whole}, the context"
                 f" holds {longest} (max_context): shorten the prompt or lower `max_tokens`",
                 code="context_length_exceeded",
@@ -201,17 +193,19 @@ class Server:
             event = await grown.get()
             if event is None:
                 work.result()  # raises the failure that came before the first token
-            response = await stream(request)
+            response = await protocol.stream(request)
             chunks: Iterable[dict[str, Any]] = answer.opening()
             while event is not None:
                 for chunk in [*chunks, *answer.grown(*event)]:
-                    await response.write(sse(chunk))
+                    await response.write(protocol.sse(chunk))
                 chunks, event = (), await grown.get()
             try:
                 chunks = [*chunks, *answer.closing(work.result())]
             except Fault as fault:
-                chunks = [refusal(fault).body()]
-            return await finish(response, [*map(sse, chunks), b"data: [DONE]\n\n"])
+                chunks = [protocol.refusal(fault).body()]
+            return await protocol.finish(
+                response, [*map(protocol.sse, chunks), b"data: [DONE]\n\n"]
+            )
         finally:
             work.cancel()
             await asyncio.wait([work])

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from coppice.judges.retriever import kinds
+from coppice.judges.retriever import index as indexes
 from coppice.judges.retriever.encoder import Encoder, Role
 from coppice.judges.retriever.http_client import contents_of
 from coppice.judges.retriever.index import Index, build, read_manifest
@@ -105,7 +105,7 @@ def test_vectors_that_wait_on_the_disk_give_the_same_index_as_stored_ones(
     corpus: Path, flat: Path, encoder: Numbers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     build(corpus, tmp_path / "stored", encoder, kind="ivfpq", vectors=flat)
-    monkeypatch.setattr(kinds, "BLOCK", 900)
+    monkeypatch.setattr(indexes, "BLOCK", 900)
     build(corpus, tmp_path / "anew", encoder, kind="ivfpq")
     assert found(tmp_path / "anew", encoder) == found(tmp_path / "stored", encoder)
     assert sorted(p.name for p in (tmp_path / "anew").iterdir()) == sorted(
@@ -136,7 +136,7 @@ def test_more_lists_find_more_and_few_lists_may_hold_fewer_than_topk(
 def test_the_lists_of_ivfpq_grow_with_the_root_of_the_corpus(
     passages: int, dimensions: int, text: str
 ) -> None:
-    assert kinds.factory("ivfpq", passages, dimensions) == (text, "nprobe=64")
+    assert indexes.factory("ivfpq", passages, dimensions) == (text, "nprobe=64")
 
 
 @pytest.mark.parametrize(

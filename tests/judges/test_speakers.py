@@ -11,8 +11,8 @@ import pytest
 from aiohttp import web
 
 from coppice.judges.base import Speaker
-from coppice.judges.serve import built_in_service, make_worker, serve
 from coppice.judges.llm import Chat
+from coppice.judges.serve import built_in_service, make_worker, serve
 from coppice.wire.faults import DataFault, InfrastructureFault
 from coppice.wire.messages import SpeakRequest, SpeakResult
 from tests.judges.test_llm import Reply, chat, chat_server

@@ -17,17 +17,9 @@ from typing import Annotated, Any
 import msgspec
 from aiohttp import web
 
-from coppice.actors.serving import anthropic
+from coppice.actors.serving import anthropic, protocol
 from coppice.actors.serving.conversations import Conversation, ResponseStore, chat_of, responses_of
-from coppice.actors.serving.protocol import (
-    RequestRefused,
-    body_of,
-    converted,
-    errors,
-    finish,
-    stream,
-    unexpected,
-)
+from coppice.actors.serving.protocol import RequestRefused
 from coppice.actors.serving.replies import ChatForm, Form, Reply, ResponsesForm
 from coppice.wire.messages import Passage
 
@@ -172,7 +164,7 @@ class Gateway:
 
     async def start(self) -> None:
         """Listen. Raises OSError if the place is taken."""
-        middlewares = [errors(LARGEST_BODY, self._keep_refusal)]
+        middlewares = [protocol.errors(LARGEST_BODY, self._keep_refusal)]
         app = web.Application(client_max_size=LARGEST_BODY, middlewares=middlewares)
         for prefix in ("/v1", "/s/{key}/v1"):
             app.router.add_post(f"{prefix}/chat/completions", self._chat)
@@ -239,14 +231,14 @@ class Gateway:
 
     async def _reward(self, request: web.Request) -> web.Response:
         session = self._session(request)
-        given = converted(body_of(await request.read()), _Reward)
+        given = protocol.converted(protocol.body_of(await request.read()), _Reward)
         session.give(given.reward, given.response_id or "")
         return web.json_response({"status": "ok"})
 
     async def _retrieve(self, request: web.Request) -> web.Response:
         """Search-R1's protocol, as of ``judges.retriever.http_server``."""
         session = self._session(request)
-        wanted = converted(body_of(await request.read()), _Retrieval)
+        wanted = protocol.converted(protocol.body_of(await request.read()), _Retrieval)
         retrieve = session.retrieve  # forgotten when the episode ends, also while a body is read
         if retrieve is None:
             raise RequestRefused(
@@ -257,22 +249,22 @@ class Gateway:
         return web.json_response({"result": rows})
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        body = body_of(await request.read())
+        body = protocol.body_of(await request.read())
         return await self._answer(request, body, chat_of(body), ChatForm)
 
     async def _responses(self, request: web.Request) -> web.StreamResponse:
-        body = body_of(await request.read())
+        body = protocol.body_of(await request.read())
         conversation, keep = responses_of(body, self._session(request).responses)
         return await self._answer(request, body, conversation, partial(ResponsesForm, keep=keep))
 
     async def _messages(self, request: web.Request) -> web.StreamResponse:
-        body = body_of(await request.read())
+        body = protocol.body_of(await request.read())
         chat = anthropic.chat_body(body)
         form = partial(anthropic.MessagesForm, body)
         return await self._answer(request, chat, chat_of(chat), form)
 
     async def _count_tokens(self, request: web.Request) -> web.Response:
-        session, body = self._session(request), body_of(await request.read())
+        session, body = self._session(request), protocol.body_of(await request.read())
         if session.count is None:
             raise RequestRefused("nobody here can count the tokens of a request", 404)
         try:
@@ -288,14 +280,14 @@ class Gateway:
         conversation: Conversation,
         form_of: Callable[[str], Form],
     ) -> web.StreamResponse:
-        fields = converted(body, _Fields)
+        fields = protocol.converted(body, _Fields)
         wanted = {
             **body,
             "response_format": body.get("response_format") or (fields.text or {}).get("format"),
         }
         for name, (neutral, wish) in UNSUPPORTED.items():
             if wanted.get(name) is not None and wanted[name] not in neutral:
-                raise unexpected(name, wanted[name], wish)
+                raise protocol.unexpected(name, wanted[name], wish)
         stop = [fields.stop] if isinstance(fields.stop, str) else fields.stop or []
         conversation = msgspec.structs.replace(conversation, stop=tuple(filter(None, stop)))
         digest = hashlib.blake2b(await request.read(), digest_size=8).hexdigest()
@@ -306,7 +298,7 @@ class Gateway:
         form.id += name
         if not fields.stream:
             return web.json_response(form.whole(await asyncio.shield(answer)))
-        response = await stream(request)
+        response = await protocol.stream(request)
         while not answer.done():
             await asyncio.wait([answer], timeout=KEEPALIVE_S)
             if not answer.done():
@@ -316,4 +308,4 @@ class Gateway:
             events = form.events(answer.result(), usage)
         except RequestRefused as refused:  # the status is sent already
             events = [form.refusal(refused)]
-        return await finish(response, events)
+        return await protocol.finish(response, events)
