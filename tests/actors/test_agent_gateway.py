@@ -100,9 +100,7 @@ async def test_every_name_is_that_of_the_policy(door: Door) -> None:
         assert (response.status, answer.get("data", [answer])[0]["id"]) == (200, wanted)
 
 
-async def test_an_unknown_key_is_401_and_a_closed_session_409_also_for_a_request_that_waits(
-    door: Door,
-) -> None:
+async def test_an_unknown_key_is_401_and_a_closed_session_409_also_a_waiter(door: Door) -> None:
     for path, body in (("chat/completions", HELLO), ("episode/reward", {"reward": 1})):
         assert (await door.post(path, body, Authorization="Bearer nobody"))[0] == 401
     assert door.session.reward is None
@@ -302,9 +300,7 @@ def test_no_body_is_answered_with_an_error_of_the_server() -> None:
         runner.run(gateway.close())
 
 
-async def test_items_and_responses_are_known_again_by_their_ids_in_their_own_session_alone(
-    door: Door,
-) -> None:
+async def test_items_and_responses_are_known_by_id_in_their_own_session(door: Door) -> None:
     tools = [{"type": "function", "name": "add", "parameters": {}}]
     asked: list[module.Conversation] = []
 
@@ -349,9 +345,7 @@ async def lasting() -> Ended:
     return Ended(None)
 
 
-async def test_a_reply_is_rewarded_from_its_answer_until_the_next_request_and_another_is_refused(
-    door: Door,
-) -> None:
+async def test_a_reply_can_be_rewarded_until_the_next_request_only(door: Door) -> None:
     episode = Episode(door.gateway, ForkServer([]), {})
     door.session = session = episode.session
     episode._ended = asyncio.create_task(lasting())

@@ -116,18 +116,14 @@ async def ended(
 
 
 @pytest.mark.parametrize("name", ["forked", "opened", "nohup", "detached", "daemon"])
-async def test_an_episode_ends_with_its_process_and_what_that_has_started_ends_too(
-    gateway: Gateway, name: str
-) -> None:
+async def test_all_that_a_process_has_started_ends_with_it(gateway: Gateway, name: str) -> None:
     end = await ended(gateway, name)
     assert end.fault == "" and end.reward is not None and end.reward > 1
     assert not psutil.pid_exists(int(end.reward)), "the agent's child has survived its episode"
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="there is no node")
-async def test_a_detached_child_of_node_ends_with_its_episode(
-    gateway: Gateway, tmp_path: Path
-) -> None:
+async def test_a_detached_child_of_node_ends_too(gateway: Gateway, tmp_path: Path) -> None:
     (tmp_path / "agent.js").write_text(DETACHED)
     end = await ended(gateway, ForkServer(["node", str(tmp_path / "agent.js")]))
     assert end.fault == "" and end.reward is not None and not psutil.pid_exists(int(end.reward)), (
@@ -171,9 +167,7 @@ def test_the_error_of_an_episode_is_the_line_that_names_it(said: str, error: str
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="there is no node")
-async def test_the_death_of_a_node_agent_is_told_as_its_error(
-    gateway: Gateway, tmp_path: Path
-) -> None:
+async def test_a_node_agent_dies_of_its_own_error(gateway: Gateway, tmp_path: Path) -> None:
     (tmp_path / "agent.js").write_text("JSON.parse(process.env.OPENAI_BASE_URL);")
     end = await ended(gateway, ForkServer(["node", str(tmp_path / "agent.js")]))
     assert end.fault == "exit status 1" and end.error.startswith("SyntaxError: ")
@@ -191,9 +185,7 @@ async def test_the_death_of_a_node_agent_is_told_as_its_error(
         ("missing", "AttributeError: module 'agents_of_a_test' has no attribute 'missing'"),
     ],
 )
-async def test_a_fault_of_a_function_is_told_by_its_own_line(
-    gateway: Gateway, name: str, error: str
-) -> None:
+async def test_a_fault_is_told_by_its_own_line(gateway: Gateway, name: str, error: str) -> None:
     end = await ended(gateway, name)
     assert end.fault == "exit status 1" and end.error.startswith(error)
 
@@ -215,9 +207,7 @@ async def test_variables_with_the_names_of_secrets_pass_by_name_alone(
     assert end.error == "['MINE_KEYBOARD', 'MINE_OTHER_API_KEY', 'MINE_TOKENIZERS_PARALLELISM']"
 
 
-async def test_a_function_runs_in_the_python_that_is_named(
-    gateway: Gateway, tmp_path: Path
-) -> None:
+async def test_a_function_runs_in_the_named_python(gateway: Gateway, tmp_path: Path) -> None:
     other = tmp_path / "venv"
     (other / "bin").mkdir(parents=True)
     (other / "bin" / "python").symlink_to(Path(sys.executable).resolve())

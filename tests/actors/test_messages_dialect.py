@@ -108,7 +108,7 @@ def test_a_choice_of_tools_means_what_it_means_there(
     assert (asked.offered, asked.must_call) == (offered, must_call)
 
 
-async def test_a_reply_has_its_text_and_its_calls_as_blocks_and_its_thought_only_if_it_is_wanted(
+async def test_a_reply_is_blocks_of_text_and_calls_with_its_thought_if_wanted(
     door: Door,  # noqa: F811
 ) -> None:
     reply = Reply("I add.", [ToolCall("add", '{"a": 1}')], Spent(10, 4, 3), "hm")
@@ -211,7 +211,7 @@ async def test_what_cannot_be_answered_is_refused_in_its_shape(
     assert said in answer["error"]["message"] and door.session.requests.empty()
 
 
-async def test_a_client_that_refers_to_a_held_conversation_is_told_to_send_it_whole(
+async def test_a_thread_is_answered_with_the_reason_to_send_it_whole(
     door: Door,  # noqa: F811
 ) -> None:
     """The tool runner of anthropic 2.13 reads this reason, and goes on with whole conversations."""

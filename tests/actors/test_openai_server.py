@@ -121,9 +121,7 @@ async def test_models_lists_the_one_model_served(client: Client, llama: Path) ->
         )
 
 
-async def test_a_chat_is_the_completion_of_its_rendered_template(
-    client: Client, llama: Path
-) -> None:
+async def test_a_chat_is_the_completion_of_its_template(client: Client, llama: Path) -> None:
     greedy = {"max_tokens": 12, "temperature": 0}
     status, chat = await client.post("chat/completions", USER | greedy)
     plain = await client.completions(prompt="<|user|>hi<|assistant|>", **greedy)
@@ -219,9 +217,7 @@ async def test_a_request_that_cannot_be_served_is_400_with_the_reason(
     assert refusing.engine.counts["decoded_tokens"] == 0
 
 
-async def test_a_template_that_refuses_a_conversation_is_400_with_its_reason(
-    tmp_path: Path,
-) -> None:
+async def test_a_template_that_refuses_a_conversation_is_400_and_its_reason(tmp_path: Path) -> None:
     folder = tiny.save(tmp_path / "strict")
     (folder / "chat_template.jinja").write_text("{{ raise_exception('roles must alternate') }}")
     async with serving(folder) as client:
@@ -229,9 +225,7 @@ async def test_a_template_that_refuses_a_conversation_is_400_with_its_reason(
         assert (status, reply["error"]["message"]) == (400, "roles must alternate")
 
 
-async def test_a_template_sees_the_special_tokens_and_may_live_in_the_tokenizer_settings(
-    tmp_path: Path,
-) -> None:
+async def test_a_template_in_the_tokenizer_settings_sees_special_tokens(tmp_path: Path) -> None:
     folder = tiny.save(tmp_path / "inline")
     (folder / "chat_template.jinja").unlink()
     settings = json.loads((folder / "tokenizer_config.json").read_text())
@@ -263,7 +257,7 @@ async def test_a_body_that_is_too_long_for_the_server_is_refused(client: Client)
 
 
 @pytest.mark.parametrize(("path", "status"), [("nowhere", 404), ("completions", 405)])
-async def test_a_path_or_a_method_that_is_not_served_is_an_error_in_the_same_shape(
+async def test_another_path_or_method_is_such_an_error(
     client: Client, path: str, status: int
 ) -> None:
     async with client.session.get(f"{client.url}/{path}") as response:
@@ -298,9 +292,7 @@ async def test_fields_at_the_value_that_changes_nothing_are_accepted(client: Cli
     assert same["choices"] == plain["choices"]
 
 
-async def test_token_ids_are_a_prompt_like_their_text_and_several_prompts_keep_their_order(
-    client: Client, llama: Path
-) -> None:
+async def test_token_ids_are_a_prompt_and_prompts_keep_order(client: Client, llama: Path) -> None:
     texts, fields = ["a tree", "two"], {"seed": 3, "n": 2}
     singles = [(await client.completions(prompt=text, **fields))["choices"] for text in texts]
     wanted = [choice["text"] for choices in singles for choice in choices]
@@ -348,9 +340,7 @@ YES |= {"required": ["yes"], "additionalProperties": False}
     ],
     ids=str,
 )
-async def test_every_choice_matches_the_constraint_by_any_of_its_names(
-    client: Client, fields: dict[str, Any]
-) -> None:
+async def test_every_choice_matches_the_constraint(client: Client, fields: dict[str, Any]) -> None:
     reply = await client.chat(n=4, max_tokens=120, **fields)
     for choice in reply["choices"]:
         text = choice["message"]["content"]
@@ -371,9 +361,7 @@ def joined(chunks: list[dict[str, Any]], index: int) -> tuple[str, list[str]]:
 
 
 @pytest.mark.parametrize("stop", [[], ["e", "no"], ["never to be seen"]])
-async def test_a_streamed_chat_put_together_is_the_whole_one(
-    client: Client, stop: list[str]
-) -> None:
+async def test_a_streamed_chat_joined_is_the_whole_one(client: Client, stop: list[str]) -> None:
     asked = USER | {"n": 3, "seed": 4, "max_tokens": 60, "stop": stop}
     _, whole = await client.post("chat/completions", asked)
     chunks = await client.stream("chat/completions", asked)
@@ -388,9 +376,7 @@ async def test_a_streamed_chat_put_together_is_the_whole_one(
     assert "usage" not in chunks[-1]
 
 
-async def test_a_streamed_completion_put_together_is_the_whole_one_and_its_usage_is_the_last_chunk(
-    client: Client,
-) -> None:
+async def test_a_streamed_completion_joined_is_the_whole_one_and_its_usage(client: Client) -> None:
     asked = {"prompt": ["a tree", "two"], "n": 2, "seed": 4, "max_tokens": 30, "logprobs": 0}
     whole = await client.completions(**asked)
     *chunks, last = await client.stream(
@@ -424,9 +410,7 @@ async def test_a_client_that_hangs_up_in_a_stream_frees_its_samples(client: Clie
     assert client.engine.counts["decoded_tokens"] < 8 * 250
 
 
-async def test_a_judge_reads_the_odds_of_its_answers_from_one_token(
-    client: Client, llama: Path
-) -> None:
+async def test_a_judge_reads_the_odds_of_answers_at_one_token(client: Client, llama: Path) -> None:
     """yes, no or maybe by their first letters, against a plain forward of transformers."""
     asked = {
         "regex": "yes|no|maybe",
@@ -452,9 +436,7 @@ async def test_a_judge_reads_the_odds_of_its_answers_from_one_token(
 
 
 @pytest.mark.parametrize("logprobs", [0, 1, 5])
-async def test_a_completion_tells_the_most_probable_tokens_by_their_text_and_the_sampled_one(
-    client: Client, logprobs: int
-) -> None:
+async def test_a_completion_tells_the_most_probable_tokens(client: Client, logprobs: int) -> None:
     (choice,) = (await client.completions(seed=6, logprobs=logprobs, regex="[a-z]{8}"))["choices"]
     told = choice["logprobs"]
     if not logprobs:

@@ -119,9 +119,7 @@ async def test_a_call_that_is_cut_is_no_call(client: Client) -> None:
     assert "tool_calls" not in one["message"]
 
 
-async def test_calls_and_their_results_are_read_and_a_reply_without_a_call_is_text(
-    client: Client,
-) -> None:
+async def test_calls_and_results_are_read_and_a_reply_without_call_is_text(client: Client) -> None:
     call = {"id": "x", "function": {"name": "add", "arguments": '{"a": 1, "b": 3}'}}
     history = [
         *ASKED["messages"],
@@ -188,9 +186,7 @@ async def test_what_cannot_be_done_is_refused_by_name(
     assert word in answer["error"]["message"]
 
 
-async def test_several_replies_and_their_log_probabilities_come_beside_tools(
-    client: Client,
-) -> None:
+async def test_several_replies_and_their_logprobs_come_beside_tools(client: Client) -> None:
     asked = {**ASKED, "max_tokens": 12, "n": 3, "logprobs": True, "top_logprobs": 2, "seed": 5}
     answer = await client.chat(**asked)
     assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2]
@@ -218,9 +214,7 @@ async def test_several_replies_and_their_log_probabilities_come_beside_tools(
 
 
 @pytest.mark.parametrize("path", ["chat/completions", "responses"])
-async def test_of_allowed_tools_one_is_called_and_all_stay_in_the_prompt(
-    client: Client, path: str
-) -> None:
+async def test_one_allowed_tool_is_called_and_all_are_in_prompt(client: Client, path: str) -> None:
     required = {"mode": "required", "tools": [{"type": "function", "name": "add"}]}
     if path == "responses":
         flat = [{"type": "function", **tool["function"]} for tool in (LOOK, ADD)]
@@ -241,9 +235,7 @@ async def test_of_allowed_tools_one_is_called_and_all_stay_in_the_prompt(
 
 
 @pytest.mark.parametrize("tools", [[], [ADD]])
-async def test_what_nobody_knows_changes_nothing_wherever_it_stands(
-    client: Client, tools: list[Any]
-) -> None:
+async def test_unknown_fields_change_nothing_anywhere(client: Client, tools: list[Any]) -> None:
     """As clients write it: extensions of their own, and a reply's ``model_dump()`` in the history."""
     fields = {"tools": tools, "max_tokens": 4, "seed": 1}
     reply = {

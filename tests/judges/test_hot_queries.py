@@ -205,9 +205,7 @@ async def front() -> AsyncIterator[tuple[str, Shelf]]:
 
 
 @pytest.mark.slow
-async def test_the_server_in_front_of_others_keeps_what_they_answered(
-    front: tuple[str, Shelf],
-) -> None:
+async def test_a_server_in_front_of_others_keeps_their_answers(front: tuple[str, Shelf]) -> None:
     url, shelf = front
     async with aiohttp.ClientSession() as session:
         for _ in range(3):

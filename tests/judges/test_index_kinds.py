@@ -133,9 +133,7 @@ def test_more_lists_find_more_and_few_lists_may_hold_fewer_than_topk(
         (9, 20, "IVF8,PQ2np"),
     ],
 )
-def test_the_lists_of_ivfpq_grow_with_the_root_of_the_corpus(
-    passages: int, dimensions: int, text: str
-) -> None:
+def test_the_lists_of_ivfpq_grow_with_the_root(passages: int, dimensions: int, text: str) -> None:
     assert indexes.factory("ivfpq", passages, dimensions) == (text, "nprobe=64")
 
 
@@ -185,7 +183,7 @@ def test_a_truncated_index_is_refused_with_the_remedy(
         Index(tmp_path / "i", encoder)
 
 
-def test_an_index_of_another_size_than_its_manifest_is_refused(
+def test_an_index_of_another_size_is_refused(
     corpus: Path, encoder: Numbers, tmp_path: Path
 ) -> None:
     build(corpus, tmp_path / "i", encoder)

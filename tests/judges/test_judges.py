@@ -183,9 +183,7 @@ def test_only_a_ternary_last_score_block_is_valid(reply: str, expected: float | 
 
 
 @pytest.mark.parametrize(("text", "counted"), [("", "failed"), ("I would say 7.", "unparsed")])
-async def test_without_a_readable_reply_columns_are_invalid_not_zero(
-    text: str, counted: str
-) -> None:
+async def test_without_a_readable_reply_columns_are_invalid(text: str, counted: str) -> None:
     async def reply(request: web.Request) -> web.Response:
         return chat(text) if text else web.Response(status=400)
 

@@ -64,9 +64,7 @@ async def test_the_request_is_one_user_message_with_the_settings_of_the_endpoint
     ("constrain", "field"),
     [("", {}), ("sglang", {"regex": "a|b"}), ("vllm", {"structured_outputs": {"regex": "a|b"}})],
 )
-async def test_a_form_is_asked_for_in_the_words_of_the_server(
-    constrain: str, field: dict[str, Any]
-) -> None:
+async def test_a_form_is_in_the_words_of_the_server(constrain: str, field: dict[str, Any]) -> None:
     seen: dict[str, Any] = {}
 
     async def reply(request: web.Request) -> web.Response:

@@ -72,16 +72,12 @@ TURN = JudgedTurn(
         ("", None),
     ],
 )
-def test_only_two_whole_numbers_in_the_last_block_are_a_score(
-    reply: str, expected: tuple[int, int] | None
-) -> None:
+def test_only_two_whole_numbers_are_a_score(reply: str, expected: tuple[int, int] | None) -> None:
     assert parse_final_score(reply) == expected
 
 
 @given(st.integers(-3, 30), st.integers(-3, 30), st.text(max_size=30))
-def test_a_pair_is_a_score_exactly_when_its_quotient_is_one(
-    reached: int, most: int, before: str
-) -> None:
+def test_a_pair_is_a_score_if_its_quotient_is_one(reached: int, most: int, before: str) -> None:
     valid = most > 0 and 0 <= reached <= most
     found = parse_final_score(f"{before}\nScores: <final_score>{reached},{most}</final_score>")
     assert found == ((reached, most) if valid else None)
@@ -91,9 +87,7 @@ def test_a_pair_is_a_score_exactly_when_its_quotient_is_one(
 # prompts
 
 
-def test_the_prompt_is_the_rules_then_question_and_transcript_then_the_turn_with_its_information() -> (
-    None
-):
+def test_the_prompt_is_rules_then_question_and_transcript_then_the_turn() -> None:
     system, user = messages(TURN, read_templates())
     assert (system["role"], user["role"]) == ("system", "user")
     places = [
@@ -220,9 +214,7 @@ async def test_the_request_is_the_system_and_the_user_message_at_temperature_zer
     )
 
 
-async def test_a_reply_that_does_not_come_is_an_invalid_judgement_before_the_schedulers_deadline() -> (
-    None
-):
+async def test_a_reply_that_does_not_come_is_invalid_before_the_deadline() -> None:
     never = asyncio.Event()
 
     async def reply(call: int, body: dict[str, Any]) -> web.Response:
@@ -311,7 +303,7 @@ async def test_a_wait_for_a_server_ends_at_once_when_it_is_there_and_refuses_the
 
 
 @given(st.integers(66, 6000), st.integers(1, 9), st.data())
-def test_a_reply_of_the_constrained_form_can_be_read_and_fits(
+def test_a_constrained_reply_is_read_and_fits(
     max_tokens: int, most: int, data: st.DataObject
 ) -> None:
     reached = data.draw(st.integers(0, most))
@@ -387,9 +379,7 @@ async def test_a_model_that_knows_nothing_gives_scores_exactly_when_it_is_held_t
     assert all(0.0 <= judgement.scores["process"] <= 1.0 for judgement in made if rate)
 
 
-async def test_a_server_computes_the_rules_once_and_each_turn_once_a_trajectory(
-    llama: Path,
-) -> None:
+async def test_a_server_computes_the_rules_once_and_each_turn_once(llama: Path) -> None:
     after = TURN.transcript + TURN.response + (TURN.observation or "")
     later = JudgedTurn(TURN.question, [], "", "<answer> x </answer>", 3, 4, transcript=after)
     other = JudgedTurn("Where?", [], "", "<answer> y </answer>", 1, 4)

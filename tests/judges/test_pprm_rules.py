@@ -126,9 +126,7 @@ def test_without_evidence_the_evidence_view_grades_by_what_came_back() -> None:
         | {"response": "<think> a <think> b </think></think> <search> currency lev </search>"},
     ],
 )
-def test_text_outside_the_tags_or_a_turn_that_cannot_be_read_has_no_point(
-    view: Any, fields: dict[str, Any]
-) -> None:
+def test_text_outside_the_tags_has_no_point(view: Any, fields: dict[str, Any]) -> None:
     assert points(turn(**(fields | {"observation": HOP_2})), view) == ([], (0, 6))
 
 

@@ -73,9 +73,7 @@ def folder(corpus: Path, minilm: Encoder, tmp_path_factory: pytest.TempPathFacto
 # encoder
 
 
-def test_an_embedding_is_the_unit_mean_of_its_tokens_whatever_it_is_padded_with(
-    minilm: Encoder,
-) -> None:
+def test_an_embedding_is_the_unit_mean_whatever_it_is_padded_with(minilm: Encoder) -> None:
     alone = minilm.embed(["lev"], "query")
     beside = minilm.embed(
         ["lev", "a much longer text about the mountains of Chile and their snow"], "query"
@@ -94,9 +92,7 @@ def test_passages_are_cut_at_180_tokens_and_queries_at_256(minilm: Encoder) -> N
     assert np.abs(whole[0] - whole[1]).max() > 1e-4
 
 
-def test_an_e5_encoder_prefixes_queries_and_passages_and_minilm_does_not(
-    minilm: Encoder, tmp_path: Path
-) -> None:
+def test_an_e5_encoder_prefixes_and_minilm_does_not(minilm: Encoder, tmp_path: Path) -> None:
     link = tmp_path / "e5-tiny"
     link.symlink_to(model_folder("minilm"))
     e5 = Encoder(str(link))
@@ -117,9 +113,7 @@ def test_contents_are_the_quoted_title_a_newline_and_the_text() -> None:
     assert contents_of("Bulgaria", "Currency: lev") == '"Bulgaria"\nCurrency: lev'
 
 
-def test_search_ranks_by_inner_product_and_reads_the_passage_at_its_offset(
-    folder: Path, minilm: Encoder
-) -> None:
+def test_search_ranks_by_inner_product_and_reads_passages(folder: Path, minilm: Encoder) -> None:
     found = Index(folder, minilm).search([MOUNTAIN, EXPORT], topk=3)
     assert [row[0].title for row in found] == ["Chile", "Côte d'Ivoire"]
     assert found[1][0] == Passage("2", "Côte d'Ivoire", "Main export: cocoa", found[1][0].score)
@@ -160,9 +154,7 @@ GOOD = b'{"id": "a", "contents": "\\"T\\"\\ntext"}'
         (b'{"id": "b", "more": ' + b"[" * 100_000, "nested too deeply"),
     ],
 )
-def test_a_bad_line_is_refused_with_its_number_and_reason(
-    tmp_path: Path, line: bytes, reason: str
-) -> None:
+def test_a_bad_line_is_refused_with_its_number(tmp_path: Path, line: bytes, reason: str) -> None:
     path = tmp_path / "corpus.jsonl"
     path.write_bytes(b"\n".join([GOOD, line, GOOD.replace(b'"a"', b'"c"')]))
     with pytest.raises(BadCorpus, match=rf"corpus\.jsonl:2: .*(?i:{reason})"):
@@ -197,9 +189,7 @@ def test_the_byte_order_mark_of_a_corpus_is_no_part_of_its_first_passage(tmp_pat
     assert (list(offsets), bad) == ([3, 3 + len(GOOD) + 1], [])
 
 
-def test_lines_passed_over_do_not_shift_the_passages_after_them(
-    tmp_path: Path, minilm: Encoder
-) -> None:
+def test_skipped_lines_do_not_shift_those_after_them(tmp_path: Path, minilm: Encoder) -> None:
     path = tmp_path / "corpus.jsonl"
     rows = [{"id": title, "contents": contents_of(title, text)} for title, text in FACTS.items()]
     path.write_text(
@@ -210,7 +200,7 @@ def test_lines_passed_over_do_not_shift_the_passages_after_them(
     assert row[0].id == row[0].title == "Chile"
 
 
-def test_an_index_of_another_encoder_is_refused_with_the_remedy(
+def test_an_index_of_another_encoder_is_refused(
     folder: Path, minilm: Encoder, tmp_path: Path
 ) -> None:
     other = tmp_path / "other"
@@ -225,9 +215,7 @@ def test_an_index_of_another_encoder_is_refused_with_the_remedy(
         Index(other, minilm)
 
 
-def test_a_folder_without_an_index_or_with_a_damaged_one_names_the_command_that_builds_it(
-    tmp_path: Path,
-) -> None:
+def test_without_a_sound_index_the_command_that_builds_it_is_named(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="coppice index CORPUS --out"):
         read_manifest(tmp_path)
     (tmp_path / "manifest.json").write_text("{")
@@ -235,9 +223,7 @@ def test_a_folder_without_an_index_or_with_a_damaged_one_names_the_command_that_
         read_manifest(tmp_path)
 
 
-def test_a_folder_that_holds_something_else_is_never_replaced(
-    corpus: Path, minilm: Encoder, tmp_path: Path
-) -> None:
+def test_another_folder_is_never_replaced(corpus: Path, minilm: Encoder, tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("years of work")
     with pytest.raises(FileExistsError, match="holds no index"):
         build(corpus, tmp_path, minilm)
@@ -352,7 +338,7 @@ async def test_a_bad_request_is_answered_422_with_the_reason(body: bytes, reason
         (b'{"result": []}', 200, "0 results for 1 queries"),
     ],
 )
-async def test_a_server_that_answers_otherwise_is_a_fault_that_names_it(
+async def test_another_protocol_is_a_fault_of_the_server(
     body: bytes, status: int, message: str
 ) -> None:
     async with serving(answering(body, status)) as url, SearchR1Client(url, attempts=1) as client:

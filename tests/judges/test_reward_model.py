@@ -64,9 +64,7 @@ async def started(folder: Path, **options: Any) -> RewardModel:
     return judge
 
 
-async def test_scores_are_the_sigmoid_of_the_logit_of_the_conversation_also_in_a_batch(
-    classifier: Path,
-) -> None:
+async def test_scores_are_the_sigmoid_of_the_logit_also_in_a_batch(classifier: Path) -> None:
     judge = await started(classifier)
     made = await judge.score(TURNS)
     texts = [
@@ -98,9 +96,7 @@ async def test_of_a_long_text_the_end_is_read_and_it_is_counted(classifier: Path
     assert judge.stats() == {"judged": 1, "truncated": 1}
 
 
-async def test_a_text_opened_by_a_special_token_keeps_it_when_it_is_cut(
-    classifier: Path, tmp_path: Path
-) -> None:
+async def test_a_cut_text_keeps_its_opening_token(classifier: Path, tmp_path: Path) -> None:
     folder = save(tmp_path / "opened")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.chat_template = "{{ bos_token }}" + tiny.TEMPLATE
@@ -123,7 +119,7 @@ async def test_a_tokenizer_without_a_chat_template_reads_the_two_texts(tmp_path:
     assert tokenizer.decode(judge.tokens(turn())) == "Who?\n\n<think> a </think>"
 
 
-async def test_a_model_without_a_padding_token_gives_the_same_scores(
+async def test_without_a_padding_token_scores_are_the_same(
     classifier: Path, tmp_path: Path
 ) -> None:
     bare = await started(save(tmp_path / "bare", pad_token_id=None))

@@ -67,9 +67,7 @@ class Length(Judge):
         return [Judgement({"length": float(len(turn.question))}) for turn in turns]
 
 
-async def test_requests_that_wait_are_scored_together_and_never_more_than_the_batch(
-    tmp_path: Path,
-) -> None:
+async def test_requests_that_wait_are_scored_together_up_to_the_batch(tmp_path: Path) -> None:
     judge = Length(batch=4)
     batcher = Batcher(judge)
     questions = ["x" * n for n in range(1, 11)]
@@ -89,9 +87,7 @@ async def test_requests_that_wait_are_scored_together_and_never_more_than_the_ba
     assert batcher.stats()["invalid"] == 0
 
 
-async def test_a_request_larger_than_the_batch_is_split_and_put_together_in_order(
-    tmp_path: Path,
-) -> None:
+async def test_a_request_larger_than_the_batch_is_split_and_stays_in_order(tmp_path: Path) -> None:
     judge = Length(batch=4)
     judge.gate.set()
     async with bench(tmp_path) as b:
@@ -130,9 +126,7 @@ async def test_turns_nobody_waits_for_any_more_are_not_scored() -> None:
     assert judge.batches == [["a"], ["ccc"]]
 
 
-async def test_a_judge_that_raised_scores_the_next_request_and_its_fault_keeps_its_kind(
-    tmp_path: Path,
-) -> None:
+async def test_a_judge_that_raised_scores_the_next_request(tmp_path: Path) -> None:
     judge = Length()
     judge.gate.set()
     batcher = Batcher(judge)
@@ -150,18 +144,14 @@ async def test_a_judge_that_raised_scores_the_next_request_and_its_fault_keeps_i
     [Judgement({"length": x}) for x in (math.nan, math.inf, -math.inf)]
     + [Judgement({"length": 1.0}, ["length"])],
 )
-def test_a_score_that_is_not_finite_or_said_to_be_invalid_is_none_and_is_counted(
-    judgement: Judgement,
-) -> None:
+def test_a_score_that_is_not_finite_or_invalid_is_none_and_counted(judgement: Judgement) -> None:
     made, bad = checked(Length(), turns("a", "b").turns, [judgement, Judgement({"length": 2.0})])
     assert made == [Judgement({}, ["length"]), Judgement({"length": 2.0})]
     assert bad == 1
 
 
 @pytest.mark.parametrize("judgement", [Judgement({"width": 1.0}), Judgement({}, ["width"])])
-def test_a_column_that_was_not_declared_is_refused_with_the_declared_ones(
-    judgement: Judgement,
-) -> None:
+def test_an_undeclared_column_is_refused_with_the_declared_ones(judgement: Judgement) -> None:
     with pytest.raises(
         InfrastructureFault, match=r"length returned columns \['width'\]; it declares \['length'\]"
     ):
@@ -184,9 +174,7 @@ async def test_several_judges_share_one_worker_with_counters_of_their_own(tmp_pa
         await asyncio.wait_for(serving, 10)
 
 
-async def test_a_judge_is_started_before_it_scores_and_closed_after_the_worker_left(
-    tmp_path: Path,
-) -> None:
+async def test_a_judge_starts_before_it_scores_and_closes_at_the_end(tmp_path: Path) -> None:
     happened: list[str] = []
 
     class Diary(Length):
@@ -212,9 +200,7 @@ async def test_a_judge_is_started_before_it_scores_and_closed_after_the_worker_l
     assert happened == ["start", "score", "close"]
 
 
-async def test_the_judge_process_of_the_launcher_serves_built_in_and_own_judges_and_drains(
-    tmp_path: Path,
-) -> None:
+async def test_the_launchers_process_serves_built_in_and_own_judges(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(
         "from coppice.judges.base import Judge\n"
         "from coppice.wire.messages import Judgement\n"
@@ -251,9 +237,7 @@ def test_the_built_in_judges_have_the_name_under_which_they_are_configured() -> 
 @pytest.mark.parametrize(
     ("name", "needs"), [("slate", "endpoint"), ("pprm", "endpoint"), ("reward_model", "model")]
 )
-def test_an_option_that_a_judge_cannot_do_without_is_asked_for_by_its_name(
-    name: str, needs: str
-) -> None:
+def test_a_missing_option_is_named(name: str, needs: str) -> None:
     with pytest.raises(ValueError, match=rf"judges\.use\.{name}: {name} needs \['{needs}'\]"):
         make_worker(name, {})
 
@@ -405,9 +389,7 @@ def test_a_judge_follows_a_resumed_run_to_its_new_endpoint(
     ]
 
 
-async def test_a_judge_that_hung_has_all_its_places_again_after_the_deadlines(
-    tmp_path: Path,
-) -> None:
+async def test_a_judge_that_hung_has_its_places_again_after_deadlines(tmp_path: Path) -> None:
     judge = Length(concurrency=2)
     batcher = Batcher(judge)
     async with bench(tmp_path) as b:

@@ -120,9 +120,7 @@ async def test_the_outcome_is_the_goal_or_the_mean_of_the_trained_side() -> None
 @pytest.mark.parametrize(
     ("outcome", "invalid"), [("goal", ["secret"]), ("mean", ["outcome", "secret"])]
 )
-async def test_an_invalid_dimension_is_reported_and_spoils_the_outcome_made_of_it(
-    outcome: str, invalid: list[str]
-) -> None:
+async def test_an_invalid_dimension_spoils_the_outcome(outcome: str, invalid: list[str]) -> None:
     judgement, stats = await score(
         reply(SCORES | {"secret": 3}), judged("scenario-01-1", 0, "Hello."), [], outcome=outcome
     )
