@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
+from coppice.common.hardware import torch_device
 from coppice.judges.base import Judge
 from coppice.judges.pprm import query_and_response
 from coppice.wire.messages import JudgedTurn, Judgement
@@ -63,7 +64,7 @@ class RewardModel(Judge):
         if (most := self.max_length) > longest:
             raise self._wrong(f"reads {longest} tokens at most: lower max_length = {most}")
         if self.device == "auto":
-            self.device = "cuda" if torch.cuda.is_available() else "cpu"
+            self.device = torch_device()
         kind = torch.bfloat16 if self.device == "cuda" else torch.float32
         safe = {"use_safetensors": True, "trust_remote_code": False, "output_loading_info": True}
         load = AutoModelForSequenceClassification.from_pretrained
