@@ -295,7 +295,7 @@ def loaded(file: Path, text: str, search: str) -> faiss.Index:
 def tune(index: faiss.Index, search: str, text: str) -> None:
     """Set the search parameters of an index. Raises ValueError for one that its kind does not have,
     and for one that is not above 0."""
-    expected = f"expected parameters of {text}, such as nprobe=64 (IVF) or efSearch=128 (HNSW)"
+    expected = f"expected search parameters of {text}, such as nprobe=64 or efSearch=128"
     if search and not re.fullmatch(r"\w+=0*[1-9]\d*(,\w+=0*[1-9]\d*)*", search):
         raise ValueError(f"{search!r}: {expected}")
     try:

@@ -57,8 +57,8 @@ async def opened(config: RetrieverConfig) -> AsyncIterator[HotQueries]:
         yield HotQueries(local, config.cache, config.batch)
         return
     if config.search:
-        remedy = f"{config.backend} has its own; start that server with them"
-        raise ValueError(f"search parameters {config.search!r}: {remedy}")
+        remedy = f"for {config.backend}: a server has its own; start it with them"
+        raise ValueError(f"search parameters {config.search!r} {remedy}")
     from coppice.judges.retriever.http_client import RetrieverFleet, SearchR1Client
 
     urls = [url.strip() for url in config.backend.split(",") if url.strip()]

@@ -140,7 +140,7 @@ def test_the_lists_of_ivfpq_grow_with_the_root(passages: int, dimensions: int, t
 @pytest.mark.parametrize(
     ("kind", "search", "message"),
     [
-        ("ivpq", "", 'FAISS has no index \'ivpq\' of 32 dimensions .*: expected "flat", "ivfpq"'),
+        ("ivpq", "", 'FAISS has no index \'ivpq\' of 32 dimensions .*: expected flat, ivfpq'),
         ("IVF64,PQ5", "", "no index 'IVF64,PQ5' of 32 dimensions"),
         (
             "IVF8192,Flat",
