@@ -37,12 +37,9 @@ class PlugIn:
 
 
 class Judge(PlugIn):
-    """Subclass this, set ``name`` and ``columns``, and write ``score``. ``coppice serve
-    my_module:MyJudge --run RUN`` plugs your judge in.
-
-    columns: the names of its scores. environments: the names of the environments that it can judge,
-    () for any. batch: most turns in one ``score`` call.
-    """
+    """Subclass this, set ``name`` and ``columns`` (the names of its scores), and write ``score``.
+    environments: the names of the environments that it can judge, () for any. batch: most turns in
+    one ``score`` call."""
 
     service_kind = "judge"
     columns: Sequence[str] = ()
@@ -51,8 +48,7 @@ class Judge(PlugIn):
     batch: int = 32
 
     async def score(self, turns: list[JudgedTurn]) -> list[Judgement]:
-        """Return one judgement per turn, in order. A column may be absent if it does not apply to
-        the turn (a query score of an answer)."""
+        """Return one judgement per turn, in order, without columns that do not apply to it."""
         raise NotImplementedError(f"{type(self).__name__} does not implement score")
 
     def stats(self) -> dict[str, float]:
@@ -100,8 +96,7 @@ class Player(PlugIn):
     service_kind = "player"
 
     async def play(self, state: Any, seed: int) -> tuple[int, ...]:
-        """Return a legal move in ``state`` (the environment's state as plain values). ``seed``
-        decides all randomness."""
+        """Return a legal move in ``state`` (plain values). ``seed`` decides all randomness."""
         raise NotImplementedError(f"{type(self).__name__} does not implement play")
 
     async def answer(self, request: PlayRequest) -> PlayResult:
@@ -115,8 +110,7 @@ class Speaker(PlugIn):
     service_kind = "speaker"
 
     async def speak(self, request: SpeakRequest) -> str:
-        """Return the reply to ``request.messages``, without a stop string. Any exception is a fault
-        of the call."""
+        """Return the reply to ``request.messages``, without a stop string."""
         raise NotImplementedError(f"{type(self).__name__} does not implement speak")
 
     async def answer(self, request: SpeakRequest) -> SpeakResult:
@@ -126,11 +120,8 @@ class Speaker(PlugIn):
 
 def checked(judge: Judge, turns: list[JudgedTurn], returned: Any) -> tuple[list[Judgement], int]:
     """Return what ``judge.score`` returned for ``turns``, with scores that are NaN or infinite
-    moved to ``invalid``, and the number of invalid scores.
-
-    Raises InfrastructureFault unless the judge returned a list with one Judgement per turn,
-    declared columns and numbers.
-    """
+    moved to ``invalid``, and the number of invalid scores. Raises InfrastructureFault unless it is
+    one Judgement per turn, of declared columns and numbers."""
     returns = f"judge {judge.name} returned"
     if not isinstance(returned, list | tuple):
         wish = "expected a list of Judgement, one per turn"

@@ -1,5 +1,5 @@
-"""The command coppice serve: it plugs a judge, an opponent or a speaker into a live run, and gives or
-takes back the invitation that a judge on another machine needs."""
+"""The command coppice serve: it plugs a judge, an opponent or a speaker into a live run, and invites
+one from another machine."""
 
 import argparse
 import contextlib
@@ -26,7 +26,7 @@ EXAMPLES = """\
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of coppice serve."""
-    purpose = "Plug a judge, an opponent or a speaker into a live run,\nor invite one from another machine."
+    purpose = "Plug a judge, an opponent or a speaker into a live run, or invite one."
     parser = options.command_parser("coppice serve", purpose, EXAMPLES)
     add = parser.add_argument
     add("judge", nargs="?", metavar="JUDGE", help="module:Class, or a built-in name")

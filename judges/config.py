@@ -15,7 +15,7 @@ class JudgeModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     protocol on the loopback."""
 
     name: str = "smollm2-135m"
-    """A name as in [model], or "policy" for a frozen copy of the policy with which the run starts."""
+    """A name as in [model], or "policy" for a frozen copy of the run's first policy."""
     threads: Count = 1
     """Compute threads."""
     max_context: Count = 4096
@@ -82,7 +82,7 @@ class RetrieverConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     threads: Count = 1
     """Compute threads."""
     search: str = ""
-    """FAISS's search parameters for an index folder, such as "nprobe=64"; "" for the index's own."""
+    """FAISS's search parameters, such as "nprobe=64"; "" for those of the index."""
     batch: Count = 32
     """Queries that wait are joined into searches of at most this many."""
     cache: Natural = 65536

@@ -26,15 +26,10 @@ _FEWEST = 16
 
 
 class ChatEndpoint(Reached, frozen=True, forbid_unknown_fields=True):
-    """An endpoint and its settings, see ``common.http.Reached``.
-
-    patience_s: limit of all attempts for one reply, including the wait for a free place. It must be
-    less than scheduler.judge_deadline_s, so that a missing reply becomes an invalid judgement and
-    not a failed call. constrain: the request field that makes the server keep a reply to the
-    judge's form: "sglang" (also for coppice serve --model), "vllm", or "" for a server that cannot.
-    wait_s: seconds to wait at the start until a server has loaded its model (it then answers
-    /models); 0 does not check.
-    """
+    """An endpoint and its settings, see ``common.http.Reached``. patience_s: limit of all attempts
+    for one reply. It must be less than scheduler.judge_deadline_s, so that a missing reply becomes
+    an invalid judgement and not a failed call. constrain: whose request field keeps a reply to the
+    judge's form, "" for none. wait_s: seconds to wait at the start for the answer to /models."""
 
     timeout_s: float = 120.0
     attempts: int = 3
@@ -57,11 +52,8 @@ class ChatClient:
         self.counts = self.http.counts
 
     async def start(self) -> None:
-        """Open the connection pool and, with ``wait_s``, wait for the server.
-
-        Raises ValueError, which names the variable, when the API key is not set, and
-        InfrastructureFault when the server does not answer.
-        """
+        """Open the connection pool and, with ``wait_s``, wait for the server. Raises ValueError when
+        the API key is not set, and InfrastructureFault when the server does not answer."""
         await self.http.start()
         wait_s, end = self.endpoint.wait_s, time.monotonic() + self.endpoint.wait_s
         while wait_s:
@@ -110,11 +102,8 @@ class ChatClient:
 
 
 class ChatJudge(Judge):
-    """A judge that asks a language model about each turn: subclass this and write ``judge``.
-
-    form: returns the regular expression to which ``endpoint.constrain`` keeps a reply, given the
-    most tokens of a reply.
-    """
+    """A judge that asks a language model about each turn: subclass this and write ``judge``. form:
+    returns the regular expression of a constrained reply, given its most tokens."""
 
     concurrency = 64
     batch = 8

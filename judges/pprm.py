@@ -1,10 +1,6 @@
 """PPR's process reward model: a language model that grades one turn by principles it weighs itself
-(methods.md 2.2).
-
-A prompt consists of the rules, the question and the earlier turns, and then the turn with the
-result of its search. A server that caches prefixes therefore computes the rules once per run and
-each turn's text once per trajectory.
-"""
+(methods.md 2.2). A prompt is the rules, the question, the earlier turns, and then the turn with its
+search's result, so that a server with a prefix cache computes each of them once."""
 
 import re
 from collections.abc import Mapping
@@ -78,8 +74,7 @@ def messages(turn: JudgedTurn, texts: Mapping[str, str]) -> list[dict[str, str]]
 
 
 def reply_form(max_tokens: int) -> str:
-    """Return the form of a reply as a regular expression. Every match fits in ``max_tokens``.
-    Raises ValueError if they are too few."""
+    """Return the form of a reply as a regular expression, see ``judges.slate.reply_form``."""
     findings = f"{_FINDINGS}{{1,{min(room('pprm', max_tokens, _AROUND), _MOST)}}}"
     pairs = "|".join(f"[0-{most}],{most}" for most in range(1, _LARGEST + 1))
     return rf"Analysis: {findings}\nScores: <final_score>({pairs})</final_score>"
@@ -87,12 +82,8 @@ def reply_form(max_tokens: int) -> str:
 
 class Pprm(ChatJudge):
     """The LLM judge of PPR. The turn's score is S/M of a reply of two lines, "Analysis: .." and
-    "Scores: <final_score>S,M</final_score>"; any other reply is invalid.
-
-    templates: paths that replace the built-in "system" and "user". principles: False leaves the
-    principles out. With ``endpoint.constrain`` the server keeps every reply to the required form,
-    so that even a small model's replies can be read.
-    """
+    "Scores: <final_score>S,M</final_score>"; any other reply is invalid. templates: paths that
+    replace the built-in "system" and "user". principles: False leaves the principles out."""
 
     name = "pprm"
     columns = ("process",)

@@ -5,23 +5,13 @@ Each principle gives 0 to 2 points: the information is used, the query is good, 
 or against a search is right. An answer has no query, so it can reach 4 points and a search 6. A
 turn that cannot be read, or has text outside the four tags, gets 0 of 6.
 
-view = "evidence": the judge knows the supporting passages and which of them were shown before.
-- information: the think is compared with the last shown passage (in the order of the evidence): 2
-  if it names at least half of what the question did not say, 1 if it names any of it, else 0. If
-  none was shown: 2 for half of the question's words, 1 for any.
-- query: 2 if it finds the next passage not shown, 1 if it names a part of what finds it; 0
-  otherwise, if empty, or if asked before.
-- decision: 2 for a search while a passage is missing and for an answer when none is; 1 for such a
-  search with a query of 0 points; else 0.
+view = "evidence": the judge knows the supporting passages and which of them were shown before. The
+information is the last of these: 2 if the think names at least half of what the question did not
+say, 1 for any of it. If none was shown, it is the question: 2 for half of its words, 1 for any.
 
-view = "retrieval": the judge knows the gold answers and what the searches returned.
-- information: for a search, 2 if a gold answer came back, 1 if a new passage has a word of the
-  question, else 0. For an answer, 2 if an earlier observation has this answer, else 0.
-- query: 2 if half of its words are known from the question or earlier observations, 1 if any is; 0
-  otherwise, if empty, or if asked before.
-- decision: as above, where what may be missing is a gold answer.
-
-If a task names no supporting passages, "evidence" grades like "retrieval".
+view = "retrieval", also without supporting passages: the judge knows the gold answers and what the
+searches returned. The information is what came back: 2 with a gold answer, 1 for a new passage with
+a word of the question; of an answer, 2 if it stands in an earlier observation.
 """
 
 import re
@@ -44,7 +34,7 @@ _SHOWN = 100
 
 
 class PprmRules(RuleJudge):
-    """Column process, S/M. The explanation is the judgement in the form in which a PPRM writes it."""
+    """Column process, S/M. The explanation has the form in which a PPRM writes it."""
 
     name = "pprm_rules"
     columns = ("process",)

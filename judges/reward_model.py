@@ -1,9 +1,8 @@
 """A Bradley-Terry reward model as PPR's judge: a turn's score is the sigmoid of one logit
 (methods.md 2.3, the Skywork baseline).
 
-The model reads a conversation: the user says the question and the earlier turns, the assistant the
-turn and the result of its search. No code in the model's folder is run, and weights are read only
-from safetensors.
+The user says the question and the earlier turns, the assistant the turn and its search's result. No
+code in the model's folder is run, and weights are read only from safetensors.
 """
 
 import asyncio
@@ -21,11 +20,7 @@ from coppice.wire.messages import JudgedTurn, Judgement
 
 class RewardModel(Judge):
     """Column process in (0, 1). model: a folder or a hub id of a sequence classifier with one
-    logit.
-
-    max_length: most tokens of a conversation. Of a longer conversation, the end is kept, after the
-    token that opens every text.
-    """
+    logit. max_length: most tokens of a conversation, of which the end is kept."""
 
     name = "reward_model"
     columns = ("process",)

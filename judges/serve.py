@@ -60,7 +60,7 @@ def built_in_service(name: str) -> str:
 
 
 class JudgeProcess(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The file of a judge process. judges: constructor options by built-in name or "module:Class"."""
+    """The file of a judge process. judges: options by built-in name or "module:Class"."""
 
     name: str
     run: str

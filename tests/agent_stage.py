@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from coppice.actors.environments.agents.environment import Agent
+from coppice.actors.environments.agents.environment import AgentEnvironment
 from coppice.actors.environments.base import Task
 from coppice.scheduler.config import SchedulerConfig
 from coppice.scheduler.growth.context import Context
@@ -177,7 +177,9 @@ class Stage(Staged):
         if not model.exists():
             shutil.copytree(llama, model)
             (model / "chat_template.jinja").write_text(template.replace("<|im_end|>", "</s>"))
-        environment = Agent(name if ":" in name else f"agents_of_a_test:{name}", **options)
+        environment = AgentEnvironment(
+            name if ":" in name else f"agents_of_a_test:{name}", **options
+        )
         text = Text(str(model), environment.marks)
         self.policy = Policy(text, reply)
         settings = SchedulerConfig(judge="any", max_action_tokens=400)

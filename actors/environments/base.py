@@ -258,7 +258,7 @@ class Environment(Protocol):
         and earlier turns. With None, turns with equal prompts are in the same situation."""
         return None
 
-    def beside(self, state: Any) -> AsyncIterator[tuple[str, Transition]] | None:
+    def meanwhile(self, state: Any) -> AsyncIterator[tuple[str, Transition]] | None:
         """Return what else waits for the policy in the same episode while it acts in ``state``, or
         comes meanwhile, each with a name of its own: what ``step`` returns one after the other
         later. None where nothing can."""

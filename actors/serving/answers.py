@@ -1,5 +1,4 @@
-"""Answers of the OpenAI-compatible protocol whose text is sent while it grows: one whole body, or the
-chunks of a stream.
+"""Answers of OpenAI's protocol whose text is sent while it grows: one body, or chunks of a stream.
 
 The chunks of a choice, joined, equal the choice of the whole body: a role (chat), texts with their
 log-probabilities, and a finish reason. Log-probabilities refer to the distribution that was really

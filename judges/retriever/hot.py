@@ -34,8 +34,7 @@ class HotQueries:
     error, and the next one to ask begins again.
 
     counts: ``queries``; of these ``hits`` were kept, ``joined`` were under way, and ``searched``
-    went to the backend. busy_s: seconds in which at least one search was open.
-    """
+    went to the backend. busy_s: seconds in which at least one search was open."""
 
     def __init__(self, backend: Backend, size: int, batch: int = 32, at_once: int = 1):
         self.backend, self.size, self.batch, self.at_once = backend, size, batch, at_once
@@ -47,8 +46,8 @@ class HotQueries:
         self._searches: set[asyncio.Task[dict[Key, list[Passage]]]] = set()
 
     async def search(self, queries: list[str], topk: int) -> list[list[Passage]]:
-        """Return the ``topk`` passages of each query, best first. Raises what the backend raises. A
-        caller that is cancelled cancels no search."""
+        """Return the ``topk`` passages of each query, best first. A cancelled caller cancels no
+        search."""
         answers = [self._answer((query, topk)) for query in queries]
         self._begin()
         if pending := {answer for answer in answers if not answer.done()}:

@@ -1,8 +1,7 @@
 """A server of the Search-R1 retrieval protocol over an index folder, or over other servers
 (methods.md 1.8): ``python -m coppice.judges.retriever.http_server --index DIR --port N``.
 
-A malformed request is answered with status 422 and the reason. Queries are joined and cached as in
-a run.
+A malformed request is answered with status 422 and the reason.
 """
 
 import argparse

@@ -312,7 +312,7 @@ def on_gpus(index: faiss.Index) -> faiss.Index:
     options = faiss.GpuMultipleClonerOptions()  # pyright: ignore[reportCallIssue]
     options.shard = options.allowCpuCoarseQuantizer = True
     try:
-        return faiss.index_cpu_to_all_gpus(index, options)  # pyright: ignore[reportAttributeAccessIssue]
+        return faiss.index_cpu_to_all_gpus(index, options)  # pyright: ignore
     except RuntimeError as error:
         print(f"the index stays on the CPU: {_why(error)}", file=sys.stderr)
         return index

@@ -1,5 +1,5 @@
-"""The retriever as a worker: it offers ``retrieve`` over a local index or Search-R1 servers, behind
-``HotQueries``. ``python -m coppice.judges.retriever.worker PROCESS.json``"""
+"""The retriever as a worker, over a local index or Search-R1 servers: ``python -m
+coppice.judges.retriever.worker PROCESS.json``."""
 
 import asyncio
 import sys

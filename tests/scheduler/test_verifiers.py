@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from coppice.actors.environments.agents.environment import Agent
+from coppice.actors.environments.agents.environment import AgentEnvironment
 from coppice.actors.environments.base import Task
 from coppice.scheduler.growth.strategies import chain, slate
 from coppice.scheduler.growth.tree import Tree
@@ -47,7 +47,7 @@ def published(python: str, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def playing(staged: Stage, run: str, task: str) -> Stage:
     """Have a stage play a task with an agent of one's own."""
-    staged.environment = Agent(run)
+    staged.environment = AgentEnvironment(run)
     staged.runtime = msgspec.structs.replace(staged.runtime, environment=staged.environment)
     staged.task = Task(task)
     staged.tree = Tree(1, task)

@@ -80,7 +80,7 @@ class AgentState(msgspec.Struct, frozen=True):
         return hash((self.request, self.record))
 
 
-class Agent(Environment):
+class AgentEnvironment(Environment):
     """run: "module:function", called with the task (id, question, golds, seed, and all columns of
     its row) in a process of its own, or a command line, which finds them as JSON in its stdin and
     in COPPICE_TASK. horizon: the most calls of an episode. outcome_judge: judges the last reply; ""
@@ -200,7 +200,7 @@ class Agent(Environment):
             self._keep(transition.state, episode, event)
         return msgspec.structs.replace(transition, reward=reward)
 
-    async def beside(self, state: AgentState) -> AsyncIterator[tuple[str, Transition]]:
+    async def meanwhile(self, state: AgentState) -> AsyncIterator[tuple[str, Transition]]:
         """Yield the other calls of the agent in ``state``, as long as the budget has room."""
         found = next((waiting for waiting in self._waiting if waiting[0] == state), None)
         if found is None:

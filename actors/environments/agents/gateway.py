@@ -20,7 +20,7 @@ from aiohttp import web
 from coppice.actors.serving import anthropic, protocol
 from coppice.actors.serving.conversations import Conversation, ResponseStore, chat_of, responses_of
 from coppice.actors.serving.protocol import RequestRefused
-from coppice.actors.serving.replies import ChatForm, Form, Reply, ResponsesForm
+from coppice.actors.serving.replies import ChatForm, Reply, ResponsesForm
 from coppice.wire.messages import Passage
 
 LARGEST_BODY = 16 << 20
@@ -167,9 +167,8 @@ class Gateway:
         middlewares = [protocol.errors(LARGEST_BODY, self._keep_refusal)]
         app = web.Application(client_max_size=LARGEST_BODY, middlewares=middlewares)
         for prefix in ("/v1", "/s/{key}/v1"):
-            app.router.add_post(f"{prefix}/chat/completions", self._chat)
-            app.router.add_post(f"{prefix}/responses", self._responses)
-            app.router.add_post(f"{prefix}/messages", self._messages)
+            for dialect in ("chat/completions", "responses", "messages"):
+                app.router.add_post(f"{prefix}/{dialect}", self._answer)
             app.router.add_post(f"{prefix}/messages/count_tokens", self._count_tokens)
             app.router.add_get(f"{prefix}/models", self._models)
             app.router.add_get(f"{prefix}/models/{{name:.+}}", self._models)
@@ -241,27 +240,11 @@ class Gateway:
         wanted = protocol.converted(protocol.body_of(await request.read()), _Retrieval)
         retrieve = session.retrieve  # forgotten when the episode ends, also while a body is read
         if retrieve is None:
-            raise RequestRefused(
-                "this run has no retriever: set data.options.retriever = true", 404
-            )
+            fault = "this run has no retriever: set data.options.retriever = true"
+            raise RequestRefused(fault, 404)
         found = [await retrieve(query, wanted.topk) for query in wanted.queries]
         rows = [[{"id": p.id, "contents": f'"{p.title}"\n{p.text}'} for p in row] for row in found]
         return web.json_response({"result": rows})
-
-    async def _chat(self, request: web.Request) -> web.StreamResponse:
-        body = protocol.body_of(await request.read())
-        return await self._answer(request, body, chat_of(body), ChatForm)
-
-    async def _responses(self, request: web.Request) -> web.StreamResponse:
-        body = protocol.body_of(await request.read())
-        conversation, keep = responses_of(body, self._session(request).responses)
-        return await self._answer(request, body, conversation, partial(ResponsesForm, keep=keep))
-
-    async def _messages(self, request: web.Request) -> web.StreamResponse:
-        body = protocol.body_of(await request.read())
-        chat = anthropic.chat_body(body)
-        form = partial(anthropic.MessagesForm, body)
-        return await self._answer(request, chat, chat_of(chat), form)
 
     async def _count_tokens(self, request: web.Request) -> web.Response:
         session, body = self._session(request), protocol.body_of(await request.read())
@@ -273,18 +256,19 @@ class Gateway:
             raise RequestRefused(str(error)) from None
         return web.json_response({"input_tokens": tokens})
 
-    async def _answer(
-        self,
-        request: web.Request,
-        body: dict[str, Any],
-        conversation: Conversation,
-        form_of: Callable[[str], Form],
-    ) -> web.StreamResponse:
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
+        """Answer a request of any dialect, read as one of chat completions."""
+        body, form_of = protocol.body_of(await request.read()), ChatForm
+        if request.path.endswith("/responses"):
+            conversation, keep = responses_of(body, self._session(request).responses)
+            form_of = partial(ResponsesForm, keep=keep)
+        else:
+            if request.path.endswith("/messages"):
+                form_of, body = partial(anthropic.MessagesForm, body), anthropic.chat_body(body)
+            conversation = chat_of(body)
         fields = protocol.converted(body, _Fields)
-        wanted = {
-            **body,
-            "response_format": body.get("response_format") or (fields.text or {}).get("format"),
-        }
+        form = body.get("response_format") or (fields.text or {}).get("format")
+        wanted = {**body, "response_format": form}
         for name, (neutral, wish) in UNSUPPORTED.items():
             if wanted.get(name) is not None and wanted[name] not in neutral:
                 raise protocol.unexpected(name, wanted[name], wish)
@@ -294,10 +278,10 @@ class Gateway:
         again = request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
         key = request.headers.get("Idempotency-Key", "")
         name, answer = self._session(request).ask(conversation, digest, again, key)
-        form = form_of(fields.model or "policy")
-        form.id += name
+        answered = form_of(fields.model or "policy")
+        answered.id += name
         if not fields.stream:
-            return web.json_response(form.whole(await asyncio.shield(answer)))
+            return web.json_response(answered.whole(await asyncio.shield(answer)))
         response = await protocol.stream(request)
         while not answer.done():
             await asyncio.wait([answer], timeout=KEEPALIVE_S)
@@ -305,7 +289,8 @@ class Gateway:
                 await response.write(b": waiting\n\n")
         usage = bool((fields.stream_options or {}).get("include_usage"))
         try:
-            events = form.events(answer.result(), usage)
+            events = answered.events(answer.result(), usage)
         except RequestRefused as refused:  # the status is sent already
-            events = [form.refusal(refused)]
+            body = refused.body(request.path)
+            events = [protocol.sse(body, body.get("type", ""))]
         return await protocol.finish(response, events)
