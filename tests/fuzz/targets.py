@@ -21,8 +21,7 @@ from coppice.actors.environments.sotopia.environment import read_turn
 from coppice.actors.environments.webshop.environment import read_reply
 from coppice.actors.serving import tools as dialects
 from coppice.actors.serving.conversations import ResponseStore
-from coppice.actors.serving.http import body_of
-from coppice.actors.serving.protocol import Completion, Refused
+from coppice.actors.serving.protocol import CompletionFields, RequestRefused, body_of
 from coppice.actors.serving.protocol import read as read_body
 from coppice.common import options, support, vision
 from coppice.common.http import JsonClient, retry_after
@@ -107,13 +106,13 @@ def rank_batch(data: bytes) -> None:
 
 def http_chat(data: bytes) -> None:
     readers: list[Callable[[dict[str, Any]], Any]] = [
-        lambda body: read_body(body, Completion),
+        lambda body: read_body(body, CompletionFields),
         lambda body: dialects.chat(body, "m").sampled,
         lambda body: dialects.responses(body, "m", ResponseStore()).sampled,
         lambda body: dialects.messages(body, "m").sampled,
     ]
     for reader in readers:
-        with contextlib.suppress(Refused):
+        with contextlib.suppress(RequestRefused):
             reader(body_of(data)).sampling(64)
 
 

@@ -22,7 +22,7 @@ import msgspec
 
 from coppice.actors.environments.base import Environment, Task
 from coppice.common import loop
-from coppice.judges.serve import Worker
+from coppice.judges.serve import PlugIn
 from coppice.scheduler.concurrency import gather
 from coppice.scheduler.config import SchedulerConfig
 from coppice.scheduler.growth.context import Context
@@ -232,7 +232,7 @@ class Examination(ABC, Generic[Outcome]):
 
     def __init__(
         self, out: Path, tasks: Sequence[tuple[str, Task]], concurrency: int,
-        workers: Sequence[Worker] = (), handlers: Mapping[str, Handler] = {},
+        workers: Sequence[PlugIn] = (), handlers: Mapping[str, Handler] = {},
     ):  # fmt: skip
         self.out, self.tasks, self.concurrency = out, tasks, concurrency
         self.workers, self.handlers = workers, handlers

@@ -11,7 +11,7 @@ import numpy as np
 
 from coppice.actors.engines.base import Engine
 from coppice.actors.environments.base import Environment, Task
-from coppice.judges.base import Judge, Player, Speaker, Worker
+from coppice.judges.base import Judge, Player, PlugIn, Speaker
 from coppice.judges.serve import Batcher, answering
 from coppice.scheduler.config import SchedulerConfig
 from coppice.scheduler.evaluation.evaluation import BASELINES
@@ -40,7 +40,7 @@ class InProcess:
     """
 
     def __init__(
-        self, engine: Engine | None, workers: Sequence[Worker], more: Mapping[str, Handler] = {}
+        self, engine: Engine | None, workers: Sequence[PlugIn], more: Mapping[str, Handler] = {}
     ):
         self.engine, self.workers = engine, workers
         self.handlers: dict[str, Handler] = dict(more)
@@ -78,7 +78,7 @@ class InProcess:
             raise InfrastructureFault(f"{service} gave no answer within {deadline:.0f} s") from None
 
 
-def _handling(worker: Worker) -> Handler:
+def _handling(worker: PlugIn) -> Handler:
     assert isinstance(worker, Judge | Player | Speaker)
     handle = Batcher(worker).handle if isinstance(worker, Judge) else answering(worker)
     return lambda request: handle(request, None)  # pyright: ignore[reportArgumentType] (the handlers ignore their call)

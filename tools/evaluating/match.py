@@ -13,7 +13,7 @@ from coppice.actors.environments import registry
 from coppice.actors.environments.base import POLICY, Environment, Task
 from coppice.actors.environments.game import Game
 from coppice.judges.base import Player as Opponent
-from coppice.judges.base import Worker
+from coppice.judges.base import PlugIn
 from coppice.judges.serve import BUILT_IN, PLAYERS, make_worker
 from coppice.scheduler.config import UNJUDGED, SchedulerConfig
 from coppice.scheduler.evaluation.evaluation import BASELINES, lists_replies
@@ -81,7 +81,7 @@ class Match(msgspec.Struct, frozen=True):
 
     settings: Settings
     environment: Environment
-    workers: list[Worker]
+    workers: list[PlugIn]
     player: Player
     judge: str
 
@@ -150,7 +150,7 @@ def _environment(name: str, options: dict[str, Any]) -> Any:
 
 def _opponents(
     flags: argparse.Namespace, environment: Environment, options: dict[str, Any]
-) -> tuple[dict[str, Any], dict[str, dict[str, Any]], list[Worker]]:
+) -> tuple[dict[str, Any], dict[str, dict[str, Any]], list[PlugIn]]:
     """The environment's options with its opponents, the options of the served opponents, and the
     players that serve them."""
     if not hasattr(environment, "opponents"):
@@ -171,7 +171,7 @@ def _opponents(
             else asked
         }
     served: dict[str, dict[str, Any]] = {}
-    workers: list[Worker] = []
+    workers: list[PlugIn] = []
     for spec in specs.values():
         if spec != "random":
             served[spec] = {"simulations": flags.simulations or SIMULATIONS} if spec == mcts else {}
@@ -197,7 +197,7 @@ def _speakers(flags: argparse.Namespace, environment: Environment) -> dict[str, 
     return dict.fromkeys(sorted(served), options)
 
 
-def _worker(spec: str, options: dict[str, Any], flag: str) -> Worker:
+def _worker(spec: str, options: dict[str, Any], flag: str) -> PlugIn:
     try:
         worker = make_worker(spec, options)
     except (ValueError, ImportError, AttributeError) as error:
