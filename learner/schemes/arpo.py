@@ -24,9 +24,7 @@ def needs(column: str, **_: object) -> SchemeNeeds:
 
 
 def advantages(
-    table: TurnTable,
-    column: str = "outcome",
-    sharing: Literal["soft", "hard"] = "soft",
+    table: TurnTable, column: str = "outcome", sharing: Literal["soft", "hard"] = "soft"
 ) -> np.ndarray:
     if sharing == "soft":
         return grpo.advantages(table, column)

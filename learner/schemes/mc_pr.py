@@ -25,11 +25,7 @@ def needs(**_: object) -> SchemeNeeds:
     return SchemeNeeds(columns=COLUMNS, group="batch", aggregation="token")
 
 
-def advantages(
-    table: TurnTable,
-    n_min: Count = 4,
-    ddof: Ddof = 0,
-) -> np.ndarray:
+def advantages(table: TurnTable, n_min: Count = 4, ddof: Ddof = 0) -> np.ndarray:
     """A turn next to a missing value has no difference, so it enters no statistic and gets 0."""
     return table.per_token(by_turn(table.turn, temporal_differences(table), n_min, ddof))
 

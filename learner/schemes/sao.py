@@ -26,10 +26,7 @@ def needs(column: str, **_: object) -> SchemeNeeds:
 
 
 def advantages(
-    table: TurnTable,
-    column: str = "outcome",
-    alpha: Positive = 0.05,
-    whiten: bool = True,
+    table: TurnTable, column: str = "outcome", alpha: Positive = 0.05, whiten: bool = True
 ) -> Estimate:
     """Return advantages and value targets. alpha: not published; the default is VAPO's (arXiv
     2504.05118)."""

@@ -19,10 +19,7 @@ def needs(column: str, **_: object) -> SchemeNeeds:
 
 
 def advantages(
-    table: TurnTable,
-    column: str = "reward",
-    most_equal: Share = 1.0,
-    ddof: Ddof = 0,
+    table: TurnTable, column: str = "reward", most_equal: Share = 1.0, ddof: Ddof = 0
 ) -> np.ndarray:
     """most_equal: if a larger share of the groups is equal, all advantages are 0 (the v2 code has
     0.93 on Sudoku). A candidate without a reward enters no statistic and gets 0."""

@@ -738,9 +738,7 @@ def test_sample_and_population_deviation_differ_by_the_root_of_n_over_n_minus_on
 
 
 @pytest.mark.parametrize("which", EVERY, ids=str)
-def test_a_scheme_reads_the_token_columns_it_needs_and_no_other_and_is_finite(
-    which: Which,
-) -> None:
+def test_a_scheme_reads_the_token_columns_it_needs_and_no_other_and_is_finite(which: Which) -> None:
     t, scheme = random_table(5), schemes.load(*which)
     needed = {
         name: column for name, column in t.token_scores.items() if name in scheme.needs.models
