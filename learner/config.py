@@ -33,8 +33,7 @@ class OptimizerConfig(msgspec.Struct, frozen=True):
 
 
 class AdaptiveKl(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Section [learner.adaptive_kl]: PPO's adaptive KL coefficient (Ziegler et al. 2019;
-    learner/update/kl.py)."""
+    """Section [learner.adaptive_kl]: PPO's adaptive KL coefficient (Ziegler et al. 2019)."""
 
     target: Positive
     """The KL to the initial policy that is aimed at, in nats per token."""
@@ -165,13 +164,13 @@ class LearnerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kl_coef: NotNegative = 0.001
     """Weight of the KL to the initial policy in the loss."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Estimator of this KL (learner/update/kl.py)."""
+    """Estimator of this KL (``kl`` of learner/update/corrections.py)."""
     kl_reward_coef: NotNegative = 0.0
     """Weight of the k1 KL to the initial policy that is subtracted from the reward."""
     adaptive_kl: AdaptiveKl | None = None
     """Adapts all weights of the KL."""
     reward_scale: Positive = 1.0
-    """Factor of the reward that the scheme reads (learner/update/rewards.py)."""
+    """Factor of the reward that the scheme reads (``shaped`` of learner/update/objective.py)."""
     reward_clip: NotNegative = 0.0
     """The scaled reward is clipped to +-reward_clip (0: never)."""
     soft_overlong: SoftOverlong | None = None

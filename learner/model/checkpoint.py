@@ -37,7 +37,7 @@ class State(frontier.Frontier, frozen=True):
 
     prm_updates: int = 0
     kl_factor: float = 1.0
-    watch: WatchState = WatchState()
+    watch: WatchState = msgspec.field(default_factory=WatchState)
 
 
 class CheckpointError(OSError):
@@ -125,8 +125,8 @@ def _finish(
     records: dict[int, dict[str, float]],
 ) -> None:  # fmt: skip
     prm = trainer.prm.updates if trainer.prm is not None else 0
-    watch = trainer.watch.state()
-    state = State(trainer.version, frontier.runs(trained), records, prm, trainer.kl_factor, watch)
+    runs, watch = frontier.runs(trained), trainer.watch.state
+    state = State(trainer.version, runs, records, prm, trainer.kl_factor, watch)
     (draft / frontier.FILE).write_bytes(msgspec.json.encode(state))
     digests = {frontier.FILE: digest.file(draft / frontier.FILE)}
     for own in sorted(draft.glob("sums-?????")):
@@ -243,7 +243,7 @@ def _load(trainer: Trainer, folder: Path, state: State) -> None:
     if trainer.prm is not None:
         trainer.prm.updates = state.prm_updates
     trainer.version, trainer.kl_factor = state.version, state.kl_factor
-    trainer.watch.restore(state.watch)
+    trainer.watch.state = state.watch
     files = sorted(folder.glob("rng-?????.json"))
     if files:  # only rank 0 of replicated ranks writes one, and all draw alike
         own = files[min(trainer.ranks.rank, len(files) - 1)]

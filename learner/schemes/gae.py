@@ -7,12 +7,10 @@ policy, which is subtracted from the reward.
 """
 
 from coppice.common.declared import SchemeNeeds
-from coppice.common.numbers import NotNegative, Positive, Share
-from coppice.learner.update.statistics import Ddof
-from coppice.learner.update.table import TurnTable
+from coppice.common.numbers import Ddof, NotNegative, Positive, Share
+from coppice.learner.update.table import TurnTable, scored
 from coppice.learner.update.targets import Estimate, Kind, estimate
 from coppice.learner.update.targets import needs as target_needs
-from coppice.learner.update.trained import scored
 
 trains = scored("column")
 

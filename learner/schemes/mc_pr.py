@@ -10,11 +10,9 @@ ones.
 import numpy as np
 
 from coppice.common.declared import SchemeNeeds
-from coppice.common.numbers import Count
+from coppice.common.numbers import Count, Ddof
 from coppice.learner.schemes.turn_grpo import by_turn
-from coppice.learner.update.statistics import Ddof
-from coppice.learner.update.table import TurnTable
-from coppice.learner.update.trained import scored
+from coppice.learner.update.table import TurnTable, scored
 
 COLUMNS = frozenset({"mc_value", "outcome"})
 

@@ -15,12 +15,10 @@ from typing import Literal
 import numpy as np
 
 from coppice.common.declared import SchemeNeeds
-from coppice.common.numbers import NotNegative, Positive, Share
-from coppice.learner.update.statistics import Ddof
-from coppice.learner.update.table import Trajectories, TurnTable
+from coppice.common.numbers import Ddof, NotNegative, Positive, Share
+from coppice.learner.update.table import Trajectories, TurnTable, scored
 from coppice.learner.update.targets import Estimate, Kind, estimate
 from coppice.learner.update.targets import needs as target_needs
-from coppice.learner.update.trained import scored
 
 Normalisation = Literal["constant", "sample", "none", "rescale", "reduced"]
 Invalid = Literal["zero", "skip"]

@@ -11,10 +11,9 @@ import numpy as np
 
 from coppice.common.declared import SchemeNeeds
 from coppice.common.numbers import Positive
-from coppice.learner.update.statistics import whiten as whiten_tokens
-from coppice.learner.update.table import TurnTable
+from coppice.common.statistics import whiten as whiten_tokens
+from coppice.learner.update.table import TurnTable, scored
 from coppice.learner.update.targets import Estimate, gae
-from coppice.learner.update.trained import scored
 
 trains = scored("column")
 

@@ -17,11 +17,10 @@ import numpy as np
 
 from coppice.common.declared import SchemeNeeds
 from coppice.common.numbers import Count, Positive
+from coppice.common.statistics import whiten as whiten_tokens
 from coppice.learner.forest.segments import Segments, segments
-from coppice.learner.update.statistics import whiten as whiten_tokens
-from coppice.learner.update.table import TurnTable
+from coppice.learner.update.table import TurnTable, scored
 from coppice.learner.update.targets import Estimate
-from coppice.learner.update.trained import scored
 
 trains = scored("column")
 
@@ -39,9 +38,9 @@ def advantages(
 ) -> Estimate:  # fmt: skip
     """Return advantages and which tokens are trained. certain: more than 1 trains the tokens of
     every probability."""
-    tree, trajectories = segments(table), table.trajectories()
-    leaf_weights = trajectories.total(table.scores["weight"]) if "weight" in table.scores else None
-    value = tree.mean(trajectories.total(table.column(column)), leaf_weights)
+    tree, (trajectories, returns) = segments(table), table.returns(column)
+    leaf_weights = table.returns("weight")[1] if "weight" in table.scores else None
+    value = tree.mean(returns, leaf_weights)
     gain = value - tree.above(value)
     trained = table.mask() & (
         np.concatenate([path.logprobs for path in table.paths]) < math.log(certain)

@@ -9,8 +9,8 @@ population's (ddof = 0). gamma = 0, so a turn's tokens share one advantage.
 import numpy as np
 
 from coppice.common.declared import SchemeNeeds
-from coppice.common.numbers import Count
-from coppice.learner.update.statistics import Ddof, standardise
+from coppice.common.numbers import Count, Ddof
+from coppice.common.statistics import standardise
 from coppice.learner.update.table import TurnTable
 
 

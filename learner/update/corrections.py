@@ -350,9 +350,18 @@ def load(name: str, options: dict[str, Any]) -> Corrected:
     return Corrected(name, function, options, level, declared)
 
 
-def k3(current: Tensor, reference: Tensor) -> Tensor:
-    """Return the k3 estimate of KL(current || reference) per token: exp(d) - d - 1 clamped to [-10,
-    10], where d = reference - current."""
-    # keeps exp and its gradient finite; the result's own clamp is tighter
-    d = (reference - current).clamp(-20, 20)
-    return (d.exp() - d - 1).clamp(-10, 10)
+Estimator = Literal["k1", "k2", "k3"]
+
+
+def kl(estimator: Estimator, current: Tensor, reference: Tensor) -> Tensor:
+    """Return an estimate of KL(current || reference) per token [tokens], with gradient.
+
+    With d = current - reference on sampled tokens: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d
+    within [-10, 10] (Schulman 2020, "Approximating KL divergence"). On-policy, k1 and k3 are
+    unbiased values. As loss terms, k2 has the gradient of this KL, k3 that of KL(reference ||
+    current), and k1 one that is 0 in expectation; k1 belongs in the reward (``shaped`` of objective.py).
+    """
+    d = (current - reference).clamp(-20, 20)  # keeps exp and its gradient finite
+    if estimator == "k3":
+        return ((-d).exp() + d - 1).clamp(-10, 10)
+    return d if estimator == "k1" else d**2 / 2

@@ -12,7 +12,7 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from coppice.learner.update.statistics import whiten as whiten_tokens
+from coppice.common.statistics import whiten as whiten_tokens
 from coppice.learner.update.table import TurnTable
 
 Kind = Literal["gae", "vtrace", "retrace"]

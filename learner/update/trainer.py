@@ -12,14 +12,14 @@ import msgspec
 import numpy as np
 import torch
 
-from coppice.learner.config import LearnerProcess
+from coppice.learner.config import AdaptiveKl, LearnerProcess
 from coppice.learner.forest.selfcheck import check
 from coppice.learner.model.model import Policy, TreeModel
 from coppice.learner.model.optimizer import Stepper
 from coppice.learner.model.ranks import Ranks
-from coppice.learner.update import kl, rewards, watch
+from coppice.learner.update import watch
 from coppice.learner.update.critic import Critic
-from coppice.learner.update.objective import token_weights
+from coppice.learner.update.objective import shaped, token_weights, truncated
 from coppice.learner.update.passes import Plan, Rows, plan, sweep
 from coppice.learner.update.plan import plan_of
 from coppice.learner.update.policy_step import MEASURES, Objective, PolicyStep, measured
@@ -128,11 +128,11 @@ class Trainer:
         with self.timed("score"):
             columns, prm_metrics = self._token_columns(table, rows, everything)
         table = msgspec.structs.replace(table, token_scores=columns)
-        estimate = self.scheme(rewards.shaped(table, self.scheme.needs.reward_column, c))
+        estimate = self.scheme(shaped(table, self.scheme.needs.reward_column, c))
         _check_finite(self.scheme.name, estimate)
         trained = rows.sampled if estimate.trained is None else rows.sampled & estimate.trained
         if c.overlong_filter:
-            trained = trained & ~table.per_token(rewards.truncated(table))
+            trained = trained & ~table.per_token(truncated(table))
         weights = token_weights(
             table, trained, self.plan.aggregation, c.mean_over_steps, c.constant_tokens
         )
@@ -144,9 +144,9 @@ class Trainer:
         metrics |= self._steps(table, objective, estimate, everything)
         if c.adaptive_kl is not None and "learner/kl" in metrics:
             metrics["learner/kl_factor"] = self.kl_factor
-            self.kl_factor = kl.adapted(
-                self.kl_factor, metrics["learner/kl"], c.adaptive_kl, len(table.trajectories().tree)
-            )
+            trajectories = len(table.trajectories().tree)
+            kl, factor = metrics["learner/kl"], self.kl_factor
+            self.kl_factor = adapted_kl(factor, kl, c.adaptive_kl, trajectories)
         return metrics
 
     def _token_columns(
@@ -277,6 +277,15 @@ def _check_finite(scheme: str, estimate: Estimate) -> None:
                 f"scheme {scheme!r}: {bad} of {len(estimate.advantages)} {name} are not finite: a score that the scheme reads is missing or"
                 " infinite; coppice trees shows the trees of this update"
             )
+
+
+def adapted_kl(factor: float, kl: float, config: AdaptiveKl, trajectories: int) -> float:
+    """Return the next factor of the KL's coefficients, factor x (1 + clip(kl / target - 1, -0.2,
+    0.2) x trajectories / horizon) (Ziegler et al. 2019, in the form of their released code). kl:
+    nats per token in the update just made, which had this many trajectories; more trajectories than
+    the horizon count as the horizon."""
+    error = min(0.2, max(-0.2, kl / config.target - 1))
+    return factor * (1 + error * min(1.0, trajectories / config.horizon))
 
 
 def oldest(table: TurnTable, rows: Rows, version: int) -> np.ndarray:

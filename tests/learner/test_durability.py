@@ -168,7 +168,7 @@ def test_random_states_and_what_the_watch_remembers_come_back(tmp_path: Path, ll
     seed(1)
     restored = checkpoint.restore(resumed, folder)
     assert draw() == drawn
-    assert resumed.watch.state() == learner.watch.state()
+    assert resumed.watch.state == learner.watch.state
     assert restored.records == {0: {"learner/loss": 0.5}}
     assert msgspec.json.decode(msgspec.json.encode(rng.state()), type=rng.RngState) == rng.state()
 

@@ -10,8 +10,9 @@ import torch
 
 from coppice.learner.config import AdaptiveKl
 from coppice.learner.model import checkpoint
-from coppice.learner.update.kl import adapted, estimated
+from coppice.learner.update.corrections import kl
 from coppice.learner.update.passes import Rows, plan, sweep
+from coppice.learner.update.trainer import adapted_kl as adapted
 from tests.updates import batch, state, table_of, trainer
 
 
@@ -27,13 +28,13 @@ def test_over_the_whole_vocabulary_k1_and_k3_are_the_kl_and_each_loss_term_has_t
         (reference.exp() * (reference - current)).sum(),
     )
     for estimator in ("k1", "k3"):
-        value = (probability * estimated(estimator, current, reference)).sum()
+        value = (probability * kl(estimator, current, reference)).sum()
         torch.testing.assert_close(value, reverse)
     gradients = {"k1": torch.zeros(3)}
     (gradients["k2"],) = torch.autograd.grad(reverse, logits, retain_graph=True)
     (gradients["k3"],) = torch.autograd.grad(forward, logits, retain_graph=True)
     for estimator, expected in gradients.items():
-        loss = (probability.detach() * estimated(estimator, current, reference)).sum()  # pyright: ignore[reportArgumentType]
+        loss = (probability.detach() * kl(estimator, current, reference)).sum()  # pyright: ignore[reportArgumentType]
         (found,) = torch.autograd.grad(loss, logits, retain_graph=True)
         torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
 

@@ -8,7 +8,7 @@ import torch
 
 from coppice.learner.config import LearnerConfig
 from coppice.learner.forest.trees import Path as Tokens
-from coppice.learner.update.corrections import k3
+from coppice.learner.update.corrections import kl
 from coppice.learner.update.objective import Aggregation, token_weights
 from coppice.learner.update.plan import plan_of
 from coppice.learner.update.table import TurnTable
@@ -83,6 +83,6 @@ def test_auto_is_the_aggregation_of_the_scheme_s_source_unless_the_correction_de
 
 def test_k3_of_a_policy_that_left_the_reference_far_behind_has_a_finite_gradient() -> None:
     current = torch.tensor([-120.0, -1.0], requires_grad=True)
-    k3(current, torch.tensor([-1.0, -120.0])).sum().backward()
+    kl("k3", current, torch.tensor([-1.0, -120.0])).sum().backward()
     assert current.grad is not None
     assert torch.isfinite(current.grad).all()

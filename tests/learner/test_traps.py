@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from transformers import AutoModelForCausalLM, GraniteConfig
 
+from coppice.common.statistics import leave_one_out, standardise, whiten
 from coppice.learner import schemes
 from coppice.learner.config import LoraConfig
 from coppice.learner.forest.selfcheck import check
@@ -18,7 +19,6 @@ from coppice.learner.model.model import TreeModel
 from coppice.learner.model.publish import Published
 from coppice.learner.model.ranks import Ranks
 from coppice.learner.update.batches import Inbox
-from coppice.learner.update.statistics import leave_one_out, standardise, whiten
 from coppice.learner.update.table import TurnTable
 from coppice.learner.update.trainer import Batch
 from coppice.wire.messages import TrainGroup, TreeClosed

@@ -47,13 +47,13 @@ def test_four_updates_equal_two_a_checkpoint_a_resume_and_two(
     for version in range(2):
         first.update(batch(version, version))
     # what lengths are compared with is part of the run
-    first.watch.lengths.first["wrong"] = [2.0, 3.0]
+    first.watch.state.first["wrong"] = [2.0, 3.0]
     checkpoint.save(first, tmp_path, {1: 1, 2: 1}, 3)
     resumed = trainer(llama, tmp_path, rank, dtype=dtype)
     found = checkpoint.newest(tmp_path)
     assert found is not None
     assert checkpoint.restore(resumed, found).groups() == {1: 1, 2: 1}
-    assert resumed.watch.lengths.first == {"correct": [], "wrong": [2.0, 3.0]}
+    assert resumed.watch.state.first == {"wrong": [2.0, 3.0]}
     for version in range(2, 4):
         resumed.update(batch(version, version))
     assert_equal(state(straight), state(resumed))
