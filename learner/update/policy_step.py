@@ -168,11 +168,11 @@ class PolicyStep:
         return Logprobs(current, proximal, behaviour, {level: segments})
 
 
-def measured(
+def watched(
     table: TurnTable, objective: Objective, first: np.ndarray, record: np.ndarray, version: int
-) -> watch.Measured:
-    """Return the watch's measurements of the first epoch. record: [6, tokens] (``MEASURES``); its
-    last row is 0 for tokens without a forward.
+) -> dict[str, float]:
+    """Return the watch's metrics of the first epoch. record: [6, tokens] (``MEASURES``); its last
+    row is 0 for tokens without a forward.
 
     first: bool [turns], whether the turn was forwarded before the first optimizer step, when
     learner and engine had the same weights.
@@ -183,6 +183,4 @@ def measured(
     oldest = np.array([rows.versions[span].min() for span in rows.spans])
     fresh = table.per_token(first & (oldest == version))[forwarded]
     behaviour, turn = rows.behaviour[forwarded], table.per_token(table.turn)[forwarded]
-    return watch.Measured(
-        current, behaviour, entropy, kl, coefficient, cut == 1, cut == 2, stale, turn, fresh
-    )
+    return watch.metrics(current, behaviour, entropy, kl, coefficient, cut, stale, turn, fresh)

@@ -47,68 +47,57 @@ _SHRINK = (
 )
 
 
-class Measured(msgspec.Struct, frozen=True):
-    """Measurements of the policy pass, each [tokens that carried weight].
-
-    current, behaviour: log-probabilities. entropy: nats. kl: KL to the initial policy (0 if not
-    measured). coefficient, clipped, masked: the correction's. staleness: updates between sampling
-    and training. fresh: bool, whether the version being trained sampled the whole turn. Engine and
-    learner must agree only on fresh turns, since a turn that spans a weight update attends to keys
-    and values of the older weights.
-    """
-
-    current: np.ndarray
-    behaviour: np.ndarray
-    entropy: np.ndarray
-    kl: np.ndarray
-    coefficient: np.ndarray
-    clipped: np.ndarray
-    masked: np.ndarray
-    staleness: np.ndarray
-    turn: np.ndarray
-    fresh: np.ndarray
-
-
 def effective_share(ratio: np.ndarray) -> float:
     """Return the effective sample size of n importance weights divided by n: (sum w)^2 / (n sum
     w^2), in (0, 1]."""
     return float(ratio.sum() ** 2 / (len(ratio) * (ratio**2).sum())) if len(ratio) else 1.0
 
 
-def metrics(m: Measured) -> dict[str, float]:
-    """Return the metrics of an update by name."""
-    if not len(m.current):
+def metrics(
+    current: np.ndarray, behaviour: np.ndarray, entropy: np.ndarray, kl: np.ndarray,
+    coefficient: np.ndarray, cut: np.ndarray, staleness: np.ndarray, turn: np.ndarray,
+    fresh: np.ndarray,
+) -> dict[str, float]:  # fmt: skip
+    """Return the metrics of the policy pass by name. All are [tokens that carried weight].
+
+    current, behaviour: log-probabilities. entropy: nats. kl: KL to the initial policy (0 if not
+    measured). coefficient: the correction's; cut: 1 where it clipped, 2 where it masked. staleness:
+    updates between sampling and training. fresh: bool, whether the version being trained sampled
+    the whole turn. Engine and learner must agree only on fresh turns, since a turn that spans a
+    weight update attends to keys and values of the older weights.
+    """
+    if not len(current):
         return {}
-    gap = m.current - m.behaviour
+    gap, clipped = current - behaviour, cut == 1
     ratio = np.exp(np.clip(gap, -20, 20))
     results = {
         "learner/ratio_mean": ratio.mean(),
         "learner/ratio_max": ratio.max(),
         "learner/logprob_gap_mean": np.abs(gap).mean(),
         "learner/logprob_gap_max": np.abs(gap).max(),
-        "learner/clip_share": m.clipped.mean(),
-        "learner/mask_share": m.masked.mean(),
-        "learner/entropy": m.entropy.mean(),
-        "learner/kl": m.kl.mean(),
+        "learner/clip_share": clipped.mean(),
+        "learner/mask_share": (cut == 2).mean(),
+        "learner/entropy": entropy.mean(),
+        "learner/kl": kl.mean(),
         "watch/sample_share": effective_share(ratio),
-        "watch/coefficient_mean": m.coefficient.mean(),
+        "watch/coefficient_mean": coefficient.mean(),
     }
     for q in (1, 10, 50, 90, 99):
         results[f"watch/ratio_p{q:02d}"] = np.quantile(ratio, q / 100)
-    fresh = np.abs(gap[m.fresh])
-    if len(fresh):
-        results["watch/engine_gap_mean"] = fresh.mean()
-        results["watch/engine_gap_p99"] = np.quantile(fresh, 0.99)
-        results["watch/engine_gap_max"] = fresh.max()
-    for name, values in (("staleness", m.staleness), ("turn", m.turn)):
+    if fresh.any():
+        engine_gap = np.abs(gap[fresh])
+        results["watch/engine_gap_mean"] = engine_gap.mean()
+        results["watch/engine_gap_p99"] = np.quantile(engine_gap, 0.99)
+        results["watch/engine_gap_max"] = engine_gap.max()
+    for name, values in (("staleness", staleness), ("turn", turn)):
         groups = np.minimum(values, 8)
         for group in np.unique(groups):
             prefix, chosen = f"watch/{name}_{int(group)}", groups == group
             results[f"{prefix}/tokens"] = chosen.sum()
             results[f"{prefix}/gap_mean"] = np.abs(gap[chosen]).mean()
             results[f"{prefix}/sample_share"] = effective_share(ratio[chosen])
-            results[f"{prefix}/clip_share"] = m.clipped[chosen].mean()
-            results[f"{prefix}/entropy"] = m.entropy[chosen].mean()
+            results[f"{prefix}/clip_share"] = clipped[chosen].mean()
+            results[f"{prefix}/entropy"] = entropy[chosen].mean()
     return {name: float(value) for name, value in results.items()}
 
 

@@ -32,7 +32,7 @@ async def learner(
 ) -> AsyncIterator[tuple[Leader, Dispatcher]]:
     """A leader at work as the service ``learner``; stopped and checkpointed at the end."""
     made = trainer(model, run, **settings)
-    leader = Leader(made, run, Inbox(3, {}), Published(0, "", ""))
+    leader = Leader(made, run, Inbox(3, {}))
     async with bench(run) as here:
         await here.work("learner", {"train": leader.train, "close": leader.close}, capacity=64)
         working = asyncio.create_task(leader.work())
@@ -129,8 +129,7 @@ async def test_a_resumed_learner_knows_which_version_trained_a_group_and_the_met
     resumed = trainer(llama, tmp_path)
     state, _ = checkpoint.restore_newest(resumed, tmp_path)
     assert set(state.groups().values()) == {1, 2}
-    leader = Leader(resumed, tmp_path, Inbox(3, state.groups()), Published(2, "", ""))
-    leader.records = dict(state.records)
+    leader = Leader(resumed, tmp_path, Inbox(3, state.groups()), records=state.records)
     for version, answer in zip((1, 2), told, strict=True):
         again = await leader.train(groups(version)[0][0], cast(Any, None))
         assert again.version == version
@@ -177,7 +176,7 @@ async def test_the_groups_of_a_replaced_tree_are_answered_by_the_next_update_wit
     digests: list[str] = []
     for replaced in (0, 1):
         run = tmp_path / str(replaced)
-        leader = Leader(trainer(llama, run), run, Inbox(3, {}), Published(0, "", ""))
+        leader = Leader(trainer(llama, run), run, Inbox(3, {}))
         call = cast(Any, None)
         some, _ = groups(0, trees=3 + replaced)
         working = asyncio.create_task(leader.work())

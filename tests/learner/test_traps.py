@@ -16,7 +16,6 @@ from coppice.learner.forest.selfcheck import check
 from coppice.learner.forest.trees import Path as Tokens
 from coppice.learner.main import Leader
 from coppice.learner.model.model import TreeModel
-from coppice.learner.model.publish import Published
 from coppice.learner.model.ranks import Ranks
 from coppice.learner.update.batches import Inbox
 from coppice.learner.update.table import TurnTable
@@ -123,7 +122,7 @@ async def test_idle_ranks_hear_of_rank_0_also_while_groups_trickle_in(
     heard = asyncio.Event()
     loop = asyncio.get_running_loop()
     monkeypatch.setattr(made.ranks, "broadcast", lambda _: loop.call_soon_threadsafe(heard.set))
-    leader = Leader(made, tmp_path, Inbox(3, {}), Published(0, "", ""))
+    leader = Leader(made, tmp_path, Inbox(3, {}))
     call = cast(Any, None)
     working = asyncio.create_task(leader.work())
     async with asyncio.timeout(10):

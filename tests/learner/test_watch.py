@@ -4,14 +4,12 @@ passed."""
 import itertools
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import pytest
 
 from coppice.learner.config import WatchConfig
 from coppice.learner.update.watch import (
     FIRST,
-    Measured,
     Watch,
     effective_share,
     explained_variance,
@@ -23,15 +21,18 @@ from tests.updates import batch, trainer
 
 
 def measured(
-    gap: list[float], staleness: list[int] | None = None, turn: list[int] | None = None
-) -> Measured:
+    gap: list[float], staleness: list[int] | None = None, turn: list[int] | None = None,
+    **columns: list[float],
+) -> dict[str, float]:  # fmt: skip
+    """The metrics of tokens with these log-ratios; ``columns`` replaces others."""
     n = len(gap)
-    zeros, no = np.zeros(n), np.zeros(n, bool)
-    behaviour = np.full(n, -1.0)
-    return Measured(
-        behaviour + gap, behaviour, zeros + 0.5, zeros, zeros + 1, no, no,
-        np.array(staleness or [0] * n), np.array(turn or [1] * n), np.array(staleness or [0] * n) == 0,
-    )  # fmt: skip
+    zeros, behaviour, stale = np.zeros(n), np.full(n, -1.0), np.array(staleness or [0] * n)
+    plain = {"entropy": zeros + 0.5, "kl": zeros, "coefficient": zeros + 1, "cut": zeros}
+    changed = {name: np.array(column) for name, column in columns.items()}
+    turns = np.array(turn or [1] * n)
+    return metrics(
+        behaviour + gap, behaviour, staleness=stale, turn=turns, fresh=stale == 0, **plain | changed
+    )
 
 
 def test_equal_weights_are_worth_all_their_samples_and_one_huge_weight_is_worth_one() -> None:
@@ -43,7 +44,7 @@ def test_equal_weights_are_worth_all_their_samples_and_one_huge_weight_is_worth_
 
 def test_quantiles_mean_and_largest_of_the_ratio_are_those_of_its_distribution() -> None:
     ratio = np.arange(1, 102) / 50
-    made = metrics(measured(np.log(ratio).tolist()))
+    made = measured(np.log(ratio).tolist())
     for q in (1, 10, 50, 90, 99):
         assert made[f"watch/ratio_p{q:02d}"] == pytest.approx((1 + q) / 50)
     assert made["learner/ratio_mean"] == pytest.approx(1.02)
@@ -52,16 +53,16 @@ def test_quantiles_mean_and_largest_of_the_ratio_are_those_of_its_distribution()
 
 
 def test_the_engine_gap_is_read_from_fresh_tokens_only() -> None:
-    made = metrics(measured([0.01, -0.03, 5.0, -5.0], [0, 0, 1, 3]))
+    made = measured([0.01, -0.03, 5.0, -5.0], [0, 0, 1, 3])
     assert made["watch/engine_gap_mean"] == pytest.approx(0.02)
     assert made["watch/engine_gap_max"] == pytest.approx(0.03)
     assert made["watch/engine_gap_p99"] == pytest.approx(0.0298)
     assert made["learner/logprob_gap_max"] == pytest.approx(5)
-    assert not [name for name in metrics(measured([0.5], [1])) if "engine_gap" in name]
+    assert not [name for name in measured([0.5], [1]) if "engine_gap" in name]
 
 
 def test_tokens_are_grouped_by_staleness_and_turn_and_the_far_end_shares_one_group() -> None:
-    made = metrics(measured([0.1, 0.2, 0.3, 0.4], [0, 2, 8, 11], [1, 1, 9, 2]))
+    made = measured([0.1, 0.2, 0.3, 0.4], [0, 2, 8, 11], [1, 1, 9, 2])
     assert made["watch/staleness_0/gap_mean"] == pytest.approx(0.1)
     assert made["watch/staleness_8/tokens"] == 2
     assert made["watch/staleness_8/gap_mean"] == pytest.approx(0.35)
@@ -71,8 +72,8 @@ def test_tokens_are_grouped_by_staleness_and_turn_and_the_far_end_shares_one_gro
 
 
 def test_no_tokens_measure_nothing_and_log_ratios_too_large_for_a_float_stay_finite() -> None:
-    assert metrics(measured([])) == {}
-    assert all(np.isfinite(v) for v in metrics(measured([800.0, -800.0, 0.0])).values())
+    assert measured([]) == {}
+    assert all(np.isfinite(v) for v in measured([800.0, -800.0, 0.0]).values())
 
 
 # threshold, its value, the metric, a value within, a value past it, what the sentence must tell to
@@ -174,15 +175,10 @@ def test_a_column_explains_its_squared_correlation_with_the_outcome() -> None:
 
 
 def test_clipped_and_masked_shares_entropy_kl_and_coefficient_are_means_over_tokens() -> None:
-    tokens = msgspec.structs.replace(
-        measured([0.0] * 4, turn=[1, 1, 2, 2]),
-        clipped=np.array([True, False, False, False]),
-        masked=np.array([False, True, True, False]),
-        entropy=np.array([0.2, 0.4, 0.6, 0.8]),
-        kl=np.array([0, 0, 0, 2.0]),
-        coefficient=np.array([0, 0, 0, 1.0]),
-    )
-    shares = metrics(tokens)
+    shares = measured(
+        [0.0] * 4, turn=[1, 1, 2, 2], cut=[1, 2, 2, 0], entropy=[0.2, 0.4, 0.6, 0.8],
+        kl=[0, 0, 0, 2.0], coefficient=[0, 0, 0, 1.0],
+    )  # fmt: skip
     names = ("learner/clip_share", "learner/mask_share", "learner/kl", "watch/coefficient_mean")
     assert [shares[name] for name in names] == [0.25, 0.5, 0.5, 0.25]
     assert shares["learner/entropy"] == pytest.approx(0.5)
