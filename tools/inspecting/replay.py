@@ -12,7 +12,7 @@ from tokenizers.decoders import DecodeStream
 
 from coppice.learner import schemes
 from coppice.learner.config import LearnerConfig, LearnerProcess, LoraConfig
-from coppice.learner.update import rewards
+from coppice.learner.update.objective import shaped
 from coppice.learner.update.table import TurnTable, build
 from coppice.scheduler.growth.tree import Node, Tree
 from coppice.scheduler.ledger.journal import Journal, TreeRow
@@ -85,7 +85,7 @@ def advantages(
     places = [place for place, keep in zip(places, kept, strict=True) if keep]
     column = of.needs.reward_column
     if column and not scheme:
-        table = rewards.shaped(table, column, config)
+        table = shaped(table, column, config)
     tokens = np.maximum(1, table.per_turn(np.ones(len(table.mask()))))
     return dict(zip(places, (table.per_turn(of(table).advantages) / tokens).tolist(), strict=True))
 
