@@ -8,7 +8,6 @@ every option: ``needs(**options)`` declares as a ``SchemeNeeds`` what the scheme
 a file in this folder or a user's own "module:advantages".
 """
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +15,7 @@ import msgspec
 import numpy as np
 
 from coppice.common.declared import SchemeNeeds
-from coppice.common.options import checked, declared, modules, plugin
+from coppice.common.options import check_takes, checked, declared, modules, plugin, with_defaults
 from coppice.learner.update.table import TurnTable
 from coppice.learner.update.targets import Estimate
 
@@ -64,16 +63,9 @@ def load(name: str, options: dict[str, Any]) -> Scheme:
     setting = f"learner.scheme = {name!r}"
     module, function = plugin(setting, name, __name__, "advantages")
     options = checked("learner.scheme_options", f"scheme {name!r}", function, options, ("table",))
-    needs = declared(setting, module, "needs", SchemeNeeds, function, options)
-    parameters = inspect.signature(function).parameters.values()
-    options = {p.name: p.default for p in parameters if p.default is not p.empty} | options
+    options = with_defaults(function, options)
+    needs = declared(setting, module, "needs", SchemeNeeds, options)
+    for part in ("trains", "metrics"):
+        check_takes(setting, module, part, None, **options)
     rule, measure = getattr(module, "trains", None), getattr(module, "metrics", None)
-    for part, own in (("trains", rule), ("metrics", measure)):
-        try:
-            own is None or inspect.signature(own).bind(None, **options)
-        except TypeError as error:
-            raise ValueError(
-                f"{setting}: {module.__name__}.{part} {error}. It is called with the table and"
-                f" every option, {sorted(options)}: take the rest with **_"
-            ) from None
     return Scheme(name, function, options, needs, rule, measure)

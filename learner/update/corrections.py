@@ -13,7 +13,6 @@ A user's own correction is a function ``(logprobs, advantage, level=.., **option
 check their options without importing torch.
 """
 
-import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -21,7 +20,7 @@ import msgspec
 from msgspec import Meta
 
 from coppice.common.numbers import NotNegative, Positive
-from coppice.common.options import check_choice, checked, imported
+from coppice.common.options import check_choice, checked, imported, with_defaults
 from coppice.learner.update.objective import Aggregation
 
 if TYPE_CHECKING:
@@ -336,7 +335,7 @@ def load(name: str, options: dict[str, Any]) -> Corrected:
     options = checked(
         "learner.correction_options", f"correction {name!r}", function, options, others
     )
-    values = {p.name: p.default for p in inspect.signature(function).parameters.values()} | options
+    values = with_defaults(function, options)
     if "level" not in values:
         raise ValueError(
             f"{setting}: expected a function with an option level: Level (docs/extend.md)"

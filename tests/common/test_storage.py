@@ -86,7 +86,7 @@ def test_a_storage_with_errors_of_its_own_costs_a_try_and_no_task(
     monkeypatch.setattr(storage, "_PAUSE_S", 0.0)
     with pytest.raises(InfrastructureFault, match="weights v000001 cannot be read"):
         storage.fetched("/x/v000001", url, tmp_path / "weights")
-    with pytest.raises(OSError, match="version v000001 could not be written"):
+    with pytest.raises(OSError, match="v000001 could not be written"):
         storage.put(version(tmp_path / "run", 1), url, keep=3)
     with pytest.raises(ValueError, match="expected such as 's3://"):
         storage.check(url)
