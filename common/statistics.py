@@ -1,5 +1,5 @@
-"""Statistics that schemes and strategies share: centring, scaling and leaving one out within groups,
-and SLATE's advantage, by which the scheduler selects and on which the learner trains."""
+"""Statistics that schemes and strategies share: centring, scaling and leaving one out, and SLATE's
+advantage, by which the scheduler selects and on which the learner trains."""
 
 from collections.abc import Callable
 

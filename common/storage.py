@@ -33,7 +33,7 @@ def check(url: str) -> None:
         _called(fsspec.url_to_fs, url)
     except OSError as error:
         raise ValueError(
-            f"learner.publish_url = {url!r}: {error}; as 's3://bucket/folder' (pip install s3fs)"
+            f"learner.publish_url = {url!r}: {error}; expected such as 's3://bucket/folder'"
         ) from None
 
 

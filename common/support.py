@@ -91,7 +91,8 @@ def decode(blob: bytes, places: int) -> Support | None:
     counts, gaps = numbers[:places], numbers[places:]
     if len(counts) != places or counts.sum() != len(gaps):
         raise ValueError(
-            f"a support of {len(numbers)} numbers: expected {places} counts, {counts.sum()} ids"
+            f"a support of {len(numbers)} numbers for {places} sampled tokens: expected as many"
+            f" counts, then {counts.sum()} ids"
         )
     total = np.concatenate([[0], np.cumsum(gaps)])
     return Support(counts, total[1:] - np.repeat(total[np.cumsum(counts) - counts], counts))

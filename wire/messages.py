@@ -102,8 +102,7 @@ Message = Register | Registered | Heartbeat | Request | Result | Error | Cancel 
 
 
 class Constraint(msgspec.Struct, frozen=True):
-    """The form that a continuation must match from its first to its last token: a regular expression
-    or a JSON schema."""
+    """The form that a continuation must match as a whole: a regular expression or a JSON schema."""
 
     kind: Literal["regex", "json_schema"]
     text: str
@@ -285,8 +284,8 @@ class RetrieveResult(msgspec.Struct, frozen=True):
 
 
 class PlayRequest(msgspec.Struct, frozen=True):
-    """Service ``player.<name>``: choose the opponent's move in ``state`` (plain values). seed: decides
-    all randomness."""
+    """Service ``player.<name>``: choose the opponent's move in ``state`` (plain values). seed:
+    decides all randomness."""
 
     state: Any
     seed: int

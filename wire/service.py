@@ -44,8 +44,8 @@ PINNED_ROOM = 8
 """Requests for one certain worker (new weights) do not wait until it is free, so a worker accepts
 this many above its capacity."""
 UNBOUNDED = 2**20
-"""The learner's capacity. The scheduler's admission bounds the groups in flight; a capacity could be
-filled by trees that still grow, and what would close those trees would wait for ever."""
+"""The learner's capacity. The scheduler's admission bounds the groups in flight; a capacity could
+be filled by trees that still grow, and what would close those trees would wait for ever."""
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.2, 5.0
 
 
@@ -106,15 +106,10 @@ class Service:
     """
 
     def __init__(
-        self,
-        name: str,
-        handlers: dict[str, Handler],
-        capacity: int,
-        stats: Callable[[], dict[str, float]] = dict,
-        give_up_s: float = 60.0,
-        silence_s: float = 15.0,
-        limits: Limits = Limits(),
-    ):
+        self, name: str, handlers: dict[str, Handler], capacity: int,
+        stats: Callable[[], dict[str, float]] = dict, give_up_s: float = 60.0,
+        silence_s: float = 15.0, limits: Limits = Limits(),
+    ):  # fmt: skip
         for service in handlers:
             service_types(service)
         self.name, self.handlers, self.capacity, self.stats = name, handlers, capacity, stats
@@ -188,8 +183,8 @@ class Service:
             left = end - time.monotonic()
             if left <= 0:
                 raise Rejected(
-                    f"{self.name}: no scheduler answered for {self.give_up_s:.0f} s; giving up. Is the run still alive, and does"
-                    " this worker have its endpoint and a key that was not revoked?"
+                    f"{self.name}: no scheduler answered for {self.give_up_s:.0f} s. Is the run still"
+                    " alive, and does this worker have its endpoint and a key that was not revoked?"
                 )
             self.send(hello)
             try:
@@ -244,7 +239,9 @@ class Service:
 
     def _accept(self, header: Request, frames: list[Frame]) -> None:
         if len(self.calls) >= self.capacity + PINNED_ROOM:
-            message = f"{self.name} is over its capacity of {self.capacity}: {len(self.calls)} requests in flight"
+            message = (
+                f"{self.name} is over its capacity of {self.capacity}: {len(self.calls)} are open"
+            )
             self.send(Error(header.id, "infrastructure", message))
             return
         call = Call(header)
