@@ -82,8 +82,9 @@ def places(tokens: np.ndarray, depth: np.ndarray, end: np.ndarray, grids: Grids)
         rows, columns = grids[run.number]
         if run.end - run.start != rows * columns:
             raise ValueError(
-                f"picture {run.number}, {run.end - run.start} tokens: expected {rows} x {columns}; was"
-                " another model's processor used, or is no text between two pictures?"
+                f"picture {run.number} has {run.end - run.start} tokens in the prefix: expected"
+                f" {rows} x {columns}; was another model's processor used, or is no text between"
+                " pictures?"
             )
         shift[run.end : end[run.start]] += max(rows, columns) - rows * columns
         step = np.arange(rows * columns)

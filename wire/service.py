@@ -183,8 +183,9 @@ class Service:
             left = end - time.monotonic()
             if left <= 0:
                 raise Rejected(
-                    f"{self.name}: no scheduler answered for {self.give_up_s:.0f} s. Is the run still"
-                    " alive, and does this worker have its endpoint and a key that was not revoked?"
+                    f"{self.name}: no scheduler answered for {self.give_up_s:.0f} s. Is the run"
+                    " still alive, and does this worker have its endpoint and a key that was not"
+                    " revoked?"
                 )
             self.send(hello)
             try:

@@ -127,6 +127,7 @@ def _distance(policy: Policy, slope: list[torch.Tensor]) -> float:
 def _refuse(error: float, bound: float, quantity: str, dtype: str) -> None:
     if not error < bound:
         raise PackingError(
-            f"the packed forward's {quantity} differ from the plain path's by {error:.2e} in {dtype} (allowed {bound:.0e}): this model's"
-            " attention does not follow the tree; try learner.attention = 'dense' or another model class, and report this"
+            f"the packed forward's {quantity} differ from the plain path's by {error:.2e} in"
+            f" {dtype} (allowed {bound:.0e}): this model's attention does not follow the tree; try"
+            " learner.attention = 'dense' or another model class, and report this"
         )

@@ -169,8 +169,8 @@ def restore_newest(trainer: Trainer, run: Path) -> tuple[State, list[str]]:
         for broken, _ in damaged if trainer.ranks.rank == 0 else ():
             _set_aside(broken)
         warnings = [
-            f"{reason}. It is set aside as {broken.name}{DAMAGED}, and training goes on from version"
-            f" {state.version}"
+            f"{reason}. It is set aside as {broken.name}{DAMAGED}, and training goes on from"
+            f" version {state.version}"
             for broken, reason in damaged
         ]
         for warning in warnings:
@@ -180,8 +180,9 @@ def restore_newest(trainer: Trainer, run: Path) -> tuple[State, list[str]]:
     reasons += [f"{old} is damaged" for old in (run / "checkpoints").glob(f"v??????{DAMAGED}")]
     if reasons:
         raise CheckpointError(
-            f"no checkpoint of {run} can be read: {reasons[0]}. Copy one back from a backup; or remove"
-            f" {run}/checkpoints, and the resumed run trains its whole journal again from version 0"
+            f"no checkpoint of {run} can be read: {reasons[0]}. Copy one back from a backup; or"
+            f" remove {run}/checkpoints, and the resumed run trains its whole journal again from"
+            " version 0"
         )
     return State(), []
 

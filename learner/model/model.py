@@ -103,8 +103,8 @@ class TreeModel:
     """The forwards of all models of this process, which show that an update moves."""
 
     def __init__(
-        self, folder: str, config: LearnerConfig, lora: LoraConfig, temperature: float, ranks: Ranks,
-        seed: int = 0, values: bool = False, reference: bool = False,
+        self, folder: str, config: LearnerConfig, lora: LoraConfig, temperature: float,
+        ranks: Ranks, seed: int = 0, values: bool = False, reference: bool = False,
     ):  # fmt: skip
         check_fits(FilePath(folder), lora, ranks, reference)
         torch.manual_seed(seed)  # gives every rank the same initial adapters
@@ -181,9 +181,7 @@ class TreeModel:
         if not needed:
             return forest.depth, None
         if self.vision is None:
-            raise ValueError(
-                f"a turn shows pictures {needed[:5]}, and the learner's model reads text only: expected the policy's model"
-            )
+            raise ValueError(f"a turn shows pictures {needed[:5]}, and the model reads text only")
         grids = self.vision.grids(pictures, needed)
         positions = vision.places(tokens, forest.depth, forest.end, grids)
         return positions, self.vision.view(tokens, pictures)
@@ -247,7 +245,8 @@ def check_head(folder: str, model: Any) -> None:
         value = getattr(text, key, expected)
         if value is not None and value != expected:
             raise ValueError(
-                f"{folder}: {key} = {value} changes what the learner's head computes: expected {expected}; train another model"
+                f"{folder}: {key} = {value}: the learner's head expects {expected}; train another"
+                " model"
             )
 
 
@@ -265,6 +264,7 @@ def check_fits(folder: FilePath, lora: LoraConfig, ranks: Ranks, reference: bool
     free = torch.cuda.mem_get_info()[0] if ranks.device.startswith("cuda") else free_memory()
     if needed > free:
         raise MemoryError(
-            f"{folder}: one learner rank needs about {needed / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free: use fewer ranks"
-            " (learner.count), LoRA (learner.lora.rank), learner.sharding = 'fsdp' over more ranks or a smaller model"
+            f"{folder}: one learner rank needs about {needed / 2**30:.1f} GiB, {free / 2**30:.1f}"
+            " GiB are free: use fewer ranks (learner.count), LoRA (learner.lora.rank),"
+            " learner.sharding = 'fsdp' over more ranks or a smaller model"
         )

@@ -102,9 +102,8 @@ def fingerprint(tensors: dict[str, torch.Tensor]) -> str:
             place = torch.arange(first, first + piece.numel(), device=piece.device) % 65521 + 1
             plain += int(piece.sum())
             weighted += int((piece * place).sum())
-        total.update(
-            f"{name}\0{tuple(tensors[name].shape)}\0{tensors[name].dtype}\0{plain}\0{weighted}\0".encode()
-        )
+        shape, dtype = tuple(tensors[name].shape), tensors[name].dtype
+        total.update(f"{name}\0{shape}\0{dtype}\0{plain}\0{weighted}\0".encode())
     return total.hexdigest()
 
 

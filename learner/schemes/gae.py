@@ -1,7 +1,7 @@
 """PPO with a critic: GAE on the outcome at the last token of a trajectory, whitened (methods.md 2.4
 without step rewards).
 
-targets = "vtrace" or "retrace" corrects the targets for off-policy data (learner/update/targets.py);
+targets = "vtrace" or "retrace" corrects the targets for off-policy data (update/targets.py);
 rho_max and c_max are V-trace's bounds, rho-bar and c-bar. kl_coef weighs the k1 KL to the initial
 policy, which is subtracted from the reward.
 """

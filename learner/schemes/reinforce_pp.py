@@ -21,8 +21,8 @@ trains = unequal("column")
 def needs(column: str, baseline: str, leave_out_equal: bool, **_: object) -> SchemeNeeds:
     if baseline == "none" and leave_out_equal:
         raise ValueError(
-            "learner.scheme_options.leave_out_equal = true with baseline = 'none': the batch is compared, not a question;"
-            " remove it, or set baseline = 'group'"
+            "learner.scheme_options.leave_out_equal = true with baseline = 'none': the batch is"
+            " compared, not a question; remove it, or set baseline = 'group'"
         )
     if baseline == "none":
         return SchemeNeeds(columns=frozenset({column}), group="batch", aggregation="token")

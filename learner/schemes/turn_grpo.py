@@ -26,7 +26,7 @@ def advantages(
 
 
 def by_turn(turn: np.ndarray, rewards: np.ndarray, n_min: int, ddof: int = 0) -> np.ndarray:
-    """Return the rewards standardised over the turns of the batch with equal turn numbers [turns]."""
+    """Return the rewards standardised over the batch's turns of equal numbers [turns]."""
     scored = ~np.isnan(rewards)
     normalised = np.zeros(len(rewards))
     if not scored.any():

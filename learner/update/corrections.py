@@ -122,7 +122,7 @@ def _ratio(log: Tensor) -> Tensor:
 def _weighted(
     logprobs: Logprobs, advantage: Tensor, coefficient: Tensor, masked: Tensor | None = None
 ) -> Surrogate:
-    """Return the weighted score function, coefficient x A x exp(current - stop_gradient(current))."""
+    """Return the weighted score function, coefficient x A x exp(current - detached current)."""
     through = (logprobs.current - logprobs.current.detach()).exp()
     nothing = advantage.new_zeros(advantage.shape).bool()
     term = coefficient * advantage * through
@@ -312,14 +312,15 @@ class Corrected(msgspec.Struct, frozen=True):
         doubts = []
         if steps > 1 and not self.declared.bounds_step:
             doubts.append(
-                f"learner.correction = {self.name!r} with {steps} optimizer steps per update (learner.epochs x learner.minibatches): nothing"
-                " limits how far the policy moves away from its state at the start of the update; take 'ppo_clip', 'decoupled', 'tis' or 'icepop',"
-                " or one step"
+                f"learner.correction = {self.name!r} with {steps} optimizer steps per update"
+                " (learner.epochs x learner.minibatches): nothing limits how far the policy moves"
+                " away from its state at the start of the update; take 'ppo_clip', 'decoupled',"
+                " 'tis' or 'icepop', or one step"
             )
         if self.declared.aggregation and aggregation not in ("auto", self.declared.aggregation):
             doubts.append(
-                f"learner.correction = {self.name!r} with learner.aggregation = {aggregation!r}: the method is defined with"
-                f" {self.declared.aggregation!r}, which 'auto' takes"
+                f"learner.correction = {self.name!r} with learner.aggregation = {aggregation!r}:"
+                f" the method is defined with {self.declared.aggregation!r}, which 'auto' takes"
             )
         return doubts
 
@@ -358,7 +359,7 @@ def kl(estimator: Estimator, current: Tensor, reference: Tensor) -> Tensor:
     With d = current - reference on sampled tokens: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d
     within [-10, 10] (Schulman 2020, "Approximating KL divergence"). On-policy, k1 and k3 are
     unbiased values. As loss terms, k2 has the gradient of this KL, k3 that of KL(reference ||
-    current), and k1 one that is 0 in expectation; k1 belongs in the reward (``shaped`` of objective.py).
+    current), and k1 one that is 0 in expectation; k1 belongs in the reward (objective.shaped).
     """
     d = (current - reference).clamp(-20, 20)  # keeps exp and its gradient finite
     if estimator == "k3":

@@ -15,7 +15,7 @@ def token_weights(
     table: TurnTable, sampled: np.ndarray, aggregation: Aggregation,
     mean_over_steps: bool = False, constant_tokens: int = 0,
 ) -> np.ndarray:  # fmt: skip
-    """Return the weight of each token's term, float64 [tokens]. It is fixed for the whole update, so
+    """Return the weight of each token's term, float64 [tokens], fixed for the whole update, so that
     every split over micro-batches and ranks gives the same gradient. Forced tokens get 0, because
     they have no sampling probability.
 

@@ -148,8 +148,8 @@ class TurnTable(msgspec.Struct, frozen=True):
 
 
 def scored(name: str) -> Callable[..., np.ndarray]:
-    """Return the rule that a trajectory trains if it has its score (``Trajectories.total``); without
-    it, the trajectory is left out of the whole update and enters no statistic. name: the score
+    """Return the rule that a trajectory trains if it has its score (``Trajectories.total``). If
+    not, the trajectory is left out of the whole update and enters no statistic. name: the score
     column, or the option that names it. The rule returns bool [turns]."""
 
     def rule(table: TurnTable, **options: str) -> np.ndarray:
@@ -217,14 +217,15 @@ def _path(
         parent = ancestor.parent
     if not len(node.tokens):
         raise ValueError(
-            f"tree {tree}, node {node.id}: a trained turn without a token; the strategy must not emit it"
+            f"tree {tree}, node {node.id}: a trained turn without a token; a strategy may emit none"
         )
     assert node.logprobs is not None and node.versions is not None, "a trained turn is an action"
     sampled = node.sampled if node.sampled is not None else np.ones(len(node.tokens), bool)
     support = decode(node.support, len(node.tokens))
     if support is not None and not (support.has(node.tokens) | ~sampled).all():
         raise ValueError(
-            f"tree {tree}, node {node.id}: a sampled token is not among those that top-p and top-k left: mend the engine's Sample.support"
+            f"tree {tree}, node {node.id}: a sampled token is not among those that top-p and top-k"
+            " left: mend the engine's Sample.support"
         )
     tokens = np.concatenate(pieces[::-1]).astype(np.int64)
     start = len(tokens) - len(node.tokens)

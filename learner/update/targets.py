@@ -78,13 +78,9 @@ def needs(targets: Kind, kl_coef: float, rho_max: float = 1.0, c_max: float = 1.
     set without V-trace, or c_max > rho_max."""
     bounds = f"learner.scheme_options.rho_max = {rho_max}, c_max = {c_max}"
     if targets != "vtrace" and (rho_max, c_max) != (1.0, 1.0):
-        raise ValueError(
-            f"{bounds} have no effect with targets = {targets!r}: remove them, or set targets = 'vtrace'"
-        )
+        raise ValueError(f"{bounds} have no effect with targets = {targets!r}: set 'vtrace'")
     if c_max > rho_max:
-        raise ValueError(
-            f"{bounds}: expected c_max of at most rho_max (Espeholt et al. 2018, section 4.1)"
-        )
+        raise ValueError(f"{bounds}: expected c_max of at most rho_max (Espeholt et al. 2018, 4.1)")
     read = {"value": True, "kl": kl_coef > 0, "log_ratio": targets != "gae"}
     return {column for column, reads in read.items() if reads}
 

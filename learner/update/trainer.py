@@ -130,8 +130,8 @@ class Trainer:
             bad = 0 if values is None else int((~np.isfinite(values)).sum())
             if bad:
                 raise ValueError(
-                    f"scheme {self.scheme.name!r}: {bad} of {rows.tokens} {name} are not finite: a score"
-                    " is missing or infinite; coppice trees shows the trees of this update"
+                    f"scheme {self.scheme.name!r}: {bad} of {rows.tokens} {name} are not finite: a"
+                    " score is missing or infinite; coppice trees shows the trees of this update"
                 )
         trained = rows.sampled if estimate.trained is None else rows.sampled & estimate.trained
         if c.overlong_filter:

@@ -11,12 +11,13 @@ from coppice.learner.update.table import TurnTable
 LIMITS = (
     ("engine_gap", "watch/engine_gap_p99",
      "log-probability difference of engine and learner on fresh turns (p99)",
-     "equal weights should give equal values: compare dtype, temperature and attention of engine and"
-     " learner; until then use correction = 'tis' or 'icepop'"),
+     "equal weights should give equal values: compare dtype, temperature and attention of engine"
+     " and learner; until then use correction = 'tis' or 'icepop'"),
     ("clip_share", "learner/clip_share", "share of clipped tokens",
      "lower learner.lr, scheduler.max_staleness or learner.epochs"),
     ("mask_share", "learner/mask_share", "share of masked tokens",
-     "the data is too far off-policy: lower scheduler.max_staleness or widen the correction's bounds"),
+     "the data is too far off-policy: lower scheduler.max_staleness or widen the correction's"
+     " bounds"),
     ("kl", "learner/kl", "KL to the initial policy",
      "raise learner.kl_coef or lower learner.lr"),
     ("sample_share", "watch/sample_share", "effective sample size per token",
@@ -28,7 +29,7 @@ LIMITS = (
 """What is compared with a threshold of ``WatchConfig``: its name, the metric, what the metric is,
 and the remedy."""
 FLOORS = ("sample_share", "entropy")
-"""The thresholds below which a value must not fall; the others are those that it must not exceed."""
+"""The thresholds below which a value must not fall; it must not exceed the others."""
 NORMS = 20
 """The number of gradients with which the newest is compared."""
 FIRST, LAST = 2, 3
@@ -42,8 +43,8 @@ _GROW = {
 }
 """Cause and remedy, by whether a turn of a wrong trajectory earns reward."""
 _SHRINK = (
-    "the cheapest policy acts less: make more initial trajectories succeed (lower temperature, longer"
-    " warm start), or lower learner.lr relative to learner.critic.lr"
+    "the cheapest policy acts less: make more initial trajectories succeed (lower temperature,"
+    " longer warm start), or lower learner.lr relative to learner.critic.lr"
 )
 
 
@@ -218,6 +219,6 @@ class Watch:
         else:
             return ""
         return (
-            f"{group} trajectories have {now:.1f} turns, {now / usual:.2f} times as many as at first"
-            f" (watch.turns = {limit:g}), and a judged turn pays {pay:+.2f} in them: {remedy}"
+            f"{group} trajectories have {now:.1f} turns, {now / usual:.2f} times as many as at"
+            f" first (watch.turns = {limit:g}), and a judged turn pays {pay:+.2f} in them: {remedy}"
         )

@@ -174,5 +174,5 @@ def test_settings_and_batches_that_need_a_model_with_vision_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match="train_vision has no effect"):
         trainer(llama, tmp_path, train_vision=True)
-    with pytest.raises(ValueError, match="the learner's model reads text only"):
+    with pytest.raises(ValueError, match="the model reads text only"):
         trainer(llama, tmp_path).update(pictured(6, 0))
