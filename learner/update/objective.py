@@ -12,9 +12,8 @@ Aggregation = Literal["turn", "trajectory", "token", "constant"]
 
 
 def token_weights(
-    table: TurnTable, sampled: np.ndarray, aggregation: Aggregation,
-    mean_over_steps: bool = False, constant_tokens: int = 0,
-) -> np.ndarray:  # fmt: skip
+    table: TurnTable, sampled: np.ndarray, aggregation: Aggregation, constant_tokens: int = 0
+) -> np.ndarray:
     """Return the weight of each token's term, float64 [tokens], fixed for the whole update, so that
     every split over micro-batches and ranks gives the same gradient. Forced tokens get 0, because
     they have no sampling probability.
@@ -24,7 +23,6 @@ def token_weights(
     the table. "trajectory" (GRPO) begins with the mean over a trajectory's tokens instead. "token"
     is the mean over all trained tokens. "constant" (Dr. GRPO) divides the sum over a trajectory's
     tokens by a constant, so that length carries no weight. sampled: bool [tokens].
-    mean_over_steps: divide by the tree's groups.
     """
     sampled = sampled.astype(np.float64)
     if aggregation == "token":
@@ -41,10 +39,6 @@ def token_weights(
         elif aggregation == "constant":
             tokens = np.full(len(rows), float(constant_tokens))
         scale[rows] = 1.0 / (np.maximum(tokens, 1.0) * len(names) * questions)
-    if mean_over_steps:
-        for tree in np.unique(table.tree):
-            rows = table.tree == tree
-            scale[rows] /= len(np.unique(table.group[rows]))
     return sampled * table.per_token(scale)
 
 

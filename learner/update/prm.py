@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import torch
 
-from coppice.learner.config import LearnerConfig, LoraConfig, OptimizerConfig, PrmConfig
+from coppice.learner.config import LearnerProcess, LoraConfig, PrmConfig
 from coppice.learner.model.model import Policy
 from coppice.learner.model.optimizer import Stepper
 from coppice.learner.model.ranks import Ranks
@@ -69,17 +69,12 @@ class ImplicitPrm:
     """Scores tokens and learns which trajectories succeeded. Call ``score_and_learn`` once per
     update."""
 
-    def __init__(
-        self, folder: str, learner: LearnerConfig, config: PrmConfig, lora: LoraConfig,
-        ranks: Ranks, seed: int, temperature: float,
-    ):  # fmt: skip
+    def __init__(self, process: LearnerProcess, config: PrmConfig, lora: LoraConfig, ranks: Ranks):
+        learner, seed, temperature = process.learner, process.seed, process.temperature
         self.config, self.ranks, self.seed = config, ranks, seed
         self.micro_tokens, self.updates = learner.micro_tokens, 0
-        self.model = Policy(folder, learner, temperature, ranks, seed, lora)
-        optimizer = OptimizerConfig(
-            config.lr, config.warmup_updates, 0, learner.betas, 0.0, config.grad_clip
-        )
-        self.stepper = Stepper("prm", self.model.trained(), optimizer, ranks)
+        self.model = Policy(process.model, learner, temperature, ranks, seed, lora)
+        self.stepper = Stepper("prm", self.model.trained(), config.optimizer(learner), ranks)
 
     def rewards(self, rows: Rows, steps: Plan, reference: np.ndarray) -> np.ndarray:
         """Return beta (log pi_phi - log pi_reference) per token and 0 for forced tokens, float64

@@ -49,23 +49,20 @@ class Trainer:
     def __init__(self, process: LearnerProcess, ranks: Ranks):
         self.process, self.config, self.ranks = process, process.learner, ranks
         torch.set_num_threads(self.config.threads)
-        c, folder, seed = self.config, process.model, process.seed
-        self.timed = Stopwatch()
+        c, self.timed = self.config, Stopwatch()
         self.plan = plan_of(c)
         self.scheme, self.correct, models = self.plan.scheme, self.plan.correct, self.plan.models
         self.policy = Policy(
-            folder, c, process.temperature, ranks, seed, reference=models["policy"].copy
+            process.model, c, process.temperature, ranks, process.seed, None, models["policy"].copy
         )
         self.stepper = Stepper("policy", self.policy.trained(), c.optimizer, ranks)
         self.policy_step = PolicyStep(self.policy, self.stepper, self.correct, c, ranks, self.timed)
         self.critic: Critic | None = None
         self.prm: ImplicitPrm | None = None
         if self.plan.critic is not None:
-            self.critic = Critic(folder, c, self.plan.critic, models["critic"].lora, ranks, seed)
+            self.critic = Critic(process, self.plan.critic, models["critic"].lora, ranks)
         if self.plan.prm is not None:
-            self.prm = ImplicitPrm(
-                folder, c, self.plan.prm, models["prm"].lora, ranks, seed, process.temperature
-            )
+            self.prm = ImplicitPrm(process, self.plan.prm, models["prm"].lora, ranks)
         self.watch = watch.Watch(c.watch, self.policy.compute == torch.bfloat16)
         self.warnings: list[str] = []
         self.version = 0
@@ -136,9 +133,7 @@ class Trainer:
         trained = rows.sampled if estimate.trained is None else rows.sampled & estimate.trained
         if c.overlong_filter:
             trained = trained & ~table.per_token(truncated(table))
-        weights = token_weights(
-            table, trained, self.plan.aggregation, c.mean_over_steps, c.constant_tokens
-        )
+        weights = token_weights(table, trained, self.plan.aggregation, c.constant_tokens)
         objective = self._objective(table, rows, estimate, weights)
         metrics = self._table_metrics(table, objective) | prm_metrics
         metrics |= self.scheme.metrics(table) | watch.explained_variance(table)

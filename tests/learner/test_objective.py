@@ -40,8 +40,6 @@ def test_slate_weights_are_token_mean_then_mean_over_candidates_then_sum_over_st
     # 1/k * 1/questions each, so each step of a question sums to 1/2
     np.testing.assert_allclose(sums, [0.25] * 6)
     np.testing.assert_allclose(weights[:2], 0.125)
-    halved = token_weights(t, sampled(turns), "turn", mean_over_steps=True)
-    np.testing.assert_allclose(halved[:2], 0.0625)
 
 
 def test_trajectory_weights_are_token_mean_over_a_whole_trajectory() -> None:
