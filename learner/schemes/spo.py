@@ -18,7 +18,7 @@ import numpy as np
 from coppice.common.declared import SchemeNeeds
 from coppice.common.numbers import Count, Positive
 from coppice.common.statistics import whiten as whiten_tokens
-from coppice.learner.forest.segments import Segments, segments
+from coppice.learner.forest.segments import TreeSegments, segments
 from coppice.learner.update.table import TurnTable, scored
 from coppice.learner.update.targets import Estimate
 
@@ -55,7 +55,7 @@ def advantages(
     )
 
 
-def drawn(tree: Segments, questions: np.ndarray, gain: np.ndarray, most: int) -> np.ndarray:
+def drawn(tree: TreeSegments, questions: np.ndarray, gain: np.ndarray, most: int) -> np.ndarray:
     """Return, as bool [segments], at most ``most`` segments of each question among those of a gain.
     questions: int64 [trajectories]."""
     kept, question = np.abs(gain) > 1e-12, questions[tree.first()]

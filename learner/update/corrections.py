@@ -93,30 +93,22 @@ def declares(**declared: Any) -> Callable[[Correction], Correction]:
 
 
 def log_ratio(
-    logprobs: Logprobs, level: Level, against: Literal["current", "proximal"] = "current"
+    logprobs: Logprobs, level: Level, proximal: bool = False, geometric: bool = False
 ) -> Tensor:
-    """Return the log of (current or proximal) / behaviour over each token's segment [tokens],
-    without gradient."""
-    newer = logprobs.current.detach() if against == "current" else logprobs.proximal
-    token = newer - logprobs.behaviour
-    if level == "token":
-        return token
-    segments = logprobs.segments[level]
-    return segments.outside.index_add(0, segments.ids, token)[segments.ids]
+    """Return the log of current (or ``proximal``) / behaviour over each token's segment [tokens],
+    without gradient: of the product of its token ratios, or of their ``geometric`` mean."""
+    newer = logprobs.proximal if proximal else logprobs.current.detach()
+    log = newer - logprobs.behaviour
+    if level != "token":
+        segments = logprobs.segments[level]
+        log = segments.outside.index_add(0, segments.ids, log)[segments.ids]
+        log = log / segments.tokens[segments.ids] if geometric else log
+    return log
 
 
-def mean_log_ratio(logprobs: Logprobs, level: Level) -> Tensor:
-    """Return ``log_ratio`` divided by the segment's tokens, which is the log of the geometric mean
-    of the segment's token ratios."""
-    total = log_ratio(logprobs, level)
-    if level == "token":
-        return total
-    segments = logprobs.segments[level]
-    return total / segments.tokens[segments.ids]
-
-
-def _ratio(log: Tensor) -> Tensor:
-    return log.clamp(-20, 20).exp()  # keeps products finite; e^20 is above every bound
+def ratio(logprobs: Logprobs, level: Level, **how: bool) -> Tensor:
+    """Return exp(``log_ratio``), clamped so that products stay finite; e^20 exceeds every bound."""
+    return log_ratio(logprobs, level, **how).clamp(-20, 20).exp()
 
 
 def _weighted(
@@ -158,8 +150,8 @@ def ppo_clip(
 ) -> Surrogate:  # fmt: skip
     """Maximise min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) (Schulman et al. 2017). dual_clip c
     > 1 keeps it above c A where A < 0."""
-    ratio = _ratio(log_ratio(logprobs, level))
-    return _clipped(logprobs, advantage, ratio, clip_low, clip_high, dual_clip)
+    own = ratio(logprobs, level)
+    return _clipped(logprobs, advantage, own, clip_low, clip_high, dual_clip)
 
 
 _decouples = declares(
@@ -176,7 +168,7 @@ def decoupled(
 ) -> Surrogate:  # fmt: skip
     """Decoupled PPO (Hilton et al. 2022) as AReaL trains it: w = proximal / behaviour up to
     ``upper``, and 0 above it. For w = min(proximal / behaviour, upper) take ``tis``."""
-    weight = _weight(logprobs, level)
+    weight = ratio(logprobs, level, proximal=True)
     return _near(logprobs, advantage, weight, 0.0, upper, clip_low, clip_high, dual_clip)
 
 
@@ -188,7 +180,7 @@ def tis(
 ) -> Surrogate:  # fmt: skip
     """Truncated importance sampling (Yao et al. 2025): w = clip(proximal / behaviour, lower,
     upper), times PPO's clip of current / proximal."""
-    weight = _weight(logprobs, level).clamp(lower, upper)
+    weight = ratio(logprobs, level, proximal=True).clamp(lower, upper)
     return _near(logprobs, advantage, weight, lower, upper, clip_low, clip_high, dual_clip)
 
 
@@ -200,12 +192,8 @@ def icepop(
 ) -> Surrogate:  # fmt: skip
     """w = proximal / behaviour within [lower, upper], else 0, times PPO's clip of current /
     proximal (IcePop 2025)."""
-    weight = _weight(logprobs, level)
+    weight = ratio(logprobs, level, proximal=True)
     return _near(logprobs, advantage, weight, lower, upper, clip_low, clip_high, dual_clip)
-
-
-def _weight(logprobs: Logprobs, level: Level) -> Tensor:
-    return _ratio(log_ratio(logprobs, level, "proximal"))
 
 
 def _near(
@@ -215,9 +203,9 @@ def _near(
     """Return weight x PPO's clipped term of current / proximal, and 0 for the tokens whose weight
     is outside [lower, upper]."""
     outside = (weight < lower) | (weight > upper)
-    ratio = _ratio(logprobs.current.detach() - logprobs.proximal)
+    near = (logprobs.current.detach() - logprobs.proximal).clamp(-20, 20).exp()
     weight = weight.masked_fill(outside, 0.0)
-    surrogate = _clipped(logprobs, advantage, ratio, clip_low, clip_high, dual_clip, weight)
+    surrogate = _clipped(logprobs, advantage, near, clip_low, clip_high, dual_clip, weight)
     return msgspec.structs.replace(surrogate, clipped=surrogate.clipped & ~outside, masked=outside)
 
 
@@ -225,7 +213,7 @@ def aipo(
     logprobs: Logprobs, advantage: Tensor, level: Level = "token", upper: Positive = 4.0
 ) -> Surrogate:
     """C = min(r, upper): one-sided truncation (AIPO, LlamaRL 2025)."""
-    return _weighted(logprobs, advantage, _ratio(log_ratio(logprobs, level)).clamp(max=upper))
+    return _weighted(logprobs, advantage, ratio(logprobs, level).clamp(max=upper))
 
 
 def cispo(
@@ -234,8 +222,8 @@ def cispo(
 ) -> Surrogate:  # fmt: skip
     """C = clip(r, 1 - clip_low, 1 + clip_high). Only the weight is clipped, so no token loses its
     gradient (MiniMax-M1 2025)."""
-    ratio = _ratio(log_ratio(logprobs, level))
-    return _weighted(logprobs, advantage, ratio.clamp(1 - clip_low, 1 + clip_high))
+    coefficient = ratio(logprobs, level).clamp(1 - clip_low, 1 + clip_high)
+    return _weighted(logprobs, advantage, coefficient)
 
 
 def sequence_mask(
@@ -244,9 +232,9 @@ def sequence_mask(
 ) -> Surrogate:  # fmt: skip
     """C = R where the segment's ratio R is within [lower, upper], else 0: masked importance
     sampling of whole segments."""
-    ratio = _ratio(log_ratio(logprobs, level))
-    outside = (ratio < lower) | (ratio > upper)
-    return _weighted(logprobs, advantage, ratio.masked_fill(outside, 0.0), outside)
+    own = ratio(logprobs, level)
+    outside = (own < lower) | (own > upper)
+    return _weighted(logprobs, advantage, own.masked_fill(outside, 0.0), outside)
 
 
 def geometric_mask(
@@ -255,10 +243,10 @@ def geometric_mask(
 ) -> Surrogate:  # fmt: skip
     """C = r per token where the geometric mean of the segment's token ratios is within [lower,
     upper], else 0. Long segments are not rejected more often than short ones."""
-    mean = _ratio(mean_log_ratio(logprobs, level))
+    mean = ratio(logprobs, level, geometric=True)
     outside = (mean < lower) | (mean > upper)
-    ratio = _ratio(log_ratio(logprobs, "token"))
-    return _weighted(logprobs, advantage, ratio.masked_fill(outside, 0.0), outside)
+    coefficient = ratio(logprobs, "token").masked_fill(outside, 0.0)
+    return _weighted(logprobs, advantage, coefficient, outside)
 
 
 @declares(bounds_step=True, aggregation="trajectory")
@@ -268,8 +256,8 @@ def gspo(
 ) -> Surrogate:  # fmt: skip
     """Maximise min(s A, clip(s) A), where s is the geometric mean of the segment's token ratios
     (GSPO in its token form; Zheng et al. 2025, whose objective has no dual clip)."""
-    ratio = _ratio(mean_log_ratio(logprobs, level))
-    return _clipped(logprobs, advantage, ratio, clip_low, clip_high, dual_clip)
+    mean = ratio(logprobs, level, geometric=True)
+    return _clipped(logprobs, advantage, mean, clip_low, clip_high, dual_clip)
 
 
 _ALL = (none, ppo_clip, decoupled, tis, aipo, cispo, icepop, sequence_mask, geometric_mask, gspo)
