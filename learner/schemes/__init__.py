@@ -1,7 +1,7 @@
 """Advantage schemes, one per file. A scheme knows nothing of models and staleness.
 
 A scheme's file has ``advantages(table, **options)``, which returns float64 [tokens], or an
-``Estimate`` if the scheme also computes targets for a critic. Its other functions get the value of
+``Advantages`` if the scheme also computes targets for a critic. Its other functions get the value of
 every option: ``needs(**options)`` declares as a ``SchemeNeeds`` what the scheme reads; the optional
 ``trains(table, **options)`` says which turns train (as ``scored`` of learner/update/table.py;
 ``advantages`` sees only these), and the optional ``metrics(table, **options)`` measures each batch.
@@ -17,7 +17,7 @@ import numpy as np
 from coppice.common.declared import SchemeNeeds
 from coppice.common.options import check_takes, checked, declared, modules, plugin, with_defaults
 from coppice.learner.update.table import TurnTable
-from coppice.learner.update.targets import Estimate
+from coppice.learner.update.targets import Advantages
 
 
 class Scheme(msgspec.Struct, frozen=True):
@@ -31,10 +31,10 @@ class Scheme(msgspec.Struct, frozen=True):
     rule: Callable[..., np.ndarray] | None = None
     measure: Callable[..., dict[str, float]] | None = None
 
-    def __call__(self, table: TurnTable) -> Estimate:
+    def __call__(self, table: TurnTable) -> Advantages:
         """Return the estimate of a table that holds only turns which train."""
         estimate = self.function(table, **self.options)
-        return estimate if isinstance(estimate, Estimate) else Estimate(estimate)
+        return estimate if isinstance(estimate, Advantages) else Advantages(estimate)
 
     def trains(self, table: TurnTable) -> np.ndarray:
         """Return, as bool [turns], which turns the scheme trains on. The update leaves the others

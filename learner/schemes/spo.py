@@ -20,7 +20,7 @@ from coppice.common.numbers import Count, Positive
 from coppice.common.statistics import whiten as whiten_tokens
 from coppice.learner.forest.segments import TreeSegments, segments
 from coppice.learner.update.table import TurnTable, scored
-from coppice.learner.update.targets import Estimate
+from coppice.learner.update.targets import Advantages
 
 trains = scored("column")
 
@@ -35,7 +35,7 @@ def needs(column: str, form: str, whiten: bool, **_: object) -> SchemeNeeds:
 def advantages(
     table: TurnTable, column: str = "outcome", form: Literal["released", "paper"] = "released",
     most: Count = 32, certain: Positive = 0.9, whiten: bool = True,
-) -> Estimate:  # fmt: skip
+) -> Advantages:  # fmt: skip
     """Return advantages and which tokens are trained. certain: more than 1 trains the tokens of
     every probability."""
     tree, (trajectories, returns) = segments(table), table.returns(column)
@@ -49,7 +49,7 @@ def advantages(
         once = tree.first()[tree.of] == table.per_token(trajectories.of)
         trained &= once & drawn(tree, trajectories.tree, gain, most)[tree.of]
     advantage = gain[tree.of]
-    return Estimate(
+    return Advantages(
         whiten_tokens(advantage, trained, ddof=1) if whiten else np.where(trained, advantage, 0.0),
         trained=trained,
     )

@@ -26,7 +26,7 @@ from coppice.learner.update.policy_step import MEASURES, Objective, PolicyStep, 
 from coppice.learner.update.prm import ImplicitPrm
 from coppice.learner.update.stopwatch import Stopwatch
 from coppice.learner.update.table import TurnTable, build
-from coppice.learner.update.targets import Estimate
+from coppice.learner.update.targets import Advantages
 from coppice.wire.messages import TrainGroup, TreeNode
 
 
@@ -177,7 +177,7 @@ class Trainer:
             return sweep(rows, steps, self.ranks, lambda forest: self.policy.logprobs(forest)[0])
 
     def _objective(
-        self, table: TurnTable, rows: Rows, estimate: Estimate, weights: np.ndarray
+        self, table: TurnTable, rows: Rows, estimate: Advantages, weights: np.ndarray
     ) -> Objective:
         columns, turn = table.token_scores, table.row()
         sequence = self.correct.level == "sequence"
@@ -197,7 +197,7 @@ class Trainer:
         )
 
     def _steps(
-        self, table: TurnTable, objective: Objective, estimate: Estimate, everything: Plan
+        self, table: TurnTable, objective: Objective, estimate: Advantages, everything: Plan
     ) -> dict[str, float]:
         """Make epochs x minibatches optimizer steps of the policy, and of the critic if there is
         one. Returns their metrics.

@@ -23,7 +23,7 @@ from coppice.learner.schemes import (
     turn_grpo,
 )
 from coppice.learner.update.table import TurnTable
-from coppice.learner.update.targets import Estimate
+from coppice.learner.update.targets import Advantages
 from tests.learner.tables import NO, estimated, made_of, random_table
 
 Which = tuple[str, dict[str, Any]]
@@ -40,7 +40,7 @@ def by_turn(made: np.ndarray, t: TurnTable) -> np.ndarray:
     return made[np.cumsum(t.tokens) - 1]
 
 
-def targets(made: Estimate) -> np.ndarray:
+def targets(made: Advantages) -> np.ndarray:
     """The critic's targets of an estimate that has some."""
     assert made.returns is not None
     return made.returns

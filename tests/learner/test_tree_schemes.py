@@ -14,7 +14,7 @@ from coppice.learner.forest.segments import segments
 from coppice.learner.forest.trees import Path as Tokens
 from coppice.learner.schemes import arpo, grpo, sao, spo, tree_grpo, treepo, treerl, vineppo
 from coppice.learner.update.table import TurnTable
-from coppice.learner.update.targets import Estimate
+from coppice.learner.update.targets import Advantages
 from tests.learner import released
 from tests.learner.released import Node, grown, ours
 from tests.learner.tables import acted, estimated
@@ -312,7 +312,7 @@ def test_tokens_that_a_scheme_leaves_out_are_in_no_mean_of_the_update(
 
 def sao_estimate(
     paths: list[list[list[int]]], outcomes: list[float], values: list[float], **options: Any
-) -> Estimate:
+) -> Advantages:
     table = msgspec.structs.replace(
         leaves(paths, outcomes), token_scores={"value": np.array(values)}
     )
