@@ -43,9 +43,7 @@ def reload_configuration() -> None:
 
 
 @pytest.mark.parametrize("kind", ["file", "ftp"])
-def test_a_version_reaches_a_node_that_does_not_see_the_run_folder(
-    kind: str, server: str, tmp_path: Path
-) -> None:
+def test_a_version_reaches_a_node_without_the_run(kind: str, server: str, tmp_path: Path) -> None:
     url, weights = (
         {"file": f"file://{tmp_path}/store/run", "ftp": f"{server}/run"}[kind],
         tmp_path / "node" / "weights",

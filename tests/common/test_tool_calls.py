@@ -32,9 +32,7 @@ CALL = ToolCall("look", '{"a": "</x> é"}')
         ("mistral", f"Well.[TOOL_CALLS][{ONE}, {ONE}]", Parsed("Well.", [CALL, CALL])),
     ],
 )
-def test_calls_are_read_as_their_family_writes_them(
-    family: str, reply: str, expected: Parsed
-) -> None:
+def test_calls_are_read_as_a_family_writes_them(family: str, reply: str, expected: Parsed) -> None:
     assert parse(reply, family, ["look"]) == expected
 
 
@@ -77,9 +75,7 @@ def test_an_opening_begins_a_call_that_is_read(family: str) -> None:
         ("<tool_call>", "without a call"),
     ],
 )
-def test_a_call_that_cannot_be_read_makes_the_reply_invalid_and_is_explained(
-    reply: str, problem: str
-) -> None:
+def test_an_unreadable_call_makes_the_reply_invalid_and_says_why(reply: str, problem: str) -> None:
     parsed = parse(reply, "hermes", ["look"])
     assert (parsed.text, parsed.calls) == (reply, [])
     assert problem in parsed.problem

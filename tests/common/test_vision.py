@@ -40,9 +40,7 @@ def blank(height: int, width: int) -> bytes:
 
 
 @pytest.mark.parametrize(("height", "width"), SIZES)
-def test_a_picture_has_as_many_tokens_as_the_processor_of_transformers_gives_it(
-    folder: Path, height: int, width: int
-) -> None:
+def test_a_picture_has_the_tokens_of_transformers(folder: Path, height: int, width: int) -> None:
     seen = Vision.of(folder)
     assert seen is not None
     picture = blank(height, width)

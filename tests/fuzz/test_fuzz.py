@@ -21,9 +21,7 @@ def test_mutations_of_the_corpus_end_in_an_answer_or_in_the_parsers_own_error(na
     assert (count, findings) == (most, {})
 
 
-def test_every_seed_is_good_enough_that_its_parser_reads_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_every_seed_is_read_by_its_parser(monkeypatch: pytest.MonkeyPatch) -> None:
     """A seed that is refused at its first byte would test nothing: without the suppression of its
     refusals no wire seed raises."""
     for data in seeds("wire_header"):

@@ -37,9 +37,7 @@ def ancestors(made: Forest) -> np.ndarray:
 
 @given(random_paths, st.integers(0, 20))
 @settings(deadline=None, max_examples=80)
-def test_the_cascades_blocks_hold_each_ancestor_pair_exactly_once(
-    paths: list[list[int]], small: int
-) -> None:
+def test_the_cascade_holds_each_ancestor_pair_once(paths: list[list[int]], small: int) -> None:
     made = packed(paths)
     seen = np.zeros((len(made.end),) * 2, int)
     for block in blocks(made, small):
@@ -91,9 +89,7 @@ def test_the_cascade_equals_the_dense_mask_in_values_and_gradients(
 
 @given(paths=random_paths, window=st.sampled_from([None, 2, 5]))
 @settings(deadline=None, max_examples=30)
-def test_flexattentions_rule_is_ancestry_and_fillers_see_and_are_seen_by_nothing_else(
-    paths: list[list[int]], window: int | None
-) -> None:
+def test_flex_sees_ancestors_and_fillers_alone(paths: list[list[int]], window: int | None) -> None:
     made = packed(paths)
     grown = filled(made, 16)
     size = len(grown.end)

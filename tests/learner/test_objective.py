@@ -30,9 +30,7 @@ def sampled(turns: list[Tokens]) -> np.ndarray:
     return np.concatenate([turn.sampled for turn in turns])
 
 
-def test_slate_weights_are_token_mean_then_mean_over_candidates_then_sum_over_steps_then_mean_over_questions() -> (
-    None
-):
+def test_slate_weights_are_means_over_tokens_candidates_and_questions_summed_over_steps() -> None:
     # Question 0 has two steps of two candidates, question 1 one step.
     t, turns = batch([2, 4, 1, 1, 3, 5], [0, 0, 1, 1, 2, 2], [0, 1, 0, 1, 0, 1], [0, 0, 0, 0, 1, 1])
     weights = token_weights(t, sampled(turns), "turn")
@@ -54,7 +52,7 @@ def test_forced_tokens_weigh_nothing_and_do_not_dilute_the_others() -> None:
 
 
 @pytest.mark.parametrize("aggregation", ["turn", "trajectory", "token", "constant"])
-def test_a_question_that_lost_all_its_outcomes_leaves_the_others_as_without_it(
+def test_a_question_without_outcomes_leaves_the_others_alone(
     aggregation: Aggregation,
 ) -> None:
     both, turns = batch([2, 4, 3, 3], [0, 0, 1, 1], [0, 1, 0, 1], [7, 7, 9, 9])
@@ -66,9 +64,7 @@ def test_a_question_that_lost_all_its_outcomes_leaves_the_others_as_without_it(
     )
 
 
-def test_auto_is_the_aggregation_of_the_scheme_s_source_unless_the_correction_declares_one() -> (
-    None
-):
+def test_auto_is_the_aggregation_of_the_schemes_source_unless_the_correction_has_one() -> None:
     def auto(scheme: str, **settings: Any) -> str:
         return plan_of(LearnerConfig(scheme=scheme, **settings)).aggregation
 

@@ -65,9 +65,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.mark.slow
 @pytest.mark.parametrize("attention", ["dense", "cascade"])
-def test_a_forest_with_pictures_reads_as_the_models_own_forward(
-    folder: Path, tmp_path: Path, attention: Any
-) -> None:
+def test_pictures_read_as_by_the_plain_model(folder: Path, tmp_path: Path, attention: Any) -> None:
     config = process(folder, tmp_path, rank=0, attention=attention).learner
     policy = Policy(str(folder), config, 1.0, Ranks(60))
     paths = seen()
@@ -143,9 +141,7 @@ def test_pictures_reach_the_rows_of_a_batch_also_on_other_ranks() -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 4])
-def test_an_update_trains_the_language_layers_and_leaves_the_vision_tower(
-    seeing: Path, tmp_path: Path, rank: int
-) -> None:
+def test_an_update_leaves_the_vision_tower(seeing: Path, tmp_path: Path, rank: int) -> None:
     made = trainer(seeing, tmp_path, rank, scheme="turn_grpo", gradient_checkpointing=rank == 4)
     assert made.policy.trained()
     assert not any("visual" in name for name in made.policy.trained())
@@ -157,9 +153,7 @@ def test_an_update_trains_the_language_layers_and_leaves_the_vision_tower(
 
 
 @pytest.mark.parametrize("rank", [0, 4])
-def test_a_trained_vision_tower_has_the_gradient_of_the_plain_paths(
-    seeing: Path, tmp_path: Path, rank: int
-) -> None:
+def test_a_vision_tower_trains_as_on_plain_paths(seeing: Path, tmp_path: Path, rank: int) -> None:
     policy = trainer(seeing, tmp_path, rank, train_vision=True).policy
     assert any("visual" in name for name in policy.trained())
     assert check(policy, seen() + seen(1))
@@ -169,9 +163,7 @@ def test_a_trained_vision_tower_has_the_gradient_of_the_plain_paths(
     )
 
 
-def test_settings_and_batches_that_need_a_model_with_vision_are_refused(
-    llama: Path, tmp_path: Path
-) -> None:
+def test_what_needs_a_model_with_vision_is_refused(llama: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="train_vision has no effect"):
         trainer(llama, tmp_path, train_vision=True)
     with pytest.raises(ValueError, match="the model reads text only"):

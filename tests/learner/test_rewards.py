@@ -73,9 +73,7 @@ def test_k1_in_the_reward_reaches_a_group_scheme_as_the_kl_of_whole_trajectories
     np.testing.assert_allclose(advantages, np.repeat([-0.2, 0.2], 5))
 
 
-def test_k1_in_the_reward_of_a_trainer_is_the_log_ratio_of_its_samples(
-    tmp_path: Path, llama: Path
-) -> None:
+def test_k1_in_the_reward_is_the_log_ratio_of_the_samples(tmp_path: Path, llama: Path) -> None:
     settings: dict[str, Any] = {"kl_coef": 0.0, "scheme": "grpo", "scheme_options": {"std": False}}
     some = episodes(0, 0)
     before, after = (

@@ -125,9 +125,7 @@ async def test_engine_and_learner_agree_on_the_distribution_that_was_sampled(
     assert apart["watch/engine_gap_mean"] > 5 * metrics["watch/engine_gap_mean"]
 
 
-async def test_the_reward_model_begins_with_a_log_ratio_of_zero(
-    tmp_path: Path, llama: Path
-) -> None:
+async def test_the_reward_model_begins_at_a_log_ratio_of_0(tmp_path: Path, llama: Path) -> None:
     some = await sampled(llama, top_p=0.9)
     made = tempered(llama, tmp_path, scheme="oprl", prm={"lr": 1e-3}, kl_coef=0.0)
     rows = Rows(table_of(some).paths)

@@ -41,9 +41,7 @@ def table(trajectories: int, **scores: list[float]) -> TurnTable:
 
 
 @pytest.mark.parametrize("base", ["grpo", "rloo", "reinforce_pp"])
-def test_an_invalid_step_among_equal_outcomes_costs_its_penalty_not_a_hundred_thousand(
-    base: str,
-) -> None:
+def test_an_invalid_step_among_equal_outcomes_costs_its_penalty_alone(base: str) -> None:
     t = table(4, outcome=[0, 0, 0, 0], valid=[1, 0, 1, 1])
     made = schemes.load("oprl", {"base": base})(t).advantages
     assert np.abs(made).max() < 2
@@ -62,9 +60,7 @@ def test_equal_scores_leave_exactly_no_advantage(value: float) -> None:
         assert not made.any()
 
 
-def test_an_infinite_score_is_named_with_the_scheme_that_read_it(
-    tmp_path: Path, llama: Path
-) -> None:
+def test_an_infinite_score_is_named_with_its_scheme(tmp_path: Path, llama: Path) -> None:
     some, nodes = groups(7)
     turns = [msgspec.structs.replace(t, scores={"reward": float("inf")}) for t in some[0].turns[:1]]
     bad = TrainGroup(some[0].id, some[0].tree, some[0].nodes, turns + some[0].turns[1:])
@@ -82,9 +78,7 @@ def test_groups_without_turns_are_an_update_without_a_step(tmp_path: Path, llama
     assert made.version == 1
 
 
-def test_the_self_check_waits_for_a_batch_that_shares_something(
-    tmp_path: Path, llama: Path
-) -> None:
+def test_the_self_check_waits_for_a_shared_prefix(tmp_path: Path, llama: Path) -> None:
     made = trainer(llama, tmp_path)
     assert not check(made.policy, [Tokens([1, 2, 3], 1), Tokens([4, 5, 6], 1)])
     assert check(made.policy, [Tokens([1, 2, 3, 4], 3), Tokens([1, 2, 3, 5], 3)])
@@ -92,9 +86,7 @@ def test_the_self_check_waits_for_a_batch_that_shares_something(
     assert made.checked
 
 
-def test_a_model_that_scales_its_logits_is_refused_by_the_key_that_says_so(
-    tmp_path: Path, llama: Path
-) -> None:
+def test_a_model_that_scales_its_logits_is_refused(tmp_path: Path, llama: Path) -> None:
     shape: dict[str, Any] = {
         "vocab_size": 260,
         "hidden_size": 32,

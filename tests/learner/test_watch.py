@@ -124,9 +124,7 @@ def test_a_gradient_norm_is_held_against_the_median_of_the_twenty_before_it() ->
 
 
 @pytest.mark.parametrize("parts", [[[0], [1, 2]], [[0, 1]], [[0], [1], [2]]])
-def test_signal_and_noise_are_unbiased_for_unequal_parts_and_for_a_part_alone(
-    parts: list[list[int]],
-) -> None:
+def test_signal_and_noise_are_unbiased_for_unequal_parts(parts: list[list[int]]) -> None:
     # Three questions with gradients 2 +- 1, each a third of the loss: the mean is 2, the variance
     # of their mean 1 / 3.
     found = []
@@ -149,9 +147,7 @@ def test_the_noise_scale_is_the_ratio_of_the_means_in_questions() -> None:
     assert watch.noise_scale({}, 8) == {}
 
 
-def test_one_rank_has_a_noise_scale_once_its_step_has_several_micro_batches(
-    tmp_path: Path, llama: Path
-) -> None:
+def test_one_rank_of_several_micro_batches_has_a_noise_scale(tmp_path: Path, llama: Path) -> None:
     one, several = (
         trainer(llama, tmp_path, micro_tokens=tokens).update(batch(0, 0)) for tokens in (4096, 24)
     )
