@@ -38,9 +38,8 @@ def _of_started_run(folder: Path) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError as error:
-        raise FileNotFoundError(
-            f"no keys in {folder} ({error}): is this a run folder that was started?"
-        ) from None
+        told = f"no keys in {folder} ({error}): is this a run folder that was started?"
+        raise FileNotFoundError(told) from None
 
 
 class PeerKeys(msgspec.Struct, frozen=True):

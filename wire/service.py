@@ -64,30 +64,22 @@ def service_types(service: str) -> tuple[type, type]:
 
 
 class Call:
-    """An open request, as its handler sees it: created when the request is accepted, over when its
-    Result or Error is queued.
-
-    deadline: a time on the clock of ``time.monotonic``. cancelled: set when nobody wants the answer
-    any more; the handler's task is cancelled at the same moment.
-    """
+    """An open request, as its handler sees it, until its Result or Error is queued. deadline: on
+    the clock of ``time.monotonic``. cancelled: set when nobody wants the answer any more; the
+    handler's task is cancelled at the same moment."""
 
     def __init__(self, header: Request):
-        self.id = header.id
-        self.name = header.service
+        self.id, self.name, self.late = header.id, header.service, False
         self.deadline = time.monotonic() + header.deadline_s
         self.cancelled = asyncio.Event()
         self.task: asyncio.Task[None] | None = None
-        self.late = False
 
-    def cancel(self) -> None:
-        """Stop the work and send no answer."""
-        self.cancelled.set()
-        if self.task is not None:
-            self.task.cancel()
-
-    def expire(self) -> None:
-        """Stop the work because its deadline passed, and answer with an Error."""
-        self.late = True
+    def cancel(self, late: bool = False) -> None:
+        """Stop the work and send no answer, or an Error if it is ``late`` for its deadline."""
+        if late:
+            self.late = True
+        else:
+            self.cancelled.set()
         if self.task is not None:
             self.task.cancel()
 
@@ -235,8 +227,8 @@ class Service:
                 self.registered.clear()
             case Heartbeat(echo=echo):
                 self._echo = echo
-            case _:
-                pass  # what only a worker sends
+            case _:  # what only a worker sends
+                pass
 
     def _accept(self, header: Request, frames: list[Frame]) -> None:
         if len(self.calls) >= self.capacity + PINNED_ROOM:
@@ -252,7 +244,7 @@ class Service:
         call.task.add_done_callback(lambda _: self.calls.pop(header.id, None))
 
     async def _serve(self, header: Request, frames: list[Frame], call: Call) -> None:
-        timer = asyncio.get_running_loop().call_later(header.deadline_s, call.expire)
+        timer = asyncio.get_running_loop().call_later(header.deadline_s, call.cancel, True)
         try:
             handler = self.handlers.get(header.service)
             if handler is None:

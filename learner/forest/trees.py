@@ -141,10 +141,7 @@ def pack(paths: Sequence[Path], share: bool | None = True) -> Forest:
 
 def alone(path: Path) -> Forest:
     """Return one path as a forest, for the model's own causal attention."""
-    tokens, n = np.asarray(path.tokens, np.int64), len(path.tokens)
-    read, target = np.arange(path.start - 1, n - 1), tokens[path.start :]
-    depth, end = np.arange(n), np.full(n, n)
-    return Forest(tokens, depth, end, read, target, n, n, path.pictures, path.support)
+    return pack([path])
 
 
 def filled(forest: Forest, bucket: int) -> Forest:

@@ -28,7 +28,7 @@ class Critic:
         self, process: LearnerProcess, config: CriticConfig, lora: LoraConfig, ranks: Ranks
     ):
         self.config, self.ranks, learner = config, ranks, process.learner
-        self.model = TreeModel(process.model, learner, lora, 1.0, ranks, process.seed, values=True)
+        self.model = TreeModel(process.model, learner, 1.0, ranks, process.seed, lora, True)
         self.stepper = Stepper("critic", self.model.trained(), config.optimizer(learner), ranks)
 
     def values(self, rows: Rows, steps: Plan) -> np.ndarray:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from coppice.learner.config import LearnerConfig
-from coppice.learner.model.model import Policy
+from coppice.learner.model.model import TreeModel
 from coppice.learner.model.optimizer import Stepper
 from coppice.learner.model.ranks import Ranks
 from coppice.learner.update import watch
@@ -45,7 +45,7 @@ class PolicyStep:
     """Makes the policy's optimizer steps: for each, ``plan`` and then ``step``."""
 
     def __init__(
-        self, policy: Policy, stepper: Stepper, correct: Corrected, config: LearnerConfig,
+        self, policy: TreeModel, stepper: Stepper, correct: Corrected, config: LearnerConfig,
         ranks: Ranks, timed: Stopwatch,
     ):  # fmt: skip
         self.policy, self.stepper, self.correct = policy, stepper, correct
@@ -111,7 +111,7 @@ class PolicyStep:
         with self.timed("pack"):
             forest = rows.forest(chosen)
         with self.timed("forward"):
-            current, entropy = (values[live] for values in self.policy.logprobs(forest))
+            current, entropy = (values[live] for values in self.policy.read(forest))
 
         def here(column: np.ndarray) -> torch.Tensor:
             return torch.as_tensor(column[index], device=device)

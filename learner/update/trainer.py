@@ -14,7 +14,7 @@ import torch
 
 from coppice.learner.config import AdaptiveKl, LearnerProcess
 from coppice.learner.forest.selfcheck import check
-from coppice.learner.model.model import Policy, TreeModel
+from coppice.learner.model.model import TreeModel
 from coppice.learner.model.optimizer import Stepper
 from coppice.learner.model.ranks import Ranks
 from coppice.learner.update import watch
@@ -52,8 +52,13 @@ class Trainer:
         c, self.timed = self.config, Stopwatch()
         self.plan = plan_of(c)
         self.scheme, self.correct, models = self.plan.scheme, self.plan.correct, self.plan.models
-        self.policy = Policy(
-            process.model, c, process.temperature, ranks, process.seed, None, models["policy"].copy
+        self.policy = TreeModel(
+            process.model,
+            c,
+            process.temperature,
+            ranks,
+            process.seed,
+            reference=models["policy"].copy,
         )
         self.stepper = Stepper("policy", self.policy.trained(), c.optimizer, ranks)
         self.policy_step = PolicyStep(self.policy, self.stepper, self.correct, c, ranks, self.timed)
@@ -174,7 +179,7 @@ class Trainer:
     def _proximal(self, rows: Rows, steps: Plan) -> np.ndarray:
         """Return the log-probabilities of all tokens under the current policy, float32 [tokens]."""
         with self.timed("score"), self.policy.inference():
-            return sweep(rows, steps, self.ranks, lambda forest: self.policy.logprobs(forest)[0])
+            return sweep(rows, steps, self.ranks, lambda forest: self.policy.read(forest)[0])
 
     def _objective(
         self, table: TurnTable, rows: Rows, estimate: Advantages, weights: np.ndarray

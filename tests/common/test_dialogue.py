@@ -20,7 +20,8 @@ QWEN = """{%- if tools %}<|im_start|>system
 <tool_response>{{ m.content }}</tool_response><|im_end|>
 {% else %}<|im_start|>{{ m.role }}
 {{ m.content }}{% for c in m.tool_calls or [] %}
-<tool_call>{{ {'name': c.function.name, 'arguments': c.function.arguments} | tojson }}</tool_call>{% endfor %}<|im_end|>
+{% set f = c.function %}<tool_call>{{ {'name': f.name, 'arguments': f.arguments} | tojson -}}
+</tool_call>{% endfor %}<|im_end|>
 {% endif %}{%- endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
 PLAIN = """{%- for m in messages %}<|im_start|>{{ m.role }}
@@ -74,15 +75,19 @@ def test_equal_numbers_are_equal_arguments(sampled: str, sent: Any, equal: bool)
 
 
 def test_a_history_is_known_again_however_a_client_has_written_it() -> None:
+    def text(part: str) -> dict[str, str]:
+        return {"type": "text", "text": part}
+
     written_again: list[dict[str, Any]] = [
-        {"role": "system", "content": [{"type": "text", "text": "Be "}, {"type": "text", "text": "brief."}], "name": "s"},
+        {"role": "system", "content": [text("Be "), text("brief.")], "name": "s"},
         {"role": "user", "content": "Where?"},
         {
-            "role": "assistant", "content": "", "refusal": None, "reasoning_content": "hm", "provider_specific_fields": {},
+            "role": "assistant", "content": "", "refusal": None, "reasoning_content": "hm",
+            "provider_specific_fields": {},
             "tool_calls": [call("look", '{"b":[2],"a":1}', "c9"), call("look", {}, "y")],
         },
         {"role": "tool", "tool_call_id": "y", "content": "second", "name": "look"},
-        {"role": "tool", "tool_call_id": "c9", "content": [{"type": "text", "text": "first"}]},
+        {"role": "tool", "tool_call_id": "c9", "content": [text("first")]},
     ]  # fmt: skip
     assert histories(ASKED, TOOLS) == histories(written_again, TOOLS)
 

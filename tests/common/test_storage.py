@@ -79,7 +79,7 @@ def test_a_version_without_its_manifest_is_not_whole_and_leaves_nothing(tmp_path
 def test_a_storage_with_errors_of_its_own_costs_a_try_and_no_task(
     server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A wrong password is no OSError of ftplib, and an endpoint that is not reached none of s3fs."""
+    """A wrong password is no OSError of ftplib, and an endpoint out of reach none of s3fs."""
     url = f"{server.replace('//', f'//{ftp.USER}:wrong@')}/run"
     monkeypatch.setattr(storage, "_PAUSE_S", 0.0)
     with pytest.raises(InfrastructureFault, match="weights v000001 cannot be read"):

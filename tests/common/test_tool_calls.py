@@ -129,7 +129,8 @@ def test_arguments_that_no_client_can_read_are_an_invalid_call(value: str) -> No
 
 
 def test_the_family_is_that_of_the_template() -> None:
-    assert [family_of(t) for t in ("..<tool_call>..", "..<|python_tag|>..", "..[TOOL_CALLS][..", "none")] == [
+    templates = ("..<tool_call>..", "..<|python_tag|>..", "..[TOOL_CALLS][..", "none")
+    assert [family_of(template) for template in templates] == [
         "hermes", "llama3", "mistral", "hermes"
     ]  # fmt: skip
 

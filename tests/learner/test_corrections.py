@@ -237,7 +237,7 @@ def test_a_split_segment_has_the_gradient_of_one_piece(seed: int, which: tuple[s
 
 
 def one(ratio: list[float], advantage: list[float]) -> tuple[Logprobs, torch.Tensor]:
-    """Tokens of the given ratios current / behaviour; the proximal policy is the behaviour policy."""
+    """Tokens of the given ratios current / behaviour, with proximal = behaviour."""
     zeros = torch.zeros(len(ratio))
     return Logprobs(torch.tensor(ratio).log().requires_grad_(), zeros, zeros), torch.tensor(
         advantage

@@ -32,7 +32,7 @@ def test_over_the_vocabulary_k1_and_k3_are_the_kl_and_each_has_its_gradient() ->
     (gradients["k2"],) = torch.autograd.grad(reverse, logits, retain_graph=True)
     (gradients["k3"],) = torch.autograd.grad(forward, logits, retain_graph=True)
     for estimator, expected in gradients.items():
-        loss = (probability.detach() * kl(estimator, current, reference)).sum()  # pyright: ignore[reportArgumentType]
+        loss = (probability.detach() * kl(estimator, current, reference)).sum()  # pyright: ignore
         (found,) = torch.autograd.grad(loss, logits, retain_graph=True)
         torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
 
@@ -98,11 +98,11 @@ def test_the_second_steps_proximal_kl_is_a_mean_over_tokens(tmp_path: Path, llam
         for epochs in (1, 2)
     )
     whole = plan(rows.trie, range(len(rows.paths)), 10**6, one.ranks)
-    before = sweep(rows, whole, one.ranks, lambda forest: one.policy.logprobs(forest)[0]).astype(
+    before = sweep(rows, whole, one.ranks, lambda forest: one.policy.read(forest)[0]).astype(
         np.float64
     )
     one.update(some)
-    after = sweep(rows, whole, one.ranks, lambda forest: one.policy.logprobs(forest)[0]).astype(
+    after = sweep(rows, whole, one.ranks, lambda forest: one.policy.read(forest)[0]).astype(
         np.float64
     )
     trained = one.scheme(table).advantages != 0

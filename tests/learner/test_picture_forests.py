@@ -15,7 +15,7 @@ from coppice.learner.forest.selfcheck import PackingError, check
 from coppice.learner.forest.trees import Path as Tokens
 from coppice.learner.forest.trees import alone, pack
 from coppice.learner.main import pack_batch, unpack_batch
-from coppice.learner.model.model import Policy
+from coppice.learner.model.model import TreeModel
 from coppice.learner.model.ranks import Ranks
 from coppice.learner.update.trainer import Batch
 from tests import tiny
@@ -44,7 +44,7 @@ def seen(tree: int = 0, seed: int = 0) -> list[Tokens]:
 
 
 def by_transformers(folder: Path, path: Tokens) -> torch.Tensor:
-    """The log-probabilities that the model's own forward gives, from pixel values and placeholders."""
+    """The log-probabilities of the model's own forward, from pixel values and placeholders."""
     model = vision.load(folder, torch.float32, "eager")
     eyes = Vision.of(folder)
     assert eyes is not None
@@ -67,12 +67,12 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 @pytest.mark.parametrize("attention", ["dense", "cascade"])
 def test_pictures_read_as_by_the_plain_model(folder: Path, tmp_path: Path, attention: Any) -> None:
     config = process(folder, tmp_path, rank=0, attention=attention).learner
-    policy = Policy(str(folder), config, 1.0, Ranks(60))
+    policy = TreeModel(str(folder), config, 1.0, Ranks(60))
     paths = seen()
     forest = pack(paths)
     assert forest.token_ratio > 1.5
     with torch.no_grad():
-        packed = policy.logprobs(forest)[0].split([len(p.tokens) - p.start for p in paths])
+        packed = policy.read(forest)[0].split([len(p.tokens) - p.start for p in paths])
         for path, logprobs in zip(paths, packed, strict=True):
             np.testing.assert_allclose(logprobs, by_transformers(folder, path), atol=2e-5)
             np.testing.assert_allclose(
@@ -112,7 +112,7 @@ def test_the_self_check_holds_with_pictures_and_refuses_wrong_positions(
 
 
 def pictured(seed: int, version: int) -> Batch:
-    """Episodes of fresh prompts, in which the root shows a picture and each turn one of two others."""
+    """Episodes of fresh prompts: the root shows a picture and each turn one of two others."""
     batch = episodes(seed, version, trees=2, turns=3, fresh=True)
     sizes = {1: 6, 2: 4, 3: 4}
 

@@ -71,7 +71,7 @@ def test_accuracy_rises_and_step_scores_follow_the_planted_values(
 
     def reference(rows: Rows, steps: Plan) -> np.ndarray:
         with made.policy.inference():
-            return sweep(rows, steps, made.ranks, lambda forest: made.policy.logprobs(forest)[0])
+            return sweep(rows, steps, made.ranks, lambda forest: made.policy.read(forest)[0])
 
     held_out, values = planted(99)
     before, _ = measured(held_out, learn=False)

@@ -11,7 +11,6 @@ from transformers import AutoModelForCausalLM, GraniteConfig
 
 from coppice.common.statistics import leave_one_out, standardise, whiten
 from coppice.learner import schemes
-from coppice.learner.config import LoraConfig
 from coppice.learner.forest.selfcheck import check
 from coppice.learner.forest.trees import Path as Tokens
 from coppice.learner.main import Leader
@@ -87,24 +86,13 @@ def test_the_self_check_waits_for_a_shared_prefix(tmp_path: Path, llama: Path) -
 
 
 def test_a_model_that_scales_its_logits_is_refused(tmp_path: Path, llama: Path) -> None:
-    shape: dict[str, Any] = {
-        "vocab_size": 260,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 1,
-    }
     config = GraniteConfig(
-        **shape, num_attention_heads=4, num_key_value_heads=2, logits_scaling=8.0
-    )
+        vocab_size=260, hidden_size=32, intermediate_size=64, num_hidden_layers=1,
+        num_attention_heads=4, num_key_value_heads=2, logits_scaling=8.0,
+    )  # fmt: skip
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "granite")
     with pytest.raises(ValueError, match=r"logits_scaling = 8\.0"):
-        TreeModel(
-            str(tmp_path / "granite"),
-            process(llama, tmp_path).learner,
-            LoraConfig(4),
-            1.0,
-            Ranks(60),
-        )
+        TreeModel(str(tmp_path / "granite"), process(llama, tmp_path).learner, 1.0, Ranks(60))
 
 
 async def test_idle_ranks_hear_of_rank_0_also_while_groups_trickle_in(

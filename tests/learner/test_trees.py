@@ -48,7 +48,7 @@ def test_four_ranks_share_eight_questions_nearly_evenly() -> None:
     plans = []
     for rank in range(4):
         Four.rank = rank
-        plans.append(plan(Trie(paths), range(len(paths)), 10_000, Four()))  # pyright: ignore[reportArgumentType]
+        plans.append(plan(Trie(paths), range(len(paths)), 10_000, Four()))  # pyright: ignore
     loads = [sum(pack([paths[i] for i in rows]).nodes for rows, _ in made.mine) for made in plans]
     assert sum(loads) == plans[0].forwarded
     assert max(loads) <= 1.25 * plans[0].whole / 4

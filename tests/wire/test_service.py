@@ -90,9 +90,9 @@ async def serving(service: Service, endpoint: str) -> AsyncIterator[asyncio.Task
 
 @asynccontextmanager
 async def pair(
-    handler: Any, capacity: int = 4, **options: float
+    handler: Any, capacity: int = 4, **options: Any
 ) -> AsyncIterator[tuple[Scheduler, Service]]:
-    scheduler, service = Scheduler(), Service("w", {"echo": handler}, capacity, **options)  # pyright: ignore[reportArgumentType]
+    scheduler, service = Scheduler(), Service("w", {"echo": handler}, capacity, **options)
     async with serving(service, scheduler.router.endpoint):
         await scheduler.admit()
         yield scheduler, service

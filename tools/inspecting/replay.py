@@ -147,7 +147,7 @@ def newest(
     among the tokens that top-p and top-k left. Raises ValueError without the run's folder or
     weights, InfrastructureFault for weights that fail their digest.
     """
-    from coppice.learner.model.model import Policy  # with torch, which takes seconds
+    from coppice.learner.model.model import TreeModel  # with torch, which takes seconds
     from coppice.learner.model.ranks import Ranks
     from coppice.learner.update.passes import Rows, plan, sweep
     from coppice.tools.evaluating import versions
@@ -167,7 +167,7 @@ def newest(
     version, folder = versions.chosen(run, None)
     ranks = Ranks(timeout_s=60.0)
     config = process.learner
-    policy = Policy(process.model, config, process.temperature, ranks, lora=LoraConfig(rank=0))
+    policy = TreeModel(process.model, config, process.temperature, ranks, lora=LoraConfig(rank=0))
     if folder is not None:
         apply_version(policy.causal, process.model, folder)
     known: dict[tuple[int, int], np.ndarray] = {}
@@ -177,7 +177,7 @@ def newest(
             if len(table):
                 batch = Rows(table.paths)
                 steps = plan(batch.trie, range(len(table)), config.micro_tokens, ranks)
-                values = sweep(batch, steps, ranks, lambda forest: policy.logprobs(forest)[0])
+                values = sweep(batch, steps, ranks, lambda forest: policy.read(forest)[0])
                 known |= zip(places, (values[span] for span in batch.spans), strict=True)
     return version, known
 
