@@ -12,7 +12,7 @@ from tokenizers.decoders import DecodeStream
 
 from coppice.learner import schemes
 from coppice.learner.config import LearnerConfig, LearnerProcess, LoraConfig
-from coppice.learner.update import rewards
+from coppice.learner.update.objective import shaped
 from coppice.learner.update.table import TurnTable, build
 from coppice.scheduler.growth.tree import Node, Tree
 from coppice.scheduler.ledger.journal import Journal, TreeRow
@@ -85,7 +85,7 @@ def advantages(
     places = [place for place, keep in zip(places, kept, strict=True) if keep]
     column = of.needs.reward_column
     if column and not scheme:
-        table = rewards.shaped(table, column, config)
+        table = shaped(table, column, config)
     tokens = np.maximum(1, table.per_turn(np.ones(len(table.mask()))))
     return dict(zip(places, (table.per_turn(of(table).advantages) / tokens).tolist(), strict=True))
 
@@ -147,7 +147,7 @@ def newest(
     among the tokens that top-p and top-k left. Raises ValueError without the run's folder or
     weights, InfrastructureFault for weights that fail their digest.
     """
-    from coppice.learner.model.model import Policy  # with torch, which takes seconds
+    from coppice.learner.model.model import TreeModel  # with torch, which takes seconds
     from coppice.learner.model.ranks import Ranks
     from coppice.learner.update.passes import Rows, plan, sweep
     from coppice.tools.evaluating import versions
@@ -167,7 +167,7 @@ def newest(
     version, folder = versions.chosen(run, None)
     ranks = Ranks(timeout_s=60.0)
     config = process.learner
-    policy = Policy(process.model, config, process.temperature, ranks, lora=LoraConfig(rank=0))
+    policy = TreeModel(process.model, config, process.temperature, ranks, lora=LoraConfig(rank=0))
     if folder is not None:
         apply_version(policy.causal, process.model, folder)
     known: dict[tuple[int, int], np.ndarray] = {}
@@ -177,7 +177,7 @@ def newest(
             if len(table):
                 batch = Rows(table.paths)
                 steps = plan(batch.trie, range(len(table)), config.micro_tokens, ranks)
-                values = sweep(batch, steps, ranks, lambda forest: policy.logprobs(forest)[0])
+                values = sweep(batch, steps, ranks, lambda forest: policy.read(forest)[0])
                 known |= zip(places, (values[span] for span in batch.spans), strict=True)
     return version, known
 
