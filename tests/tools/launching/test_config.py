@@ -13,13 +13,14 @@ import pytest
 
 from coppice.actors.environments import registry
 from coppice.actors.environments.task_files import hub_set_of, listed, load_tasks
+from coppice.common.atomic import as_json
 from coppice.judges.config import JudgeModelConfig, JudgesConfig
 from coppice.learner.config import CriticConfig, LearnerConfig, LoraConfig, PrmConfig
 from coppice.scheduler.config import SchedulerProcess
 from coppice.tools.launching import processes, set_up
 from coppice.tools.launching.bundles import bundles
 from coppice.tools.launching.command import arguments, resolve
-from coppice.tools.launching.config import Config, ConfigError, convert, load, saved
+from coppice.tools.launching.config import Config, ConfigError, convert, load
 from coppice.tools.launching.processes import gpus_of
 from coppice.tools.launching.rules import doubts
 from coppice.tools.launching.settings import Assets
@@ -263,7 +264,7 @@ def test_top_p_for_a_url_that_may_be_a_router_is_doubted_before_a_call_is_refuse
         'actors.sglang.urls=["http://router:30000"]',
         "actors.count=1",
     ]
-    told = "scheduler.top_p = 0.9 and top_k = 0 with actors.sglang.urls = ['http://router:30000']: a router"
+    told = "scheduler.top_p = 0.9 and scheduler.top_k = 0 with actors.sglang.urls = ['http://router"
     assert any(one.startswith(told) for one in doubts(load(DEFAULT, [*url, "scheduler.top_p=0.9"])))
     for changes in (url, ["scheduler.top_p=0.9"]):
         assert "router among" not in str(doubts(load(DEFAULT, changes)))
@@ -337,7 +338,7 @@ def test_a_config_states_only_what_differs_from_the_one_it_extends(tmp_path: Pat
     assert (config.name, config.seed, config.scheduler.budget) == ("mine", 3, 3)
     w = config.learner
     assert (w.lr, w.betas, w.lora.rank, w.lora.alpha) == (1e-3, (0.7, 0.8), 0, 8.0)
-    assert "extends" not in json.loads(saved(config))
+    assert "extends" not in json.loads(as_json(config))
 
 
 @pytest.mark.parametrize(

@@ -6,13 +6,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from coppice.common.atomic import as_json
 from coppice.learner import schemes
 from coppice.learner.update import corrections
 from coppice.scheduler.growth import strategies
 from coppice.tools.bootstrap import ROOT
 from coppice.tools.launching import rules
 from coppice.tools.launching.bundles import bundles, departures
-from coppice.tools.launching.config import ConfigError, convert, load, saved
+from coppice.tools.launching.config import ConfigError, convert, load
 from coppice.tools.launching.method import mismatch
 
 SLATE, PPR, GAME = (
@@ -120,7 +121,7 @@ def test_one_word_brings_the_parts_of_its_method(word: str, tmp_path: Path) -> N
         ["judges.use.exact_match={}"] + [f"judges.outside=['{judge}']"] * (judge != "none"),
     )
     assert config.method == word
-    assert departures(msgspec.json.decode(saved(config))) == []
+    assert departures(msgspec.json.decode(as_json(config))) == []
 
 
 def written(folder: Path, text: str, name: str = "mine") -> Path:
@@ -137,7 +138,7 @@ def test_what_a_config_states_stands_and_is_told(tmp_path: Path) -> None:
         "scheduler.strategy = 'full' instead of 'mc_value'",
         "learner.scheme = 'spo' instead of 'vineppo'",
     ]
-    assert departures(msgspec.json.decode(saved(config))) == told
+    assert departures(msgspec.json.decode(as_json(config))) == told
 
 
 def test_another_method_takes_away_what_was_stated_for_parts_that_it_does_not_have() -> None:
@@ -175,7 +176,7 @@ def test_an_unknown_method_is_refused_with_the_nearest_and_all_words(tmp_path: P
 
 
 def test_a_saved_config_holds_all_parts_and_its_method_is_but_a_name() -> None:
-    tree = msgspec.json.decode(saved(load(SLATE, ["scheduler.strategy_options.k=null"])))
+    tree = msgspec.json.decode(as_json(load(SLATE, ["scheduler.strategy_options.k=null"])))
     again = convert(tree, [])
     assert (again.method, again.scheduler.strategy_options) == ("slate", {})
 
