@@ -46,7 +46,7 @@ FUNCTIONS = {
     "tools/launching/rules.py": ("doubts",),
     "tools/launching/record.py": ("no_space",),
     "tools/launching/watchdog.py": ("_stopped_process", "_silent", "_stalled"),
-    "tools/launching/status.py": ("show", "gather", "_read_config", "_read_journal"),
+    "tools/launching/status.py": ("show", "gather", "_read_journal"),
     "tools/launching/control.py": ("_worker", "stop", "_running"),
     "tools/launching/memory.py": ("memory_warning", "number_type"),
     "tools/launching/command.py": ("resolve", "_check_place", "main", "_told", "_launch"),
