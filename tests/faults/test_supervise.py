@@ -16,7 +16,7 @@ from coppice.scheduler.dispatch.calls import DispatchConfig
 from coppice.tools.launching import children, failures, record, supervisor, watchdog
 from coppice.tools.launching.processes import Process
 from coppice.tools.launching.resuming import supervise
-from coppice.tools.launching.screen import Screen
+from coppice.tools.launching.screen import RunScreen
 
 STAYS, PEER = (
     [["ready", "stay"]],
@@ -47,7 +47,7 @@ class Crew:
 
     def ends(self, status: int) -> str:
         """Launch the run, which must end with this status, and return what the launcher said."""
-        assert supervise(self.run, self.plan, Screen(0)) == status
+        assert supervise(self.run, self.plan, RunScreen(0)) == status
         return self.capsys.readouterr().out
 
     def starts(self, *names: str) -> list[int]:

@@ -34,7 +34,7 @@ from coppice.tools.launching.nodes import Nodes, reachable
 from coppice.tools.launching.prepare import lacking_files, lacking_machine, prepare
 from coppice.tools.launching.record import existing, no_space
 from coppice.tools.launching.resuming import supervise
-from coppice.tools.launching.screen import Screen
+from coppice.tools.launching.screen import RunScreen
 from coppice.tools.launching.settings import Assets
 
 _EXAMPLES = """\
@@ -167,7 +167,7 @@ def main(command: list[str] | None = None) -> int:
             for lack in lacking_machine(config):
                 raise ConfigError(lack)
             s = config.scheduler
-            screen = Screen(
+            screen = RunScreen(
                 s.updates, options.quiet, _records() if options.json else None, schedulers=s.shards
             )
             nodes = held.enter_context(_nodes(config, screen))
@@ -229,7 +229,7 @@ def _silence() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _nodes(config: Config, screen: Screen) -> Iterator[Nodes | None]:
+def _nodes(config: Config, screen: RunScreen) -> Iterator[Nodes | None]:
     """Connect to the cluster on which the run shall be, if it shall be on one. Raises ConfigError."""
     if not config.cluster.on:
         yield None
@@ -245,7 +245,7 @@ def _launch(
     config: Config,
     assets: Assets,
     run: Path,
-    screen: Screen,
+    screen: RunScreen,
     nodes: Nodes | None = None,
     resumed: bool = False,
 ) -> int:
@@ -270,7 +270,7 @@ def _launch(
 
 
 def _announce(
-    config: Config, model: Path, run: Path, screen: Screen, changed: list[changes.Change]
+    config: Config, model: Path, run: Path, screen: RunScreen, changed: list[changes.Change]
 ) -> None:
     """Show what a resume changes, the warnings about a config, its number type and the run folder.
     model: the policy's folder."""
@@ -317,7 +317,7 @@ def dry_run(config: Config, run: Path) -> int:
         plan = processes.make(config, Assets("MODEL", "TRAIN", "HELDOUT", "INDEX"), Path(scratch))
     here = (model / "config.json").is_file()
     known = "" if here else " (the model is not here yet: its weights are counted as 0)"
-    screen = Screen(config.scheduler.updates)
+    screen = RunScreen(config.scheduler.updates)
     _announce(config, model, run, screen, changes.changes(run, config))
     for lack in lacking_machine(config):
         screen.say(f"warning: {lack}")

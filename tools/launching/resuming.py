@@ -12,12 +12,12 @@ from coppice.tools.launching.failures import Resumes, remedy
 from coppice.tools.launching.nodes import Nodes
 from coppice.tools.launching.processes import Process
 from coppice.tools.launching.record import Recorder, resume_command, shown
-from coppice.tools.launching.screen import Screen
+from coppice.tools.launching.screen import RunScreen
 from coppice.tools.launching.supervisor import INTERRUPTED, Signals, Supervisor
 
 
 def supervise(
-    run: Path, make: Callable[[], list[Process]], screen: Screen, nodes: Nodes | None = None
+    run: Path, make: Callable[[], list[Process]], screen: RunScreen, nodes: Nodes | None = None
 ) -> int:
     """Run the plan that ``make`` returns to its end, resuming the run where that helps. nodes: of a
     cluster. Return the exit status. Raises OSError."""

@@ -71,7 +71,9 @@ def show(run: Path, as_json: bool) -> int:
     if not (run / "config.json").exists():
         why = "it is not a folder" if run.exists() else "nothing is there"
         why = "no config.json is there" if run.is_dir() else why
-        fault = f"coppice launch --status {run}: {why}; expected the folder of a run, runs/NAME-TIME"
+        fault = (
+            f"coppice launch --status {run}: {why}; expected the folder of a run, runs/NAME-TIME"
+        )
         print(fault, file=sys.stderr)
         return 2
     status = gather(run.resolve(), time.monotonic())

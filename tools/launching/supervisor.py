@@ -23,7 +23,7 @@ from coppice.tools.launching.failures import Cause
 from coppice.tools.launching.nodes import Away, Nodes
 from coppice.tools.launching.processes import Process, forget_meeting
 from coppice.tools.launching.record import Recorder, shown
-from coppice.tools.launching.screen import Screen
+from coppice.tools.launching.screen import RunScreen
 from coppice.tools.launching.watchdog import SCHEDULER, Watchdog
 
 
@@ -65,7 +65,7 @@ class Supervisor:
 
     Life cycle, all inside ``watch``: start every process, restart workers that die or hang, stop
     every process. For example ``Supervisor(run, plan, Signals(), Recorder(run),
-    Screen(updates)).watch()`` returns 0 after a finished run.
+    RunScreen(updates)).watch()`` returns 0 after a finished run.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Supervisor:
         plan: list[Process],
         signals: Signals,
         recorder: Recorder,
-        screen: Screen,
+        screen: RunScreen,
         nodes: Nodes | None = None,
     ):
         self.run, self.plan, self.signals = run, plan, signals
