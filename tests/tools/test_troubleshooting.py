@@ -49,7 +49,7 @@ FUNCTIONS = {
     "tools/launching/status.py": ("show", "gather", "_read_journal"),
     "tools/launching/control.py": ("_worker", "stop", "_running"),
     "tools/launching/memory.py": ("memory_warning", "number_type"),
-    "tools/launching/command.py": ("resolve", "_check_place", "main", "_told", "_launch"),
+    "tools/launching/command.py": ("resolve", "main", "_told", "_launch"),
     "tools/bootstrap.py": ("ensure", "_run"),
     "learner/update/corrections.py": ("doubts",),
     "learner/update/watch.py": ("warnings", "_norm"),
