@@ -15,8 +15,8 @@ import pytest
 from coppice.scheduler.dispatch.calls import DispatchConfig
 from coppice.tools.launching import children, failures, record, supervisor, watchdog
 from coppice.tools.launching.processes import Process
-from coppice.tools.launching.resuming import supervise
 from coppice.tools.launching.screen import RunScreen
+from coppice.tools.launching.supervisor import supervise
 
 STAYS, PEER = (
     [["ready", "stay"]],

@@ -34,9 +34,9 @@ from coppice.tools.launching.memory import estimate, memory_warning, number_type
 from coppice.tools.launching.nodes import Nodes, reachable
 from coppice.tools.launching.prepare import lacking_files, lacking_machine, prepare
 from coppice.tools.launching.record import existing, no_space
-from coppice.tools.launching.resuming import supervise
 from coppice.tools.launching.screen import RunScreen
 from coppice.tools.launching.settings import Assets
+from coppice.tools.launching.supervisor import supervise
 
 _EXAMPLES = """\
   tools/launch --actors 4 --learner 4           train the default task

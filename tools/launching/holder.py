@@ -16,9 +16,9 @@ from typing import Any
 
 import msgspec
 
-from coppice.common.process import die_with
 from coppice.tools.defaults.settings import importable
 from coppice.tools.launching import watchdog
+from coppice.tools.launching.processes import spawn
 from coppice.wire.keys import write_private
 
 PLACE = "COPPICE_RUNS"
@@ -107,26 +107,12 @@ class Holder:
         """Start the process, and return the host's name and the process's number. meeting: where
         the learner's ranks meet."""
         file, self._own = await asyncio.to_thread(place, delivery)
-        paths = [
-            path for path in (delivery.environment.get("PYTHONPATH"), str(importable())) if path
-        ]
-        environment = os.environ | delivery.environment | {"PYTHONPATH": os.pathsep.join(paths)}
+        own, log = dict(delivery.environment), self._log
         if meeting is not None:
-            environment |= {"MASTER_ADDR": meeting[0], "MASTER_PORT": str(meeting[1])}
-        launcher, where = (
-            os.getpid(),
-            delivery.folder if os.path.isdir(delivery.folder) else importable(),
-        )
-
-        def alone() -> None:
-            os.setsid()
-            die_with(launcher)
-
+            own |= {"MASTER_ADDR": meeting[0], "MASTER_PORT": str(meeting[1])}
+        home = delivery.folder if os.path.isdir(delivery.folder) else importable()
         command = [delivery.python or sys.executable, *delivery.command, str(file)]
-        log = self._log
-        self._process = subprocess.Popen(  # noqa: ASYNC220
-            command, cwd=where, env=environment, stdout=log, stderr=log, preexec_fn=alone
-        )
+        self._process = spawn(command, os.environ, own, cwd=home, stdout=log, stderr=log)
         return socket.gethostname(), self._process.pid
 
     async def report(self, offset: int) -> Report:

@@ -1,7 +1,10 @@
 """The processes of a run: name, module, process file and environment of each."""
 
+import os
 import secrets
+import subprocess
 import sys
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,7 +13,7 @@ import msgspec
 
 from coppice.actors.config import ActorProcess
 from coppice.common import hardware, shards
-from coppice.common.process import free_port
+from coppice.common.process import die_with, free_port
 from coppice.judges.config import with_served_model
 from coppice.judges.retriever.worker import RetrieverProcess
 from coppice.judges.serve import PLAYERS, JudgeProcess, built_in_service
@@ -19,6 +22,7 @@ from coppice.learner import schemes
 from coppice.learner.config import LearnerConfig, LearnerProcess
 from coppice.scheduler.config import EvaluationConfig, SchedulerConfig, SchedulerProcess
 from coppice.scheduler.telemetry.tracking import KEYS
+from coppice.tools.defaults.settings import importable
 from coppice.tools.launching.config import Config
 from coppice.tools.launching.judge_model import JudgeModelProcess
 from coppice.tools.launching.memory import typed
@@ -176,6 +180,23 @@ def process_variables(threads: int) -> dict[str, str]:
         "PYTHONUNBUFFERED": "1",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     }
+
+
+def spawn(
+    command: list[str], inherited: Mapping[str, str], own: dict[str, str], **more: Any
+) -> subprocess.Popen[bytes]:
+    """Start a process that finds this package. It gets a session of its own, so that Ctrl-C reaches
+    only the launcher, and is killed with this process. own: variables beside the inherited ones;
+    more: arguments of Popen."""
+    launcher = os.getpid()
+
+    def alone() -> None:
+        os.setsid()
+        die_with(launcher)
+
+    paths = [path for path in (own.get("PYTHONPATH"), str(importable())) if path]
+    environment = {**inherited, **own, "PYTHONPATH": os.pathsep.join(paths)}
+    return subprocess.Popen(command, env=environment, preexec_fn=alone, **more)
 
 
 def key_variables(settings: Any) -> frozenset[str]:

@@ -16,9 +16,9 @@ import pytest
 
 from coppice.tools.launching.command import main
 from coppice.tools.launching.processes import Process
-from coppice.tools.launching.resuming import supervise
 from coppice.tools.launching.screen import RunScreen
 from coppice.tools.launching.settings import Assets
+from coppice.tools.launching.supervisor import supervise
 
 ENDS_AT_ONCE = Process("scheduler", "no_such_module", "scheduler", 1, True)
 
