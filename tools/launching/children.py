@@ -88,11 +88,11 @@ class Child:
         """The process's number if it was started on this machine, otherwise 0."""
         return 0 if isinstance(self.process, Away) else self.process.pid
 
-    def asked(self) -> tuple[str, str]:
-        """Return what the process does, and its stacks (watchdog.asked), wherever it runs."""
+    def activity(self) -> tuple[str, str]:
+        """Return watchdog.activity of the process, wherever it runs."""
         if isinstance(self.process, Away):
-            return self.process.asked()
-        return watchdog.asked(self.here, self.log)
+            return self.process.activity()
+        return watchdog.activity(self.here, self.log)
 
     def dead(self, now: float) -> bool:
         """True if the process failed, or exited with status 0 more than ``LEFT_S`` seconds ago.

@@ -1,6 +1,6 @@
-"""What runs on a node of a cluster: it holds one process of a run there, which lives as long as the
-launcher's connection, and reports to the launcher. A node that does not see the run folder gets a
-folder with what the process needs: its file, the endpoint and the keys of its role alone."""
+"""Holds one process of a run on a node of a cluster, for as long as the launcher is connected, and
+reports to the launcher. A node that does not see the run folder gets a folder with what the process
+needs: its file, the endpoint and the keys of its role alone."""
 
 import asyncio
 import os
@@ -32,12 +32,12 @@ shows what was just written elsewhere."""
 
 
 class Delivery(msgspec.Struct, frozen=True):
-    """A process to start. command: the arguments of Python before the process file; python: "" for
+    """A process to start. command: the arguments of Python before the process file. python: "" for
     the node's own interpreter. run: the folder of its scheduler. file: the path of the process
     file, body its content. keys: files of RUN/keys, by their path there. environment: of the
-    process, beside the node's own. apart: whether the process can run where the run folder is not
-    seen. folder: the launcher's, in which it runs if the node has it, since plug-ins and relative
-    paths are found from there."""
+    process, beside the node's own. separable: whether the process can run where the run folder is
+    not seen. folder: the launcher's, in which it runs if the node has it, since plug-ins and
+    relative paths are found from there."""
 
     command: list[str]
     run: str
@@ -47,7 +47,7 @@ class Delivery(msgspec.Struct, frozen=True):
     keys: dict[str, str]
     environment: dict[str, str]
     python: str = ""
-    apart: bool = False
+    separable: bool = False
     folder: str = ""
 
 
@@ -69,10 +69,10 @@ def place(delivery: Delivery) -> tuple[Path, Path | None]:
         if not run.is_dir() or time.monotonic() > end:
             break
         time.sleep(_TICK_S)
-    if not delivery.apart:
+    if not delivery.separable:
         raise FileNotFoundError(
-            f"{socket.gethostname()} does not see the run folder {run}: put runs on a disk that all nodes share, or set learner.publish_url,"
-            " so that actors and judges need none and the learner stays on the launcher's node"
+            f"{socket.gethostname()} does not see the run folder {run}: put runs on a disk that all"
+            " nodes share, or set learner.publish_url, so that actors and judges need none"
         )
     folder = Path(tempfile.mkdtemp(prefix=f"{run.name}-", dir=os.environ.get(PLACE)))
     (folder / "processes").mkdir()
@@ -131,13 +131,11 @@ class Holder:
                 return Report(piece, None)
             await asyncio.sleep(_TICK_S)
 
-    async def asked(self) -> tuple[str, str]:
-        """Return what the process does, and its stacks, which it also writes to its log
-        (watchdog.asked)."""
-        assert self._process is not None, "asked before start"
-        return await asyncio.to_thread(
-            watchdog.asked, self._process.pid, Path(f"/proc/self/fd/{self._log.fileno()}")
-        )
+    async def activity(self) -> tuple[str, str]:
+        """Return watchdog.activity of the process."""
+        assert self._process is not None, "activity before start"
+        log = Path(f"/proc/self/fd/{self._log.fileno()}")
+        return await asyncio.to_thread(watchdog.activity, self._process.pid, log)
 
     async def signal(self, number: int) -> None:
         """Send a signal to the process."""

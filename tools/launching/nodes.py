@@ -1,6 +1,5 @@
-"""Starts the processes of a run on the nodes of a Ray cluster, which places them by their resources
-and says when a node is lost. Each looks to the supervisor like one of this machine (``Away``). The
-scheduler, its journal and the model that judges are served with stay with the launcher."""
+"""Starts the processes of a run on the nodes of a Ray cluster. Each looks to the supervisor like a
+process of this machine (``Away``). Scheduler and judges' model stay with the launcher."""
 
 import contextlib
 import os
@@ -27,8 +26,7 @@ ROLE_OF = {
     "coppice.judges.retriever.worker": "retriever",
     "coppice.learner.main": "learner",
 }
-"""The role of each module that may run on another node. A module that is not here runs with the
-launcher."""
+"""The role of each module that may run on another node; the others run with the launcher."""
 PASSED = ("COPPICE_", "HF_")
 """Variables of the launcher that processes on other nodes get, by how their names begin, beside the
 keys that their settings name."""
@@ -44,9 +42,9 @@ LOST = 1
 
 
 class Away:
-    """A process on some node, with the part of ``subprocess.Popen`` that the supervisor uses. It is
-    asked for by its construction, and starts when the cluster has room. pid: 0 until then. verdict:
-    why it ended, if the process itself could not say."""
+    """A process on some node, with the part of ``subprocess.Popen`` that the supervisor uses. It
+    starts when the cluster has room. pid: 0 until then. verdict: why it ended, if the process
+    itself could not say."""
 
     stdout = None
 
@@ -87,14 +85,13 @@ class Away:
             if self.returncode is None:
                 self._over(-int(number))
 
-    def asked(self) -> tuple[str, str]:
-        """Return what the process does, and its stacks, which come to its log; "" for what its node
-        does not say."""
+    def activity(self) -> tuple[str, str]:
+        """Return watchdog.activity of the process, as far as its node says it."""
         ray = _ray()
         if not self.pid:
             return "no node has room for it yet", ""
         try:
-            return ray.get(self._holder.asked.remote(), timeout=ANSWER_S)
+            return ray.get(self._holder.activity.remote(), timeout=ANSWER_S)
         except ray.exceptions.RayError:
             return f"its node {self.host} does not answer", ""
 
@@ -155,8 +152,9 @@ class Nodes:
             ray.init(address, runtime_env={"env_vars": {"PYTHONPATH": str(importable())}}, **quiet)
         except (ConnectionError, ray.exceptions.RayError) as error:
             raise ConfigError(
-                f"cluster.on = {config.cluster.on!r}: no Ray cluster answers ({str(error).splitlines()[0]}): start one with `ray start --head`,"
-                " and `ray start --address HOST:6379` on each further node, or name it"
+                f"cluster.on = {config.cluster.on!r}: no Ray cluster answers"
+                f" ({str(error).splitlines()[0]}): start one with `ray start --head`, and"
+                " `ray start --address HOST:6379` on each further node, or name it"
             ) from None
         self.gpus = bool(ray.cluster_resources().get("GPU"))
         self.here = ray.get_runtime_context().get_node_id()
@@ -178,7 +176,7 @@ class Nodes:
         options = self._resources(spec)
         needs = f"{spec.name} ({options['num_cpus']} CPU, {options['num_gpus']} GPU)"
         if spec.module == "coppice.learner.main":
-            options |= self._beside(spec, options)
+            options |= self._placement(spec, options)
         elif not options["num_gpus"]:
             options["scheduling_strategy"] = "SPREAD"
         holder = ray.remote(Holder).options(**options, max_concurrency=16, max_restarts=0).remote()
@@ -202,7 +200,7 @@ class Nodes:
             gpus = a.sglang.gpus * (a.sglang.way != "url") if a.engine == "sglang" else 1
         return {"num_cpus": spec.threads, "num_gpus": gpus if self.gpus else 0}
 
-    def _beside(self, spec: Process, options: dict[str, Any]) -> dict[str, Any]:
+    def _placement(self, spec: Process, options: dict[str, Any]) -> dict[str, Any]:
         """Place the learner's ranks together, on as few nodes as hold them; without a disk that all
         nodes share, with the launcher."""
         from ray.util import scheduling_strategies as strategies
@@ -215,10 +213,9 @@ class Nodes:
         if rank == 0:
             if self._ranks is not None:
                 remove_placement_group(self._ranks)
-            bundle = {"CPU": options["num_cpus"], "GPU": options["num_gpus"]}
-            bundle = {name: number for name, number in bundle.items() if number}
-            bundles = [bundle] * self.config.learner.count
-            self._ranks = placement_group(bundles, strategy="PACK")
+            bundle = {"CPU": options["num_cpus"]}
+            bundle |= {"GPU": options["num_gpus"]} if options["num_gpus"] else {}
+            self._ranks = placement_group([bundle] * self.config.learner.count, strategy="PACK")
         strategy = strategies.PlacementGroupSchedulingStrategy(
             self._ranks, placement_group_bundle_index=rank
         )
@@ -235,9 +232,10 @@ class Nodes:
         theirs = {k: v for k, v in spec.environment.items() if k != "CUDA_VISIBLE_DEVICES"}
         environment = own | theirs | process_variables(spec.threads)
         return Delivery(
-            ["-m", spec.module], str(home), str(file), file.read_bytes(), (home / "endpoint").read_text(),
-            {name: (keys / name).read_text() for name in names}, environment, spec.python,
-            role != "learner" and bool(self.config.learner.publish_url or role != "actor"), str(Path.cwd()),
+            ["-m", spec.module], str(home), str(file), file.read_bytes(),
+            (home / "endpoint").read_text(), {name: (keys / name).read_text() for name in names}, environment,
+            spec.python, role != "learner" and bool(self.config.learner.publish_url or role != "actor"),
+            str(Path.cwd()),
         )  # fmt: skip
 
 
@@ -248,9 +246,8 @@ def _ray() -> Any:
     try:
         import ray
     except ImportError:
-        raise ConfigError(
-            "cluster.on names Ray, which is not installed: pip install 'coppice-rl[ray]', or leave out --cluster"
-        ) from None
+        remedy = "pip install 'coppice-rl[ray]', or leave out --cluster"
+        raise ConfigError(f"cluster.on names Ray, which is not installed: {remedy}") from None
     return ray
 
 

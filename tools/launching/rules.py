@@ -54,8 +54,8 @@ def _faults(config: Config) -> Iterator[str]:
         yield f"{address}: expected host:port, such as '127.0.0.1:9100', or port 0 for a free one"
     if s.shards > 1:
         yield from _several_schedulers(config)
-    served = _make_judges(config)
     yield from _judge_model(config)
+    served = _make_judges(config)
     yield from _engine(config)
     yield from _environment(config, served)
     yield from _learner(config)
@@ -83,8 +83,8 @@ def _several_schedulers(config: Config) -> Iterator[str]:
 
 def _make_judges(config: Config) -> Served:
     """Make the judges, opponents and speakers of [judges.use] once, as their processes will make
-    them, to check their options."""
-    judges, served = config.judges, Served()
+    them. Raises ValueError for an option that cannot work."""
+    judges, served, deadline = config.judges, Served(), config.scheduler.judge_deadline_s
     for spec, options in judges.use.items():
         if judges.model is not None:  # the port is chosen when the run starts
             try:
@@ -93,23 +93,23 @@ def _make_judges(config: Config) -> Served:
                 raise ValueError(f"judges.use.{spec}.{error}") from None
         worker = make_worker(spec, options)
         served[worker.service] = worker
+        endpoint = options.get("endpoint")
+        patience = endpoint.get("patience_s", PATIENCE_S) if isinstance(endpoint, dict) else 0.0
+        if patience >= deadline:  # a missing reply would fail the call, and be no invalid judgement
+            waits = f"judges.use.{spec}.endpoint.patience_s = {patience:g}"
+            less = f"expected less than scheduler.judge_deadline_s = {deadline:g}"
+            raise ValueError(f"{waits}: {less}")
     return served
 
 
 def _judge_model(config: Config) -> Iterator[str]:
-    judges, deadline = config.judges, config.scheduler.judge_deadline_s
+    judges = config.judges
     asking = [spec for spec, options in judges.use.items() if uses_served_model(options)]
     if asking and judges.model is None:
         endpoint = f"judges.use.{asking[0]}.endpoint.url = {SERVED!r}"
         yield f"{endpoint} asks the run's own model: add [judges.model], or give a URL"
     if judges.model and not asking:
         yield f"[judges.model] has no effect: set url = {SERVED!r} of an endpoint, or remove it"
-    for spec, options in judges.use.items():
-        endpoint = options.get("endpoint")
-        patience = endpoint.get("patience_s", PATIENCE_S) if isinstance(endpoint, dict) else 0.0
-        if patience >= deadline:  # a missing reply would fail the call, and be no invalid judgement
-            waits = f"judges.use.{spec}.endpoint.patience_s = {patience:g}"
-            yield f"{waits}: expected less than scheduler.judge_deadline_s = {deadline:g}"
 
 
 def _engine(config: Config) -> Iterator[str]:

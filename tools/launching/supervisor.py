@@ -256,7 +256,7 @@ class Supervisor:
         child = alive[finding.process]
         if finding.whole:
             self._stacks()
-        text = watchdog.diagnosis(finding, *child.asked())
+        text = watchdog.diagnosis(finding, *child.activity())
         child.verdict = Cause(text, True, finding.whole)
         child.process.kill()
         self._wait([child.spec.name], 5.0)
@@ -265,7 +265,7 @@ class Supervisor:
         """Have every process that can write its stacks to its log."""
         for name, child in self.children.items():
             if child.process.poll() is None:
-                doing, stacks = child.asked()
+                doing, stacks = child.activity()
                 said = f"its stacks are in {shown(child.log)}" if stacks else doing
                 self.screen.say(f"{name}: {said}")
 
@@ -330,8 +330,8 @@ def supervise(
             advice = record.no_space(run) if full or cause.full_disk else remedy(cause, again)
             recorder.failed(ended.spec.name, cause.text, ended.log, "the run ended")
             recorder.end("failed", advice)
-            told = f"{ended.spec.name} failed: {cause.text}\nremedy: {advice}"
-            screen.say(f"\n{told}\nlog: {shown(ended.log)}")
+            name, log = ended.spec.name, shown(ended.log)
+            screen.say(f"\n{name} failed: {cause.text}\nremedy: {advice}\nlog: {log}")
             return 1
         recorder.record.resumes += 1
         supervisor.announce(ended, cause, f"resuming the run in {pause:.0f} s")

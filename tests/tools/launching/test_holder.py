@@ -13,13 +13,13 @@ from coppice.tools.launching import holder
 from coppice.tools.launching.holder import Delivery, Holder
 
 
-def delivery(run: Path, apart: bool = True, command: list[str] | None = None) -> Delivery:
+def delivery(run: Path, separable: bool = True, command: list[str] | None = None) -> Delivery:
     """A process that prints its process file and its endpoint."""
     code = "import pathlib, sys; f = pathlib.Path(sys.argv[1]); print(f.read_text(), (f.parents[1] / 'endpoint').read_text())"
     keys = {"server_public": "public", "peers/judge.json": "secret"}
     body = msgspec.json.encode({"name": "judges", "run": str(run)})
     command, endpoint = command or ["-c", code], "tcp://10.0.0.1:7"
-    return Delivery(command, str(run), "judges.json", body, endpoint, keys, {}, "", apart)
+    return Delivery(command, str(run), "judges.json", body, endpoint, keys, {}, "", separable)
 
 
 async def to_end(held: Holder, log: bytes = b"") -> tuple[bytes, int]:
@@ -50,7 +50,7 @@ async def test_a_node_that_sees_the_run_folder_uses_it(
 ) -> None:
     monkeypatch.delenv(holder.PLACE, raising=False)
     (tmp_path / "endpoint").write_text("tcp://10.0.0.1:7")
-    assert holder.place(delivery(tmp_path, apart=False)) == (Path("judges.json"), None)
+    assert holder.place(delivery(tmp_path, separable=False)) == (Path("judges.json"), None)
 
 
 async def test_a_rank_whose_node_does_not_see_the_run_folder_is_refused_with_the_remedy(
@@ -59,12 +59,12 @@ async def test_a_rank_whose_node_does_not_see_the_run_folder_is_refused_with_the
     monkeypatch.delenv(holder.PLACE, raising=False)
     unseen = r"does not see the run folder.*learner\.publish_url"
     with pytest.raises(FileNotFoundError, match=unseen):
-        holder.place(delivery(tmp_path / "nowhere", apart=False))
+        holder.place(delivery(tmp_path / "nowhere", separable=False))
     monkeypatch.setattr(holder, "_SEEN_S", 0.2)
     # of an earlier start: the disk may only be late
     (tmp_path / "endpoint").write_text("tcp://10.0.0.1:6")
     with pytest.raises(FileNotFoundError, match="does not see the run folder"):
-        await asyncio.to_thread(holder.place, delivery(tmp_path, apart=False))
+        await asyncio.to_thread(holder.place, delivery(tmp_path, separable=False))
 
 
 async def test_a_log_is_reported_whole_in_pieces_and_a_signal_arrives(
@@ -92,7 +92,7 @@ async def test_a_process_of_another_node_is_asked_for_its_stacks_and_survives_th
     code = f"{begin}import signal; print('ready', flush=True)\nwhile True: signal.pause()"
     await held.start(delivery(tmp_path / "run", command=["-c", code]), None)
     ready = await held.report(0)
-    doing, stacks = await held.asked()
+    doing, stacks = await held.activity()
     assert doing == "it waits (state S)"
     assert ('File "<string>", line ' in stacks) == begun
     await held.signal(signal.SIGTERM)
