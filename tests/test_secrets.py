@@ -12,7 +12,7 @@ import pytest
 from coppice.common.atomic import as_json
 from coppice.tools.launching import config, processes
 from coppice.tools.launching.children import Child
-from coppice.tools.launching.processes import Process, key_variables
+from coppice.tools.launching.processes import PlannedProcess, key_variables
 from coppice.tools.launching.settings import Assets
 from coppice.wire.faults import InfrastructureFault
 from coppice.wire.published import inside
@@ -26,7 +26,7 @@ JUDGED = [
 ]
 
 
-def plan(run: Path) -> list[Process]:
+def plan(run: Path) -> list[PlannedProcess]:
     return processes.make(
         config.load(config.DEFAULT_CONFIG, JUDGED),
         Assets("MODEL", "TRAIN", "HELDOUT", "INDEX"),

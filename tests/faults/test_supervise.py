@@ -14,7 +14,7 @@ import pytest
 
 from coppice.scheduler.dispatch.calls import DispatchConfig
 from coppice.tools.launching import children, failures, record, supervisor, watchdog
-from coppice.tools.launching.processes import Process
+from coppice.tools.launching.processes import PlannedProcess
 from coppice.tools.launching.screen import RunScreen
 from coppice.tools.launching.supervisor import supervise
 
@@ -36,12 +36,12 @@ class Crew:
         for name, told in zip(self.names, acts.values(), strict=True):
             (run / "processes" / f"{name}.json").write_text(json.dumps(told))
 
-    def plan(self) -> list[Process]:
+    def plan(self) -> list[PlannedProcess]:
         vital = ("scheduler", "learner")
         vitals = [n for n in self.names if n.startswith(vital) and n != "scheduler-1"]
         shard = {"scheduler": 0, "scheduler-1": 1, "actor-1": 1}
         return [
-            Process(n, "tests.faults.mortal", n, 1, n in vitals, shard=shard.get(n))
+            PlannedProcess(n, "tests.faults.mortal", n, 1, n in vitals, shard=shard.get(n))
             for n in self.names
         ]
 

@@ -14,7 +14,7 @@ import psutil
 from coppice.tools.launching import watchdog
 from coppice.tools.launching.failures import Cause, Rate, cause_of
 from coppice.tools.launching.nodes import Away, Nodes
-from coppice.tools.launching.processes import Process, process_variables, spawn
+from coppice.tools.launching.processes import PlannedProcess, process_variables, spawn
 from coppice.tools.launching.watchdog import SCHEDULER
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -59,7 +59,7 @@ class Child:
 
     process: subprocess.Popen[bytes] | Away
 
-    def __init__(self, spec: Process, run: Path, nodes: Nodes | None = None):
+    def __init__(self, spec: PlannedProcess, run: Path, nodes: Nodes | None = None):
         self.spec, self.run, self.nodes = spec, run, nodes
         self.log = run / "logs" / f"{spec.name}.log"
         self.rate = Rate()

@@ -165,7 +165,8 @@ def _columns(
     why = f" ({no_reward})" if missing[0] == "reward" else why
     return (
         f"{reads} reads column {missing[0]!r}, which nobody gives{why}. {grows} gives"
-        f" {sorted(own)}, {judges} gives {sorted(judged)}, {say('data.environment')} gives {sorted(ended)}"
+        f" {sorted(own)}, {judges} gives {sorted(judged)}, {say('data.environment')} gives"
+        f" {sorted(ended)}"
     )
 
 
@@ -195,8 +196,9 @@ def _rewards(config: Config, scheme: Scheme, gives: StrategyGives) -> Iterator[s
             both = f"{reads} and {say('scheduler.strategy')} compare no trajectories of one task"
             yield f"{changed[-1]} has no effect: {both} or step: set it to 0"
     if w.kl_reward_coef and "kl_coef" in signature(scheme.function).parameters:
-        charges = f"{reads} charges each token its own KL"
-        yield f"{say('learner.kl_reward_coef')}: {charges}: set learner.scheme_options.kl_coef instead"
+        remedy = "set learner.scheme_options.kl_coef instead"
+        kl = say("learner.kl_reward_coef")
+        yield f"{kl}: {reads} charges each token its own KL: {remedy}"
     if changed and not needs.reward_column:
         yield (
             f"{changed[0]}: {reads} makes the rewards of turns from {sorted(needs.columns)} itself,"

@@ -30,7 +30,7 @@ from coppice.tools.launching.method import strategy_options
 from coppice.tools.launching.settings import Assets
 
 
-class Process(msgspec.Struct, frozen=True):
+class PlannedProcess(msgspec.Struct, frozen=True):
     """One process, ``python -m module RUN/processes/<file>.json``, started by the interpreter
     python ("" for the launcher's own). vital: when this process dies, the whole run stops or is
     resumed; other processes are restarted alone. withheld: variables of the launcher that it must
@@ -49,7 +49,7 @@ class Process(msgspec.Struct, frozen=True):
     shard: int | None = None
 
 
-def make(config: Config, assets: Assets, run: Path) -> list[Process]:
+def make(config: Config, assets: Assets, run: Path) -> list[PlannedProcess]:
     """Write the process files and return the plan, the schedulers first."""
     config = typed(config)
     w, s = config.learner, config.scheduler
@@ -59,7 +59,7 @@ def make(config: Config, assets: Assets, run: Path) -> list[Process]:
         "learner", str(run), config.seed, assets.model, s.questions_per_update, s.temperature,
         settings, s.shards, s.max_staleness,
     )  # fmt: skip
-    plan, bodies = list[Process](), dict[str, Any](learner=learner)
+    plan, bodies = list[PlannedProcess](), dict[str, Any](learner=learner)
     for process, body in _planned(config, assets, run):
         plan.append(process)
         bodies[process.file] = body
@@ -75,18 +75,18 @@ def make(config: Config, assets: Assets, run: Path) -> list[Process]:
     return [replace(p, withheld=everybody - needed[p.file], needed=needed[p.file]) for p in plan]
 
 
-def _planned(config: Config, assets: Assets, run: Path) -> Iterator[tuple[Process, Any]]:
+def _planned(config: Config, assets: Assets, run: Path) -> Iterator[tuple[PlannedProcess, Any]]:
     """Yield each process but the learner's ranks, with what its file holds."""
     w, a, data = config.learner, config.actors, config.data
     s = replace(config.scheduler, strategy_options=strategy_options(config))
     needs = schemes.load(w.scheme, w.scheme_options).needs
     homes = [str(shards.folder(run, number)) for number in range(s.shards)]
 
-    def each(kind: str, module: str, **more: Any) -> Iterator[tuple[Process, str, int]]:
+    def each(kind: str, module: str, **more: Any) -> Iterator[tuple[PlannedProcess, str, int]]:
         """One process of a kind for each scheduler, with its folder and number."""
         for number, home in enumerate(homes):
             name = shards.called(kind, number)
-            yield Process(name, module, name, shard=number, **more), home, number
+            yield PlannedProcess(name, module, name, shard=number, **more), home, number
 
     # A plug-in announces its own name, so only built-in services are waited for.
     services = [service for service in map(built_in_service, config.judges.use) if service]
@@ -108,7 +108,7 @@ def _planned(config: Config, assets: Assets, run: Path) -> Iterator[tuple[Proces
         served = JudgeModelProcess(name, str(run), assets.judge_model, port, config.judges.model)
         judges = {k: with_served_model(v, served.url, served.model) for k, v in judges.items()}
         module = "coppice.tools.launching.judge_model"
-        yield Process(name, module, name, threads, environment=rest), served
+        yield PlannedProcess(name, module, name, threads, environment=rest), served
     for process, home, _ in each("judges", "coppice.judges.serve", environment=rest):
         yield process, JudgeProcess(process.name, home, judges)
     # opponents run apart from the judges, because a slow oracle would keep them waiting
@@ -220,7 +220,7 @@ def _meeting(run: Path, learner: LearnerConfig) -> dict[str, str]:
     return {"COPPICE_RANKS": str(run / f"ranks-{secrets.token_hex(4)}")} | own
 
 
-def _ranks(learner: LearnerConfig, meeting: dict[str, str]) -> Iterator[Process]:
+def _ranks(learner: LearnerConfig, meeting: dict[str, str]) -> Iterator[PlannedProcess]:
     """Plan the learner's ranks. A single rank meets nobody. meeting: where they meet; on a cluster,
     rank 0's node says so, and each has its own GPU."""
     for rank in range(learner.count):
@@ -230,14 +230,14 @@ def _ranks(learner: LearnerConfig, meeting: dict[str, str]) -> Iterator[Process]
             own["LOCAL_WORLD_SIZE"] = str(learner.count) if meeting else "1"
             own["LOCAL_RANK"] = str(rank) if meeting else "0"
         name, threads = f"learner-{rank}", learner.threads
-        yield Process(name, "coppice.learner.main", "learner", threads, True, own)
+        yield PlannedProcess(name, "coppice.learner.main", "learner", threads, True, own)
 
 
-def _actor(config: Config, place: int) -> Process:
+def _actor(config: Config, place: int) -> PlannedProcess:
     """Plan one actor. With SGLang inside, it runs where sglang is installed; with
     actors.sglang.gpus it sees only its own GPUs."""
     a, name, shard = config.actors, f"actor-{place}", place % config.scheduler.shards
-    actor = Process(name, "coppice.actors.worker", name, a.threads, shard=shard)
+    actor = PlannedProcess(name, "coppice.actors.worker", name, a.threads, shard=shard)
     if a.engine != "sglang":
         return actor
     inside = a.sglang.way == "inside"

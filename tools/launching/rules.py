@@ -44,8 +44,8 @@ def _faults(config: Config) -> Iterator[str]:
         limit = setting(config, "actors.max_context")
         yield f"{setting(config, 'scheduler.max_action_tokens')}: expected less than {limit}"
     if "/" not in encoder and not Path(encoder).is_dir():
-        known, others = [RetrieverConfig().encoder], ", a folder, or a hub name with its owner"
-        check_choice(setting(config, "retriever.encoder"), encoder, known, others)
+        names, others = [RetrieverConfig().encoder], ", a folder, or a hub name with its owner"
+        check_choice(setting(config, "retriever.encoder"), encoder, names, others)
     for name in s.trackers:
         check_choice(f"scheduler.trackers names {name!r}", name, TRACKERS)
     host, _, port = s.prometheus.rpartition(":")

@@ -1,5 +1,5 @@
-"""What the launcher shows of a run: rows, above a progress bar that is written anew in the last line
-of a terminal. Elsewhere, and with NO_COLOR, the bar is a plain line before each heading."""
+"""What the launcher shows of a run: rows, above a progress bar that is written anew in a terminal's
+last line. Elsewhere, and with NO_COLOR, the bar is a plain line before each heading."""
 
 import contextlib
 import io

@@ -43,8 +43,8 @@ class ProcessStatus(msgspec.Struct, frozen=True):
 
 
 class Status(msgspec.Struct):
-    """The page. state: running, finished, stopped, failed, killed (the launcher has no last word) or
-    unknown. damaged: what could not be read. name: that of its config. do: what to do next."""
+    """The page. state: running, finished, stopped, failed, killed (without a last word) or unknown.
+    damaged: what could not be read. name: that of its config. do: what to do next."""
 
     run: str
     state: str

@@ -23,7 +23,7 @@ from coppice.tools.launching import record, watchdog
 from coppice.tools.launching.children import GRACE_S, Child, mapped_segments, sweep_segments
 from coppice.tools.launching.failures import Cause, Resumes, remedy
 from coppice.tools.launching.nodes import Away, Nodes
-from coppice.tools.launching.processes import Process, forget_meeting
+from coppice.tools.launching.processes import PlannedProcess, forget_meeting
 from coppice.tools.launching.record import Recorder, resume_command, shown
 from coppice.tools.launching.screen import RunScreen
 from coppice.tools.launching.watchdog import SCHEDULER, Watchdog
@@ -72,7 +72,7 @@ class Supervisor:
     def __init__(
         self,
         run: Path,
-        plan: list[Process],
+        plan: list[PlannedProcess],
         signals: Signals,
         recorder: Recorder,
         screen: RunScreen,
@@ -115,7 +115,7 @@ class Supervisor:
                 self._hire(spec)
         return None
 
-    def _hire(self, spec: Process) -> Child:
+    def _hire(self, spec: PlannedProcess) -> Child:
         """Start a process, for the first time or again. What a scheduler says is shown."""
         if (child := self.children.get(name := spec.name)) is None:
             child = self.children[name] = Child(spec, self.run, self.nodes)
@@ -307,7 +307,10 @@ class Supervisor:
 
 
 def supervise(
-    run: Path, make: Callable[[], list[Process]], screen: RunScreen, nodes: Nodes | None = None
+    run: Path,
+    make: Callable[[], list[PlannedProcess]],
+    screen: RunScreen,
+    nodes: Nodes | None = None,
 ) -> int:
     """Run the plan that ``make`` returns to its end, resuming the run where that helps. nodes: of a
     cluster. Return the exit status. Raises OSError."""

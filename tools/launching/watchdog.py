@@ -101,9 +101,9 @@ class Watchdog:
                 if worker.state != "here" and not worker.state.startswith("silent"):
                     why = f"left {now - worker.heard:.0f} s ago ({worker.state}) and has not ended"
                 return Finding(name, why, worker.calls)
-            if worker.unanswered >= health.UNANSWERED:
-                calls = f"{worker.unanswered} calls in a row pass their deadline"
-                return Finding(name, f"answers heartbeats and let {calls}", worker.calls)
+            if (n := worker.unanswered) >= health.UNANSWERED:
+                why = f"answers heartbeats and let {n} calls in a row pass their deadline"
+                return Finding(name, why, worker.calls)
         return None
 
     def _stalled(self, report: Health, names: Mapping[tuple[str, int], str]) -> Finding | None:
@@ -191,5 +191,5 @@ def diagnosis(finding: Finding, doing: str, text: str) -> str:
     """Return what is known of a stuck process, as one line. doing, text: its ``activity``."""
     place, calls = where(text), "; ".join(finding.calls)
     threads = f"its threads are in {place} (stacks in its log)" if place else ""
-    known = [finding.why, doing, threads, f"its last calls: {calls}" if calls else ""]
-    return "; ".join(filter(None, known))
+    parts = [finding.why, doing, threads, f"its last calls: {calls}" if calls else ""]
+    return "; ".join(filter(None, parts))

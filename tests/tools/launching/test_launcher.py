@@ -15,12 +15,12 @@ from typing import IO, Any
 import pytest
 
 from coppice.tools.launching.command import main
-from coppice.tools.launching.processes import Process
+from coppice.tools.launching.processes import PlannedProcess
 from coppice.tools.launching.screen import RunScreen
 from coppice.tools.launching.settings import Assets
 from coppice.tools.launching.supervisor import supervise
 
-ENDS_AT_ONCE = Process("scheduler", "no_such_module", "scheduler", 1, True)
+ENDS_AT_ONCE = PlannedProcess("scheduler", "no_such_module", "scheduler", 1, True)
 
 
 @pytest.fixture(autouse=True)
