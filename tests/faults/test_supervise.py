@@ -315,7 +315,7 @@ def test_a_stop_continues_stopped_processes_and_waits_once_for_schedulers_that_h
     def stopped() -> bool:
         launched = record.read(tmp_path)
         member = launched.members.get("learner-0") if launched is not None else None
-        return member is not None and "state T" in watchdog.state(member.pid)
+        return member is not None and "state T" in watchdog.activity(member.pid, Path("/"))[0]
 
     def stop() -> None:
         asked.append(time.monotonic())

@@ -124,11 +124,7 @@ def _strategy(config: Config, gives: StrategyGives, environment: Environment) ->
 
 
 def _columns(
-    config: Config,
-    scheme: Scheme,
-    gives: StrategyGives,
-    served: Served,
-    environment: Environment,
+    config: Config, scheme: Scheme, gives: StrategyGives, served: Served, environment: Environment
 ) -> str:
     """Why what the scheme reads and the score columns that are there for it do not agree, or ""."""
     s, outside, say = config.scheduler, config.judges.outside, partial(setting, config)

@@ -225,10 +225,7 @@ _KL_TWICE = ["method=search-r1", "learner.scheme_options.kl_coef=0.1", "learner.
     [
         (["scheduler.strategy_options={selection='best-of-k', eta=0.5}"], "no effect"),
         (["learner.critic.lr=1e-5"], "no effect"),
-        (
-            ["learner.correction=decoupled", "learner.correction_options.clip_high=0.3"],
-            "no effect",
-        ),
+        (["learner.correction=decoupled", "learner.correction_options.clip_high=0.3"], "no effect"),
         (["scheduler.strategy=full", "learner.scheme=prime"], "cross_entropy"),
         (_KL_TWICE, "count it again"),
         (["learner.sharding=fsdp", "learner.count=1"], "no effect"),
