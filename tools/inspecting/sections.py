@@ -12,6 +12,7 @@ import polars as pl
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
+from coppice.common.atomic import as_json
 from coppice.scheduler.ledger.journal import Journal, TreeRow
 from coppice.scheduler.telemetry.phases import Training
 from coppice.tools.bootstrap import ROOT
@@ -30,7 +31,7 @@ from coppice.tools.inspecting.runs import (
     measures,
     shown,
 )
-from coppice.tools.launching.config import ConfigError, load, saved
+from coppice.tools.launching.config import ConfigError, load
 
 Groups = Mapping[str, Sequence[Run]]
 TREES = 5000
@@ -433,7 +434,7 @@ def _config(groups: Groups) -> Section:
         ((config,),) = filter(None, configs.values())
         path = ROOT / "configs" / f"{config.get('name')}.toml"
         with contextlib.suppress(ConfigError):
-            shipped = msgspec.json.decode(saved(load(path, [])))
+            shipped = msgspec.json.decode(as_json(load(path, [])))
             configs = {f"configs/{path.name}": [shipped], **configs}
     rows = differences(configs)
     section = Section("Configuration", [] if rows else [f"The same in {', '.join(configs)}."])
