@@ -408,7 +408,7 @@ async def test_a_trajectory_whose_outcome_is_unknown_is_left_out(
     [
         ("arpo", {"initial": 20}, r"initial = 20: expected at most budget = 16"),
         ("arpo", {"top": 21}, r"top = 21: expected a whole number, at least 0 and at most 20"),
-        ("spo", {"branching": []}, r"branching = \[\]: expected the number of children"),
+        ("spo", {"branching": []}, r"branching = \[\]: expected numbers of children"),
         (
             "spo",
             {"branching": [6, 0]},

@@ -167,7 +167,7 @@ def of_the_scheduler(run: Run) -> Iterator[str]:
     held = {
         "open calls": calls,
         "waiting calls": [service for service, queue in run.dispatcher._waiting.items() if queue],
-        "growing trees": run.forest.growing,
+        "growing trees": run.open_trees.growing,
         "trees in the fleet": run.runtime.fleet.trees,
         "seats": [name for name, seats in run.runtime.fleet.seats.items() if seats],
         "samples being decoded": +run.runtime.fleet.decoding,

@@ -18,7 +18,7 @@ from coppice.scheduler.dispatch.dispatcher import Dispatcher
 from coppice.scheduler.dispatch.roster import Roster
 from coppice.scheduler.growth import answers
 from coppice.scheduler.growth.context import Context
-from coppice.scheduler.growth.forest import Forest
+from coppice.scheduler.growth.open_trees import OpenTrees
 from coppice.scheduler.growth.strategies import chain
 from coppice.scheduler.growth.tree import Node
 from coppice.scheduler.ledger.journal import Journal, TreeRow
@@ -62,8 +62,8 @@ _original_dispatcher = Dispatcher.__init__
 
 
 def _leave_without_calls(self: Roster, worker: Any, reason: str) -> None:
-    if self._workers.get(worker.identity) is worker:
-        del self._workers[worker.identity], self._named[worker.name]
+    if self.by_identity.get(worker.identity) is worker:
+        del self.by_identity[worker.identity], self.by_name[worker.name]
         worker.ready = False
         for service in worker.hello.services:
             self.pools[service].discard(worker)
@@ -130,15 +130,15 @@ def _one_more(self: Pacing) -> bool:
     return self.admitted < min(within, self.updates * self.questions)
 
 
-_quarantine = Forest._quarantine
+_quarantine = OpenTrees._quarantine
 
 
-def _quarantine_unwritten(self: Forest, tree: Any, reason: str) -> None:
+def _quarantine_unwritten(self: OpenTrees, tree: Any, reason: str) -> None:
     with patch.object(self.journal, "close_tree", lambda *arguments: None):
         _quarantine(self, tree, reason)
 
 
-def _quarantine_uncounted(self: Forest, tree: Any, reason: str) -> None:
+def _quarantine_uncounted(self: OpenTrees, tree: Any, reason: str) -> None:
     with patch.object(self.pacing, "withdraw", lambda: None):
         _quarantine(self, tree, reason)
 
@@ -149,7 +149,7 @@ async def _grow_again(tree: Any, ctx: Any, bonus: float = 0.1) -> None:
     await asyncio.sleep(0)
 
 
-def _count_without_groups(self: Forest, tree: Any, reason: str) -> None:
+def _count_without_groups(self: OpenTrees, tree: Any, reason: str) -> None:
     if tree.groups or not reason.startswith("no trajectory"):
         return _quarantine(self, tree, reason)
     self.journal.close_tree(tree, "closed")
@@ -221,12 +221,12 @@ FAULTS = [
     Planted("a cancellation is lost", "", _replace(Dispatcher, "_abandon", _abandon_in_silence)),
     Planted("the admission bound is off by one", "", _replace(Pacing, "may_start", _one_more)),
     Planted(
-        "a quarantine is not written", "", _replace(Forest, "_quarantine", _quarantine_unwritten)
+        "a quarantine is not written", "", _replace(OpenTrees, "_quarantine", _quarantine_unwritten)
     ),
     Planted(
         "a quarantined tree keeps its admission",
         "",
-        _replace(Forest, "_quarantine", _quarantine_uncounted),
+        _replace(OpenTrees, "_quarantine", _quarantine_uncounted),
     ),
     Planted("a duplicate answer is accepted", "", _replace(Dispatcher, "_finish", _finish_twice)),
     Planted(
@@ -264,7 +264,7 @@ FAULTS = [
     Planted(
         "a tree without groups counts in an update",
         THIS,
-        _replace(Forest, "_quarantine", _count_without_groups),
+        _replace(OpenTrees, "_quarantine", _count_without_groups),
         hint=75,
     ),
     Planted(
