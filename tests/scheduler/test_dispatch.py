@@ -12,7 +12,7 @@ from coppice.scheduler.dispatch.dispatcher import DispatchConfig
 from coppice.scheduler.dispatch.placement import Load, Place
 from coppice.wire.faults import DataFault, Fault, InfrastructureFault
 from coppice.wire.service import Call, Service
-from tests.services import EchoRequest, EchoResult, Prefer, bench
+from tests.services import Bench, EchoRequest, EchoResult, Prefer, bench
 
 QUICK = DispatchConfig(heartbeat_s=0.05, dead_after_s=0.4)
 
@@ -87,6 +87,10 @@ async def test_a_call_runs_where_its_place_says_and_the_place_learns_of_every_at
         assert [served for _, served in place.log] == [False, True]
 
 
+def call(b: Bench, place: Place) -> asyncio.Task[EchoResult]:
+    return asyncio.create_task(b.dispatcher.call("echo", ask(), deadline=30, place=place))
+
+
 class Ranked(Place):
     """Held back until ``free`` is set; noted when it starts."""
 
@@ -109,10 +113,7 @@ async def test_waiting_calls_start_in_the_order_of_their_ranks(tmp_path: Path) -
     async with bench(tmp_path) as b:
         await b.work("w", {"echo": echo}, capacity=1)
         places = [Ranked(rank, started, free) for rank in (3, 1, 2, 0)]
-        calls = [
-            asyncio.create_task(b.dispatcher.call("echo", ask(), deadline=10, place=p))
-            for p in places
-        ]
+        calls = [call(b, place) for place in places]
         await asyncio.sleep(0)
         free.set()
         b.dispatcher.look_again("echo")
@@ -128,11 +129,9 @@ async def test_a_call_that_is_held_back_stops_no_other_and_is_tried_again_by_its
     free.set()
     async with bench(tmp_path) as b:
         await b.work("w", {"echo": echo})
-        waits = asyncio.create_task(
-            b.dispatcher.call("echo", ask(), deadline=10, place=Ranked(0, started, held))
-        )
+        waits = call(b, Ranked(0, started, held))
         await asyncio.sleep(0)
-        await b.dispatcher.call("echo", ask(), deadline=10, place=Ranked(1, started, free))
+        await call(b, Ranked(1, started, free))
         await b.dispatcher.call("echo", ask(), deadline=10)
         assert started == [1]
         held.set()  # nobody tells the dispatcher
@@ -170,18 +169,14 @@ async def test_of_calls_that_wait_together_one_is_asked_and_all_start_by_family(
     async with bench(tmp_path) as b:
         await b.work("w", {"echo": echo}, capacity=1)
         places = [Kin(number, number % 20, asked, begun, started, free) for number in range(60)]
-        calls = [
-            asyncio.create_task(b.dispatcher.call("echo", ask(), deadline=30, place=place))
-            for place in places
-        ]
+        calls = [call(b, place) for place in places]
         await asyncio.sleep(0)
         assert set(asked) == {0} and len(asked) <= 60
         free.set()
         b.dispatcher.look_again("echo")
         await asyncio.gather(*calls)
-        assert len(asked) <= 60 + 60 + 5, (
-            "each call is asked once when it starts (and the timer may ask the first again)"
-        )
+        # each call is asked once when it starts, and the timer may ask the first again
+        assert len(asked) <= 60 + 60 + 5
     assert started == [number + 20 * sibling for number in range(20) for sibling in range(3)]
 
 
@@ -199,18 +194,14 @@ async def test_a_joining_worker_gets_no_work_before_its_hook_returns(tmp_path: P
         order.append("work")
         return EchoResult(request.tokens, 0)
 
+    async def load(request: Any, call: Call) -> Any:
+        raise DataFault("never mind")
+
     async with bench(tmp_path) as b:
-
-        async def prepare(worker: Any) -> None:
-            await b.dispatcher.call("load", ask(), deadline=5, worker=worker.name)
-            order.append("prepared")
-
-        async def load(request: Any, call: Call) -> Any:
-            raise DataFault("never mind")
 
         async def joined(worker: Any) -> None:
             with pytest.raises(Fault):
-                await prepare(worker)
+                await b.dispatcher.call("load", ask(), deadline=5, worker=worker.name)
             order.append("prepared")
 
         b.dispatcher.roster.on_join = joined

@@ -38,19 +38,9 @@ async def forever(request: Any, call: Call) -> Any:
     await asyncio.Event().wait()
 
 
-# ---------------------------------------------------------------------------------------------- the
-# invariant
-
-PLANS = st.lists(
-    st.tuples(
-        st.sampled_from(
-            ["ok", "ok", "slow", "infrastructure", "data", "crash", "malformed", "hang"]
-        ),
-        st.sampled_from(["stays", "stays", "stays", "cancels"]),
-    ),
-    min_size=1,
-    max_size=40,
-)
+KINDS = ["ok", "ok", "slow", "infrastructure", "data", "crash", "malformed", "hang"]
+PATIENCE = st.sampled_from(["stays", "stays", "stays", "cancels"])
+PLANS = st.lists(st.tuples(st.sampled_from(KINDS), PATIENCE), min_size=1, max_size=40)
 FATES = st.lists(st.sampled_from(["lives", "lives", "dies", "drains"]), min_size=1, max_size=3)
 
 
@@ -122,9 +112,8 @@ async def outcomes(plan: list[tuple[str, str]], fates: list[str], folder: Path) 
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
     await dispatcher.close()
-    counted = Counter(
-        "cancelled" if isinstance(end, asyncio.CancelledError) else str(end) for end in ended
-    )
+    lost = asyncio.CancelledError
+    counted = Counter("cancelled" if isinstance(end, lost) else str(end) for end in ended)
     # A caller may be cancelled at the moment its answer comes; no other answer is ever lost or
     # given twice.
     answers = sum(event.outcome == "ok" for event in events)
@@ -148,10 +137,6 @@ def test_every_dispatched_call_reaches_exactly_one_outcome(
         assert not found["infrastructure"]
 
 
-# ---------------------------------------------------------------------------------------------- its
-# corners
-
-
 async def test_closing_ends_calls_that_run_that_wait_and_that_back_off(tmp_path: Path) -> None:
     entered = asyncio.Event()
     failed = asyncio.Event()
@@ -166,10 +151,8 @@ async def test_closing_ends_calls_that_run_that_wait_and_that_back_off(tmp_path:
     async with bench(tmp_path) as b:
         b.dispatcher.on_event = lambda event: failed.set()
         await b.work("w", {"echo": first_fails}, capacity=1)
-        calls = [
-            asyncio.create_task(b.dispatcher.call("echo", ask(value), deadline=60))
-            for value in (0, 1, 2)
-        ]
+        started = (b.dispatcher.call("echo", ask(value), deadline=60) for value in (0, 1, 2))
+        calls = [asyncio.create_task(call) for call in started]
         await asyncio.wait_for(failed.wait(), 5)
         await asyncio.wait_for(entered.wait(), 5)
         await b.dispatcher.close()
@@ -195,10 +178,9 @@ async def test_a_call_whose_answer_cannot_be_right_moves_to_another_worker_and_s
         with pytest.raises(InfrastructureFault, match="liar answered a token below 0"):
             await b.dispatcher.call("echo", ask(), deadline=10, check=check)
         await b.work("honest", {"echo": echo})
-        answers = [
-            await b.dispatcher.call("echo", ask(), deadline=10, check=check) for _ in range(4)
-        ]
-        assert [float(answer.tokens[0]) for answer in answers] == [1.0] * 4
+        for _ in range(4):
+            answer = await b.dispatcher.call("echo", ask(), deadline=10, check=check)
+            assert answer.tokens.tolist() == [1.0]
 
 
 async def test_attempts_are_bounded_and_the_last_fault_is_the_outcome(tmp_path: Path) -> None:
@@ -319,9 +301,8 @@ async def test_a_rested_worker_is_used_when_its_rest_ends_and_not_only_at_its_ne
             raise left.pop()
         return EchoResult(request.tokens, 0)
 
-    async with bench(
-        tmp_path, DispatchConfig(heartbeat_s=3600.0, dead_after_s=7200.0, max_attempts=10)
-    ) as b:
+    config = DispatchConfig(heartbeat_s=3600.0, dead_after_s=7200.0, max_attempts=10)
+    async with bench(tmp_path, config) as b:
         await b.work("w", {"echo": late})
         (worker,) = b.dispatcher.workers()
         worker.breaker.rest_s = 0.2
@@ -369,10 +350,8 @@ async def test_a_connection_that_loses_all_open_calls_at_once_gives_the_worker_n
                 send(header, body)
 
         service.send = loses
-        answers = await asyncio.gather(
-            *(b.dispatcher.call("echo", ask(), deadline=60) for _ in range(8))
-        )
-        assert [float(answer.tokens[0]) for answer in answers] == [1.0] * 8
+        calls = [b.dispatcher.call("echo", ask(), deadline=60) for _ in range(8)]
+        assert all(answer.tokens[0] == 1.0 for answer in await asyncio.gather(*calls))
         assert b.dispatcher.counters["lost_calls"] == len(lost) == 8
         (worker,) = b.dispatcher.workers()
         assert worker.breaker.open_until == float("-inf")
