@@ -29,9 +29,7 @@ def told(clock: list[float]) -> tuple[Faults, list[str]]:
 # ------------------------------------------------------------------------------------------ faults
 
 
-def test_later_faults_are_told_once_a_minute_with_their_number_and_each_service_for_itself() -> (
-    None
-):
+def test_later_faults_of_a_service_are_told_once_a_minute_with_their_number() -> None:
     clock = [100.0]
     faults, lines = told(clock)
     for _ in range(30):
@@ -46,9 +44,7 @@ def test_later_faults_are_told_once_a_minute_with_their_number_and_each_service_
     assert lines[3].startswith("retrieve fails: no")
 
 
-async def test_each_fault_of_a_named_caller_is_told_also_where_the_call_is_tried_again(
-    tmp_path: Path,
-) -> None:
+async def test_each_fault_of_a_named_caller_is_told_also_of_retries(tmp_path: Path) -> None:
     heard: list[tuple[str, str, str]] = []
     faults: list[Exception] = [KeyError("my bug"), DataFault("not this one")]
 
@@ -130,9 +126,7 @@ def given(valid: int, invalid: int) -> list[Judgement]:
     ] * invalid
 
 
-def test_a_share_of_invalid_scores_warns_once_at_each_level_and_names_judge_columns_numbers_and_remedy() -> (
-    None
-):
+def test_invalid_scores_warn_once_at_each_level_with_columns_and_remedy() -> None:
     judged = JudgeTally("slate", Path("runs/a"))
     assert judged.take() == ""
     assert judged.share is None

@@ -169,9 +169,7 @@ def check(folder: Path) -> None:
     ]
 
 
-async def test_the_first_update_is_made_beside_the_first_evaluation_which_still_is_of_version_0(
-    tmp_path: Path, llama: Path
-) -> None:
+async def test_the_first_evaluation_beside_an_update_is_of_v0(tmp_path: Path, llama: Path) -> None:
     grown: list[int] = []
     ended = tmp_path / "summary.json"
     ended.write_text("{}")  # of an end with fewer updates
@@ -192,7 +190,7 @@ async def test_the_first_update_is_made_beside_the_first_evaluation_which_still_
     assert house.loads == [(1, ["start"]), (2, ["start"])]
 
 
-async def test_a_run_that_died_between_its_first_update_and_its_first_evaluation_evaluates_version_0_first(
+async def test_a_run_resumed_after_its_update_first_examines_v0(
     tmp_path: Path, llama: Path
 ) -> None:
     dead = House(tmp_path, llama, held=lambda house: True)
@@ -214,9 +212,7 @@ async def test_a_run_that_died_between_its_first_update_and_its_first_evaluation
     assert resumed.loads == [(1, ["start"]), (2, ["start"])]
 
 
-async def test_weights_without_a_journal_are_refused_before_anything_is_written_into_it(
-    tmp_path: Path, llama: Path
-) -> None:
+async def test_weights_without_a_journal_are_refused_at_once(tmp_path: Path, llama: Path) -> None:
     (tmp_path / "checkpoints" / "v000004").mkdir(parents=True)
     (tmp_path / "checkpoints" / "v000004" / "state.json").write_bytes(
         b'{"version": 4, "trained": []}'
@@ -227,9 +223,7 @@ async def test_weights_without_a_journal_are_refused_before_anything_is_written_
     assert not Journal(tmp_path / "journal.sqlite", readonly=True).trees()
 
 
-async def test_a_journal_that_is_older_than_the_checkpoint_is_refused_before_anything_is_sent_or_marked(
-    tmp_path: Path, llama: Path
-) -> None:
+async def test_a_journal_older_than_the_checkpoint_is_refused(tmp_path: Path, llama: Path) -> None:
     dead = House(tmp_path, llama)
     await dead.live(until=lambda house: house.run.stream.version == 1)
     journal = Journal(tmp_path / "journal.sqlite", readonly=True)
@@ -273,9 +267,7 @@ class Outlived(House):
         return Trained(self.known[group.id], str(weights), "digest", {UPDATE: 2.0}, [])
 
 
-async def test_an_update_whose_record_was_lost_is_recorded_and_its_trees_take_no_place_of_the_next(
-    tmp_path: Path, llama: Path
-) -> None:
+async def test_an_update_whose_record_was_lost_counts_once(tmp_path: Path, llama: Path) -> None:
     dead = OneUpdate(tmp_path, llama)
     await dead.live(until=lambda house: house.run.stream.version == 1)
     journal = Journal(tmp_path / "journal.sqlite", readonly=True)

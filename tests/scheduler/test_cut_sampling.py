@@ -66,9 +66,7 @@ async def actions(
     return [node for node in journal.tree(row).nodes.values() if node.kind == "action"]
 
 
-async def test_trained_actions_keep_what_top_p_left_in_the_tree_and_the_journal(
-    tmp_path: Path, llama: Path
-) -> None:
+async def test_trained_actions_keep_what_top_p_left(tmp_path: Path, llama: Path) -> None:
     for node in await actions(tmp_path, llama, top_p=0.8, top_k=9):
         support = decode(node.travels({}).support, len(node.tokens))
         assert support is not None
@@ -76,9 +74,7 @@ async def test_trained_actions_keep_what_top_p_left_in_the_tree_and_the_journal(
         assert support.counts.max() <= 9
 
 
-async def test_an_engine_that_does_not_report_what_it_left_cannot_be_trained_from(
-    tmp_path: Path, llama: Path
-) -> None:
+async def test_an_engine_that_reports_no_support_is_refused(tmp_path: Path, llama: Path) -> None:
     with pytest.raises(DataFault, match=r"top_p = 0.8 and top_k = 0 .* expected Sample.support"):
         await actions(tmp_path, llama, kind=Silent, top_p=0.8)
     (tmp_path / "held-out").mkdir()

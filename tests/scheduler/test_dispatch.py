@@ -35,9 +35,7 @@ async def test_a_call_nobody_can_serve_ends_at_its_deadline_and_says_so(tmp_path
             await b.dispatcher.call("echo", ask(), deadline=0.2)
 
 
-async def test_a_deadline_names_the_workers_that_are_full_or_rest_and_those_that_hang(
-    tmp_path: Path,
-) -> None:
+async def test_a_deadline_names_workers_that_are_full_that_rest_or_hang(tmp_path: Path) -> None:
     async with bench(tmp_path) as b:
         await b.work("hanger", {"echo": hang}, capacity=1)
         for state in ["hanger"] * 5 + ["hanger rests after 5 failed calls"]:
@@ -67,9 +65,7 @@ async def test_cancelling_the_caller_reaches_the_worker_and_frees_its_room(tmp_p
         await b.dispatcher.call("echo", ask(1), deadline=5)
 
 
-async def test_a_call_runs_where_its_place_says_and_the_place_learns_of_every_attempt(
-    tmp_path: Path,
-) -> None:
+async def test_a_call_runs_where_its_place_says_which_sees_each_attempt(tmp_path: Path) -> None:
     async def broken(request: EchoRequest, call: Call) -> EchoResult:
         raise InfrastructureFault("no luck")
 
@@ -121,9 +117,7 @@ async def test_waiting_calls_start_in_the_order_of_their_ranks(tmp_path: Path) -
     assert started == [0, 1, 2, 3]
 
 
-async def test_a_call_that_is_held_back_stops_no_other_and_is_tried_again_by_itself(
-    tmp_path: Path,
-) -> None:
+async def test_a_held_back_call_stops_no_other_and_is_tried_again(tmp_path: Path) -> None:
     started: list[int] = []
     held, free = asyncio.Event(), asyncio.Event()
     free.set()
@@ -162,9 +156,7 @@ class Kin(Ranked):
         self.begun.add(self.family)
 
 
-async def test_of_calls_that_wait_together_one_is_asked_and_all_start_by_family(
-    tmp_path: Path,
-) -> None:
+async def test_of_calls_that_wait_together_only_one_is_asked(tmp_path: Path) -> None:
     asked, begun, started, free = list[int](), set[int](), list[int](), asyncio.Event()
     async with bench(tmp_path) as b:
         await b.work("w", {"echo": echo}, capacity=1)

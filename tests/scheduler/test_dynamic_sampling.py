@@ -189,7 +189,7 @@ def test_a_group_has_a_spread_if_its_returns_or_for_some_schemes_its_turns_diffe
     assert differs([turns([1.0], [1.0]), group], "reward", "turns") == by_turn
 
 
-async def test_questions_without_spread_are_replaced_up_to_the_budget_and_trained_once(
+async def test_questions_without_spread_are_replaced_within_budget(
     tmp_path: Path, llama: Path
 ) -> None:
     house = Learning(tmp_path, llama)

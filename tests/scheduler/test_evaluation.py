@@ -159,9 +159,7 @@ def services(tmp_path: Path, llama: Path, environment: Any) -> Callable[[Task, i
     )
 
 
-async def test_players_without_a_model_are_known_by_their_returns(
-    tmp_path: Path, llama: Path
-) -> None:
+async def test_players_without_a_model_have_their_returns(tmp_path: Path, llama: Path) -> None:
     tools = services(tmp_path, llama, GAME)
     tasks = GeneratedTasks(GAME.task, 0).held_out(1500)
     found = await play_baselines(GAME, tasks, tools)

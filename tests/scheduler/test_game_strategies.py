@@ -118,9 +118,7 @@ def sudoku(**options: Any) -> Sudoku:
     return Sudoku(prompt="sudoku_compact", size=4, blanks=4, **options)
 
 
-async def test_a_chain_is_one_group_of_scored_turns_that_end_with_the_outcome(
-    tmp_path: Path, llama: Path
-) -> None:
+async def test_a_chain_is_one_group_of_scored_turns(tmp_path: Path, llama: Path) -> None:
     stage = Stage(tmp_path, llama, tictactoe())
     await stage.grow(chain)
     (turns,) = stage.groups
@@ -132,9 +130,7 @@ async def test_a_chain_is_one_group_of_scored_turns_that_end_with_the_outcome(
     assert stage.counts["environment_steps"] == len(turns)
 
 
-async def test_each_turn_is_a_fresh_prompt_below_what_all_turns_share(
-    tmp_path: Path, llama: Path
-) -> None:
+async def test_each_turn_is_a_prompt_below_the_shared_part(tmp_path: Path, llama: Path) -> None:
     stage = Stage(tmp_path, llama, tictactoe())
     await stage.grow(chain)
     root = stage.tree.nodes[0]
@@ -152,9 +148,7 @@ async def test_each_turn_is_a_fresh_prompt_below_what_all_turns_share(
 @pytest.mark.parametrize(
     "bad", ["hello", "<action>99</action>", "<action>1</action> <action>x</action>"]
 )
-async def test_an_unusable_action_is_data_and_ends_the_episode_as_a_loss(
-    tmp_path: Path, llama: Path, bad: str
-) -> None:
+async def test_an_unusable_action_loses_the_episode(tmp_path: Path, llama: Path, bad: str) -> None:
     stage = Stage(tmp_path, llama, tictactoe(), script=[bad])
     await stage.grow(chain)
     ((turn,),) = stage.groups
@@ -162,9 +156,7 @@ async def test_an_unusable_action_is_data_and_ends_the_episode_as_a_loss(
     assert stage.counts["invalid_actions"] == 1
 
 
-async def test_the_next_turn_is_generated_while_an_oracle_thinks(
-    tmp_path: Path, llama: Path
-) -> None:
+async def test_turns_are_generated_while_an_oracle_thinks(tmp_path: Path, llama: Path) -> None:
     stage = Stage(tmp_path, llama, tictactoe())
     stage.services.hold = asyncio.Event()
     growing = asyncio.create_task(stage.grow(chain))
@@ -178,7 +170,7 @@ async def test_the_next_turn_is_generated_while_an_oracle_thinks(
     assert stage.services.judged == len(stage.groups[0])
 
 
-async def test_a_chain_grown_halfway_goes_on_and_judges_what_was_not_judged(
+async def test_a_chain_grown_halfway_judges_what_was_not_judged(
     tmp_path: Path, llama: Path
 ) -> None:
     stage = Stage(tmp_path, llama, sudoku())
@@ -202,9 +194,7 @@ async def test_a_chain_grown_halfway_goes_on_and_judges_what_was_not_judged(
 
 
 @pytest.mark.parametrize("strategy", [chain, full, mc_value])
-async def test_a_group_is_emitted_once_whatever_comes_between_it_and_the_end_of_its_tree(
-    tmp_path: Path, llama: Path, strategy: Any
-) -> None:
+async def test_a_group_is_emitted_once(tmp_path: Path, llama: Path, strategy: Any) -> None:
     stage = Stage(tmp_path, llama, tictactoe(), k=2, continuations=2)
     await stage.grow(strategy)
     asked = len(stage.services.generated)
@@ -228,9 +218,7 @@ async def test_continuations_do_not_change_the_episode(tmp_path: Path, llama: Pa
     assert boards[0] == boards[1]
 
 
-async def test_monte_carlo_values_of_every_state_with_their_errors(
-    tmp_path: Path, llama: Path
-) -> None:
+async def test_every_state_has_a_monte_carlo_value_and_error(tmp_path: Path, llama: Path) -> None:
     stage = Stage(tmp_path, llama, sudoku(terminate_on_wrong=True), continuations=20)
     await stage.grow(mc_value)
     (turns,) = stage.groups
@@ -245,9 +233,7 @@ async def test_monte_carlo_values_of_every_state_with_their_errors(
     assert stage.counts["environment_steps"] == len(turns)
 
 
-async def test_all_continuations_of_a_state_are_asked_for_together(
-    tmp_path: Path, llama: Path
-) -> None:
+async def test_the_continuations_of_a_state_are_one_request(tmp_path: Path, llama: Path) -> None:
     stage = Stage(tmp_path, llama, tictactoe(), continuations=20)
     await stage.grow(mc_value)
     first = stage.services.generated[0].tokens.tolist()
@@ -307,9 +293,7 @@ async def test_concurrent_work_has_one_fate() -> None:
     assert started[0].cancelled()
 
 
-async def test_a_finished_game_is_not_played_again_after_a_crash(
-    tmp_path: Path, llama: Path
-) -> None:
+async def test_after_a_crash_no_finished_game_is_played_again(tmp_path: Path, llama: Path) -> None:
     stage = Stage(tmp_path, llama, tictactoe(opponents={"tictactoe_minimax": 1.0}))
     await stage.grow(chain)
     (turns,) = stage.groups

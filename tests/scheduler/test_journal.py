@@ -45,9 +45,7 @@ def journaled(path: Path, trees: int, closed: tuple[int, ...] = ()) -> Journal:
     return journal
 
 
-def test_a_state_is_stored_as_what_it_has_beside_the_one_above_and_comes_back_whole(
-    tmp_path: Path,
-) -> None:
+def test_a_state_is_stored_as_its_difference_and_comes_back_whole(tmp_path: Path) -> None:
     """Also after a restart, where sequences that were tuples are lists, and below a node whose
     state is stored whole, as an earlier release did."""
     states: list[Any] = [
@@ -139,9 +137,7 @@ def test_after_kill_9_everything_that_was_reported_is_there_once(tmp_path: Path)
         assert len(journal.tree(row).nodes) == 2
 
 
-def test_a_group_the_checkpoint_holds_is_trained_although_its_answer_was_lost(
-    tmp_path: Path,
-) -> None:
+def test_a_group_of_the_checkpoint_is_trained_although_its_answer_was_lost(tmp_path: Path) -> None:
     journal = journaled(tmp_path / "j", 2, closed=(0, 1))
     journal.adopt_frontier({0: 3, 77: 3})
     assert [row.id for row in journal.untrained_trees()] == [1]
@@ -166,9 +162,7 @@ def test_a_full_disk_is_a_clear_error_and_what_was_committed_stays(tmp_path: Pat
     assert [row.id for row in rows] == list(range(len(rows)))
 
 
-def test_a_lost_version_takes_its_evaluations_along_and_a_tree_can_be_grown_anew(
-    tmp_path: Path,
-) -> None:
+def test_a_lost_version_loses_its_evaluations_and_a_tree_can_be_uprooted(tmp_path: Path) -> None:
     journal = journaled(tmp_path / "j", 2)
     for number in range(2):
         journal.save_evaluation(number, f"v{number}", {"em": 1.0})
@@ -181,9 +175,7 @@ def test_a_lost_version_takes_its_evaluations_along_and_a_tree_can_be_grown_anew
     ]
 
 
-def test_a_sync_waits_for_the_file_that_holds_the_last_commits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sync_waits_for_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     journal = Journal(tmp_path / "j")
     journal.start_tree(small(0), 0, 0)
     synced, link = list[str](), "/proc/self/fd/{}".format
@@ -212,9 +204,7 @@ def test_a_journal_that_is_older_than_the_checkpoint_lacks_groups(tmp_path: Path
     assert journal.lacks([0, 1, 7]) == [1, 7]  # tree 1 still grows, and group 7 was never written
 
 
-async def test_a_row_that_sqlite_cannot_hold_is_told_to_whoever_waits_and_is_not_lost_in_silence(
-    tmp_path: Path,
-) -> None:
+async def test_a_row_that_sqlite_cannot_hold_is_told_to_whoever_waits(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "journal.sqlite")
     journal.start_tree(Tree(0, "a task with half a letter \ud800"), 0, 0)
     with pytest.raises(JournalError, match="mend the task or the plug-in"):

@@ -89,9 +89,7 @@ async def test_every_request_has_the_pictures_of_its_prefix_and_no_others(stage:
     assert "<|image_pad|>" in root.text
 
 
-async def test_a_picture_is_stored_once_and_keeps_its_number_after_a_restart(
-    stage: Stage, tmp_path: Path, seeing: Path
-) -> None:
+async def test_a_picture_keeps_its_number(stage: Stage, tmp_path: Path, seeing: Path) -> None:
     tree = await stage.grow(chain)
     first = {n: stage.journal.pictures(node.tokens) for n, node in tree.nodes.items()}
     stage.journal.close()
@@ -108,9 +106,7 @@ async def test_a_picture_is_stored_once_and_keeps_its_number_after_a_restart(
     assert readonly.pictures(back.nodes[0].tokens) == {1: GOAL}
 
 
-async def test_continuations_outside_the_tree_see_the_pictures_of_their_states(
-    stage: Stage,
-) -> None:
+async def test_continuations_see_the_pictures_of_their_states(stage: Stage) -> None:
     tree = await stage.grow(chain)
     context = stage.anew(tree)
     await context.plant()

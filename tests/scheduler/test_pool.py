@@ -93,9 +93,7 @@ def test_the_least_loaded_worker_is_found_as_if_all_were_looked_at(fleets: Itera
                 assert (found.name in names) == (expected in names)
 
 
-def test_a_call_that_chooses_sees_all_of_few_and_of_many_the_least_loaded_and_its_homes(
-    fleets: Iterator[Fleet],
-) -> None:
+def test_a_call_sees_all_of_few_workers_and_some_of_many(fleets: Iterator[Fleet]) -> None:
     sizes = set[bool]()
     for fleet in fleets:
         usable, homes = fleet.usable(), [w.name for w in fleet.rng.sample(fleet.workers, 1)]

@@ -48,9 +48,7 @@ def staged(
     return stage
 
 
-async def test_all_turns_but_the_last_are_judged_with_what_their_search_found(
-    tmp_path: Path, llama: Path
-) -> None:
+async def test_turns_are_judged_with_what_their_search_found(tmp_path: Path, llama: Path) -> None:
     stage = staged(tmp_path, llama, [[GOOD], [BAD], [RIGHT]], [0.5, 1.0])
     await stage.grow(ppr)
     (group,) = stage.groups
@@ -62,9 +60,7 @@ async def test_all_turns_but_the_last_are_judged_with_what_their_search_found(
     assert (second.transcript, second.response, second.observation) == (GOOD + FOUND, BAD, FOUND)
 
 
-async def test_the_budget_ends_the_rounds_and_no_answer_is_forced(
-    tmp_path: Path, llama: Path
-) -> None:
+async def test_the_budget_ends_the_rounds_without_an_answer(tmp_path: Path, llama: Path) -> None:
     stage = staged(tmp_path, llama, [[GOOD], [GOOD]], [0.5], budget=2)
     await stage.grow(ppr)
     (group,) = stage.groups

@@ -51,9 +51,7 @@ class Stage:
         )
 
 
-async def test_the_policy_replies_as_its_seed_says_and_nothing_enters_the_tree(
-    tmp_path: Path, llama: Path
-) -> None:
+async def test_the_policy_replies_as_its_seed_says(tmp_path: Path, llama: Path) -> None:
     replies: list[str] = []
     for seed in (1, 1, 2):
         folder = tmp_path / str(len(replies))
@@ -68,9 +66,7 @@ async def test_the_policy_replies_as_its_seed_says_and_nothing_enters_the_tree(
     assert replies[0] == replies[1] != replies[2]
 
 
-async def test_a_stop_string_ends_the_reply_and_is_not_part_of_it(
-    tmp_path: Path, llama: Path
-) -> None:
+async def test_a_stop_string_ends_the_reply(tmp_path: Path, llama: Path) -> None:
     stage = Stage(tmp_path, llama)
     await stage.services.start()
     whole = await stage.context.services.say("policy", ASKED, 12, [])
@@ -80,7 +76,7 @@ async def test_a_stop_string_ends_the_reply_and_is_not_part_of_it(
     await stage.services.close()
 
 
-async def test_a_served_speaker_gets_the_messages_without_the_mark_of_the_shared_part(
+async def test_a_served_speaker_gets_messages_without_the_split(
     tmp_path: Path, llama: Path
 ) -> None:
     stage = Stage(tmp_path, llama)

@@ -133,9 +133,7 @@ class Stage(Staged):
         return [[turn.scores["reward"] for turn in group] for group in self.groups]
 
 
-async def test_slate_emits_all_candidates_of_every_step_and_continues_one(
-    tmp_path: Path, llama: Path
-) -> None:
+async def test_slate_emits_all_candidates_and_continues_one(tmp_path: Path, llama: Path) -> None:
     stage = Stage(tmp_path, llama, [[GOOD, BAD, NOTHING], [RIGHT, RIGHT, RIGHT]])
     await stage.grow(slate)
     assert stage.rewards() == [[1, -1, -2], [1, 1, 1]]
@@ -146,9 +144,7 @@ async def test_slate_emits_all_candidates_of_every_step_and_continues_one(
     assert kinds == ["prompt", "action", "observation", "action"]
 
 
-async def test_when_all_fail_the_notice_is_shown_and_the_step_is_used_up(
-    tmp_path: Path, llama: Path
-) -> None:
+async def test_when_all_fail_the_notice_uses_the_step_up(tmp_path: Path, llama: Path) -> None:
     stage = Stage(tmp_path, llama, [[NOTHING] * 3, [RIGHT] * 3])
     await stage.grow(slate)
     assert stage.rewards() == [[-2, -2, -2], [1, 1, 1]]
@@ -157,9 +153,7 @@ async def test_when_all_fail_the_notice_is_shown_and_the_step_is_used_up(
     assert stage.counts["invalid_actions"] == 3
 
 
-async def test_a_used_up_budget_forces_an_answer_that_is_logged_and_not_trained(
-    tmp_path: Path, llama: Path
-) -> None:
+async def test_a_used_up_budget_forces_an_untrained_answer(tmp_path: Path, llama: Path) -> None:
     stage = Stage(tmp_path, llama, [[GOOD] * 3, [BAD] * 3, [" Sofia </answer>"]])
     await stage.grow(slate)
     assert len(stage.groups) == 2
@@ -170,18 +164,14 @@ async def test_a_used_up_budget_forces_an_answer_that_is_logged_and_not_trained(
     assert tip.id not in {turn.node for group in stage.groups for turn in group}
 
 
-async def test_slate_selects_by_the_advantage_on_which_it_trains(
-    tmp_path: Path, llama: Path
-) -> None:
+async def test_slate_selects_by_the_advantage_that_it_trains(tmp_path: Path, llama: Path) -> None:
     stage = Stage(tmp_path, llama, [[GOOD, BAD, NOTHING], [RIGHT] * 3], ddof=0, eps=0.5)
     await stage.grow(slate)
     trained = slate_scheme.advantages(table_of(stage.groups[0]), ddof=0, eps=0.5)
     np.testing.assert_allclose([turn.scores["advantage"] for turn in stage.groups[0]], trained)
 
 
-async def test_candidates_of_a_judge_that_fails_differ_by_nothing(
-    tmp_path: Path, llama: Path
-) -> None:
+async def test_candidates_of_a_failing_judge_have_one_score(tmp_path: Path, llama: Path) -> None:
     script = [[RIGHT, GOOD, RIGHT], [RIGHT] * 3]
     stage = Stage(tmp_path, llama, script, invalid=["think", "query", "answer"])
     await stage.grow(slate)
@@ -190,9 +180,7 @@ async def test_candidates_of_a_judge_that_fails_differ_by_nothing(
     )
 
 
-async def test_an_invalid_judgement_is_zero_in_the_reward_absent_in_the_columns_and_counted(
-    tmp_path: Path, llama: Path
-) -> None:
+async def test_an_invalid_judgement_adds_zero_and_is_counted(tmp_path: Path, llama: Path) -> None:
     stage = Stage(tmp_path, llama, [[RIGHT] * 3], invalid=["answer"])
     await stage.grow(slate)
     (group,) = stage.groups
@@ -220,7 +208,7 @@ async def test_a_tree_grown_halfway_goes_on_where_it_stood(tmp_path: Path, llama
     ("strategy", "first"),
     [(slate, [GOOD, GOOD, GOOD]), (full, [GOOD]), (chain, [GOOD]), (ppr, [GOOD])],
 )
-async def test_a_trajectory_that_outgrows_the_context_ends_as_a_failure_and_takes_nothing_else_away(
+async def test_a_trajectory_that_outgrows_the_context_ends_as_a_failure_alone(
     tmp_path: Path, llama: Path, strategy: Any, first: list[str]
 ) -> None:
     script = [first, [RIGHT]] if strategy is full else [first]
@@ -272,9 +260,7 @@ def written(stage: Stage) -> tuple[list[str], Counter[int]]:
     return commits, nodes
 
 
-async def test_a_step_of_slate_is_one_transaction_and_writes_each_node_once(
-    tmp_path: Path, llama: Path
-) -> None:
+async def test_a_step_of_slate_is_one_transaction(tmp_path: Path, llama: Path) -> None:
     stage = Stage(tmp_path, llama, [[GOOD, GOOD, GOOD]] * 3 + [[RIGHT, RIGHT, RIGHT]], budget=4)
     commits, nodes = written(stage)
     await stage.grow(slate)
@@ -292,9 +278,7 @@ async def test_a_step_of_slate_is_one_transaction_and_writes_each_node_once(
 
 
 @pytest.mark.parametrize("strategy", [chain, ppr])
-async def test_a_step_of_a_chain_is_one_transaction(
-    tmp_path: Path, llama: Path, strategy: Any
-) -> None:
+async def test_a_chains_step_is_one_transaction(tmp_path: Path, llama: Path, strategy: Any) -> None:
     stage = Stage(tmp_path, llama, [[GOOD]] * 3 + [[RIGHT]], budget=4, k=1)
     commits, nodes = written(stage)
     await stage.grow(strategy)

@@ -142,9 +142,7 @@ class Kept:
         self.finished = True
 
 
-def test_a_half_written_line_waits_and_a_record_is_never_given_twice(
-    run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_record_is_given_whole_and_once(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = Kept()
     monkeypatch.setitem(tracking.TRACKERS, "wandb", lambda *_: kept)  # pyright: ignore[reportArgumentType]
     write(run, [(1, 0.1), (2, 0.2)], checkpoint=9)
@@ -171,7 +169,7 @@ def test_a_half_written_line_waits_and_a_record_is_never_given_twice(
     assert [step for step, _ in kept.points] == [1, 2, 4]
 
 
-def test_a_tracker_gets_the_whole_update_of_several_schedulers_when_all_have_recorded_it(
+def test_a_tracker_gets_schedulers_joined_records(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given: list[dict[str, float]] = []
@@ -196,9 +194,7 @@ def test_a_tracker_gets_the_whole_update_of_several_schedulers_when_all_have_rec
     ]
 
 
-def test_a_tracker_that_fails_is_told_once_and_the_run_goes_on(
-    run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tracker_that_fails_is_told_once(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "online")
     monkeypatch.setenv("HOME", str(run.parent))  # no key is there
     monkeypatch.delenv("WANDB_API_KEY", raising=False)

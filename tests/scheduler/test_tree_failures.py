@@ -108,7 +108,7 @@ async def test_an_exception_of_one_tree_quarantines_it_with_the_traceback_and_th
     assert "a tree fails: ValueError: odd \\ud800 (task " in capsys.readouterr().out
 
 
-async def test_a_task_that_cannot_be_made_quarantines_its_tree_and_the_run_goes_on(
+async def test_a_task_that_cannot_be_made_quarantines_its_tree(
     tmp_path: Path, llama: Path, failing: type[Failing]
 ) -> None:
     failing.unmakeable = {0, 2, 3}
@@ -146,7 +146,7 @@ async def test_an_exception_of_one_held_out_tree_leaves_the_evaluation_to_the_ot
     ]
 
 
-async def test_many_trees_in_a_row_that_fail_alike_end_the_run_which_names_cause_task_and_environment(
+async def test_many_trees_in_a_row_that_fail_alike_end_the_run(
     tmp_path: Path, llama: Path, failing: type[Failing]
 ) -> None:
     failing.always = ZeroDivisionError("every time")

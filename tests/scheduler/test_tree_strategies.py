@@ -136,7 +136,7 @@ async def fork_of(stage: Stage, kept: int) -> Node:
     return first(stage.tree, 1)
 
 
-async def test_a_fork_inside_an_action_keeps_its_tokens_with_their_log_probabilities(
+async def test_a_fork_inside_an_action_keeps_tokens_and_logprobs(
     tmp_path: Path, llama: Path
 ) -> None:
     stage = played(tmp_path, llama, [GOOD, BAD])
@@ -188,9 +188,7 @@ async def test_a_fork_at_a_turn_shares_the_turns_before_it(tmp_path: Path, llama
 # strategies
 
 
-async def test_tree_grpo_emits_each_tree_as_a_group_and_continues_its_own_places(
-    tmp_path: Path, llama: Path
-) -> None:
+async def test_tree_grpo_emits_each_tree_as_a_group(tmp_path: Path, llama: Path) -> None:
     stage = played(tmp_path, llama)
     await grow(stage, "tree_grpo", trees=3, nodes=2, rounds=2)
     check_emitted(stage, groups=3)
@@ -205,9 +203,7 @@ async def test_tree_grpo_emits_each_tree_as_a_group_and_continues_its_own_places
             } <= own  # forks leave trajectories of their own tree
 
 
-async def test_tree_grpo_draws_places_uniformly_also_the_prompt_and_never_a_leaf(
-    tmp_path: Path, llama: Path
-) -> None:
+async def test_tree_grpo_draws_places_uniformly_and_no_leaf(tmp_path: Path, llama: Path) -> None:
     stage = played(tmp_path, llama, [GOOD], budget=4)
     await grow(stage, "tree_grpo", trees=1, nodes=90, rounds=1)
     steps = Counter(first(stage.tree, number).step for number in range(1, 91))
@@ -221,9 +217,7 @@ async def test_tree_grpo_draws_places_uniformly_also_the_prompt_and_never_a_leaf
     assert all(10 <= count <= 36 for count in steps.values()), steps
 
 
-async def test_treerl_forks_before_the_tokens_with_the_smallest_probability(
-    tmp_path: Path, llama: Path
-) -> None:
+async def test_treerl_forks_before_the_least_probable_tokens(tmp_path: Path, llama: Path) -> None:
     stage = played(tmp_path, llama)
     await grow(stage, "treerl", trees=2, tokens=1, rounds=2, continuations=3)
     check_emitted(stage, groups=1)
@@ -235,9 +229,7 @@ async def test_treerl_forks_before_the_tokens_with_the_smallest_probability(
         assert stage.runtime.text.decode(action.tokens[action.kept : action.kept + 1]) in DECISIONS
 
 
-async def test_treepo_divides_every_unfinished_path_after_each_segment(
-    tmp_path: Path, llama: Path
-) -> None:
+async def test_treepo_divides_unfinished_paths_by_segments(tmp_path: Path, llama: Path) -> None:
     stage = played(tmp_path, llama, [GOOD], budget=3)  # all paths have three turns
     segment = len(stage.runtime.text.encode(GOOD)) + 5
     await grow(stage, "treepo", leaves=8, segment=segment, divergence=2, first_divergence=2)
@@ -255,9 +247,7 @@ async def test_treepo_divides_every_unfinished_path_after_each_segment(
     assert begins == [0, 0, segment, segment, *[2 * segment] * 4]
 
 
-async def test_treepo_gives_the_children_of_paths_that_ended_to_those_that_go_on(
-    tmp_path: Path, llama: Path
-) -> None:
+async def test_treepo_gives_children_of_ended_paths_to_others(tmp_path: Path, llama: Path) -> None:
     stage = played(tmp_path, llama, [GOOD, RIGHT], budget=3)
     # inside the second turn of a search
     segment = max(len(stage.runtime.text.encode(says)) for says in (GOOD, RIGHT)) + 2
@@ -275,9 +265,7 @@ async def test_treepo_gives_the_children_of_paths_that_ended_to_those_that_go_on
     ]
 
 
-async def test_treepo_fills_up_its_leaves_from_segment_ends_of_paths_that_ended(
-    tmp_path: Path, llama: Path
-) -> None:
+async def test_treepo_fills_up_its_leaves_from_segment_ends(tmp_path: Path, llama: Path) -> None:
     stage = played(tmp_path, llama, [RIGHT, WRONG])  # every path ends in its first turn
     segment = 9
     await grow(stage, "treepo", leaves=9, segment=segment, depth=3, first_divergence=2)
@@ -325,9 +313,7 @@ async def test_arpo_forks_after_turns_but_the_last_and_fills_its_budget_with_fre
     assert Counter(first(stage.tree, n).step for n in range(1, 4)) == begins
 
 
-async def test_arpo_asks_for_the_most_probable_tokens_and_forks_where_their_entropy_rose(
-    tmp_path: Path, llama: Path
-) -> None:
+async def test_arpo_forks_where_the_entropy_of_top_tokens_rose(tmp_path: Path, llama: Path) -> None:
     stage = played(tmp_path, llama, [NOTHING, GOOD])
     await grow(stage, "arpo", budget=6, initial=5, base=0.0, weight=1e6, first=30)
     check_emitted(stage, groups=1)
@@ -359,9 +345,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-async def test_a_tree_that_died_at_any_call_goes_on_and_is_emitted_whole_and_once(
-    tmp_path: Path, llama: Path, name: str
-) -> None:
+async def test_a_tree_that_died_is_emitted_once(tmp_path: Path, llama: Path, name: str) -> None:
     for calls in range(0, 36, 5):
         folder = tmp_path / str(calls)
         folder.mkdir()
