@@ -49,6 +49,21 @@ def visible_gpus() -> list[str]:
     return [str(i) for i, line in enumerate(listed.stdout.splitlines()) if line.startswith("GPU ")]
 
 
+def torch_device() -> str:
+    """Return "cuda" or "cpu", where torch computes. Raises ValueError if there are GPUs that torch
+    cannot use: training on the CPU instead would take months without a word."""
+    import torch
+
+    gpus = [] if torch.cuda.is_available() else visible_gpus()
+    if gpus:
+        raise ValueError(
+            f"torch {torch.__version__} (CUDA {torch.version.cuda}) cannot use the GPUs {gpus}:"
+            " update the driver, install a torch for its CUDA version (nvidia-smi shows both), or"
+            " set CUDA_VISIBLE_DEVICES= to compute on the CPU"
+        )
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def free_memory() -> int:
     """Return the bytes of main memory that this process may still take: the machine's, or what a
     container's or service's limit leaves if less."""

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
+from coppice.common.hardware import torch_device
 from coppice.judges.base import Judge
 from coppice.judges.pprm import query_and_response
 from coppice.wire.messages import JudgedTurn, Judgement
@@ -65,7 +66,7 @@ class RewardModel(Judge):
             why = f"reads {longest} tokens at most: lower max_length = {self.max_length}"
             raise self._wrong(why)
         if self.device == "auto":
-            self.device = "cuda" if torch.cuda.is_available() else "cpu"
+            self.device = torch_device()
         kind = torch.bfloat16 if self.device == "cuda" else torch.float32
         model, loading = AutoModelForSequenceClassification.from_pretrained(
             self.folder,

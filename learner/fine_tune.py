@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from coppice.common.atomic import drafted
-from coppice.common.hardware import compute_dtype
+from coppice.common.hardware import compute_dtype, torch_device
 from coppice.learner.forest.attention import FOREST, NAME, Layout
 from coppice.learner.forest.head import token_logprobs
 from coppice.learner.forest.trees import Path as TokenPath
@@ -171,7 +171,7 @@ class Student:
 
     def __init__(self, folder: Path, recipe: Recipe):
         self.folder, self.recipe = folder, recipe
-        self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.device = torch_device()
         self.compute = getattr(torch, compute_dtype(recipe.dtype))
         attention = {"attn_implementation": NAME} if recipe.packing else {}
         model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **attention)

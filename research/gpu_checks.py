@@ -31,6 +31,8 @@ takes to end."""
 GRACE_S = 15.0
 """Seconds that a check has to end after an interrupt. An actor gives its SGLang server 7 s to end.
 """
+EXACT = {"TRITON_F32_DEFAULT": "ieee"}
+"""Triton multiplies float32 in TF32 unless told otherwise, which is off by up to 5e-3."""
 BEGIN, END = "<!-- coppice dev gpu-check writes from here -->", "<!-- to here -->"
 _CONTRACT = ("engine_contract", "one_policy_two_engines", "sglang_weights")
 
@@ -38,12 +40,13 @@ _CONTRACT = ("engine_contract", "one_policy_two_engines", "sglang_weights")
 @dataclasses.dataclass(frozen=True)
 class Check:
     """One check. name: its name on the command line. module: the module that ``python -m`` runs,
-    and its arguments. limit_s: its time limit in seconds. sglang: the check needs SGLang."""
+    and its arguments. limit_s: its time limit in seconds. sglang: the check needs SGLang. exact: it compares float32 numbers."""
 
     name: str
     module: list[str]
     limit_s: float
     sglang: bool = False
+    exact: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,9 +60,9 @@ class Outcome:
 
 
 CHECKS = [
-    Check("engine-and-learner", ["pytest", "-q", "tests/actors/test_local_engine.py", "tests/gpu"], 120),
+    Check("engine-and-learner", ["pytest", "-q", "tests/actors/test_local_engine.py", "tests/gpu"], 120, exact=True),
     Check("tree-training", ["coppice.research.benches.tree_training"], 90),
-    Check("contract", ["pytest", "-q", *(f"tests/actors/test_{name}.py" for name in _CONTRACT)], 180, True),
+    Check("contract", ["pytest", "-q", *(f"tests/actors/test_{name}.py" for name in _CONTRACT)], 180, True, True),
     Check("speed-7b", ["coppice.research.benches.gpu_sglang", "--size", "7b"], 240, True),
     Check("updates-0.5b", ["coppice.research.benches.weight_update", "--size", "0.5b"], 90, True),
     Check("updates-3b", ["coppice.research.benches.weight_update", "--size", "3b"], 120, True),
@@ -94,9 +97,11 @@ def run_all(checks: Sequence[Check], whole_s: float = WHOLE_S) -> list[Outcome]:
 def run(check: Check, limit_s: float) -> Outcome:
     """Run one check for at most ``limit_s`` seconds, plus the time that it takes to end after that."""
     start = time.monotonic()
+    exact = EXACT if check.exact else {}
     process = subprocess.Popen(
-        [sys.executable, "-m", *check.module], cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True,
+        [sys.executable, "-m", *check.module], cwd=ROOT, env=os.environ | exact,
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True, errors="replace", start_new_session=True,
     )  # fmt: skip
     printed: list[str] = []
     reading = threading.Thread(target=_echo, args=(process, printed), daemon=True)

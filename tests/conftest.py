@@ -22,15 +22,15 @@ SLOW = ("e2e", "faults", "gpu")
 """Folders of tests/ in which every test is slow: whole runs, processes that die, CUDA."""
 
 LONG = (
-    "tests/gpu",
     "tests/tools/research",
     "tests/actors/test_sglang_fleet.py",
     "tests/actors/test_sglang_inside.py",
     "tests/actors/test_sglang_url.py",
 )
-"""Where slow tests run with tools/test --all only: CUDA, measurements, and further ways to SGLang."""
+"""Where slow tests run with tools/test --all only: measurements, and further ways to SGLang."""
 
 COMPUTING = (
+    "tests/gpu",
     "tests/learner",
     "tests/simulation",
     "tests/judges",

@@ -46,13 +46,10 @@ def config(kind: str, **shape: Any) -> Any:
     """The configuration of a tiny llama, qwen2, qwen3 or gemma3; ``shape`` replaces values."""
     if kind == "gemma3":
         types = ["sliding_attention", "full_attention"]
-        return Gemma3TextConfig(
-            **(_SHAPE | shape),
-            head_dim=16,
-            sliding_window=6,
-            layer_types=types,
-            query_pre_attn_scalar=16,
-        )
+        own = {
+            "head_dim": 16, "sliding_window": 6, "layer_types": types, "query_pre_attn_scalar": 16
+        }  # fmt: skip
+        return Gemma3TextConfig(**(_SHAPE | own | shape))
     made = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}[kind]
     extra = {"head_dim": 8} if kind == "qwen3" else {}
     return made(**(_SHAPE | extra | shape), tie_word_embeddings=True)

@@ -36,7 +36,7 @@ from coppice.actors.engines.samples import ActiveRequest, Running, StopStrings, 
 from coppice.actors.engines.sampling import pick, uniforms
 from coppice.actors.engines.thread import EngineThread
 from coppice.common import vision
-from coppice.common.hardware import compute_dtype, free_memory
+from coppice.common.hardware import compute_dtype, free_memory, torch_device
 from coppice.wire.faults import DataFault, InfrastructureFault
 from coppice.wire.messages import GenerateRequest, GenerateResult, LoadRequest, LoadResult
 
@@ -63,7 +63,7 @@ class LocalEngine:
         self.folder, self.config, self.seed = Path(model), config, seed
         self._alone = asyncio.Lock() if deterministic else None
         self.dtype: torch.dtype = getattr(torch, compute_dtype(config.dtype))
-        self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.device = torch_device()
         self.version = 0
         self.counts: collections.Counter[str] = collections.Counter()
         self.busy_s = 0.0

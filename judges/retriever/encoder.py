@@ -11,6 +11,8 @@ from typing import Literal
 
 import numpy as np
 
+from coppice.common.hardware import torch_device
+
 Role = Literal["query", "passage"]
 
 MOST_TOKENS: dict[Role, int] = {"query": 256, "passage": 180}
@@ -44,7 +46,7 @@ class Encoder:
         folder = model_folder(encoder)
         self.name = encoder
         self.prefixed = "e5" in Path(folder).name.lower()
-        self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.device = torch_device()
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
         self.model = AutoModel.from_pretrained(folder, dtype=torch.float32).to(self.device).eval()
 

@@ -5,12 +5,12 @@ float32 path may be at most a few times the plain path's distance.
 """
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.overrides import TorchFunctionMode
 
 from coppice.learner.forest.trees import SHARE_FROM, Path, alone, cuts, micro_batches, pack
 from coppice.learner.model.model import Policy
@@ -51,7 +51,7 @@ def check(policy: Policy, paths: Sequence[Path]) -> bool:
     # Flex would compile for minutes to run once in float32. The dense mask follows the same rule;
     # flex's own kernel is checked below.
     attention = "dense" if narrow and policy.device.startswith("cuda") else policy.config.attention
-    with Wide() if narrow else contextlib.nullcontext():
+    with wide() if narrow else contextlib.nullcontext():
         expected, slope = _plain(policy, paths, sample, exact), _gradient(policy)
         gap = _packed(policy, paths, sample, exact, attention) - expected
         far = _distance(policy, slope)
@@ -71,18 +71,26 @@ def check(policy: Policy, paths: Sequence[Path]) -> bool:
     return True
 
 
-class Wide(TorchFunctionMode):
-    """Computes products in float32, even if the weights are kept or gathered in bfloat16."""
+@contextlib.contextmanager
+def wide() -> Iterator[None]:
+    """Compute products in float32, even if the weights are kept or gathered in bfloat16. The whole
+    process is patched: gradient checkpointing computes again during backward, for which a
+    TorchFunctionMode is not in force, and on CUDA in another thread."""
+    linear = torch.nn.functional.linear
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.nn.functional.linear:
-            args = [a.float() if isinstance(a, torch.Tensor) else a for a in args]
-        return func(*args, **(kwargs or {}))
+    def in_float32(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return linear(input.float(), weight.float(), None if bias is None else bias.float())
+
+    torch.nn.functional.linear = in_float32
+    try:
+        yield
+    finally:
+        torch.nn.functional.linear = linear
 
 
 def _plain(
     policy: Policy, paths: Sequence[Path], sample: list[int], compute: torch.dtype
-) -> torch.Tensor:
+) -> Tensor:
     """Return the log-probabilities of the sampled paths, each read alone; the gradients of their
     sum remain."""
     logprobs = []
@@ -94,7 +102,7 @@ def _plain(
 
 def _packed(
     policy: Policy, paths: Sequence[Path], sample: list[int], compute: torch.dtype, attention: Any
-) -> torch.Tensor:
+) -> Tensor:
     """Return the same log-probabilities, read in the forest of all paths."""
     logprobs = policy.read(pack(paths, share=None), compute=compute, attention=attention)[0]
     of_path = logprobs.split([len(path.tokens) - path.start for path in paths])
@@ -103,7 +111,7 @@ def _packed(
     return chosen.detach()
 
 
-def _gradient(policy: Policy) -> list[torch.Tensor]:
+def _gradient(policy: Policy) -> list[Tensor]:
     """Return this rank's gradients (or shards of gradients) and remove them from the parameters. A
     missing gradient counts as zero."""
     gradients = []
@@ -114,7 +122,7 @@ def _gradient(policy: Policy) -> list[torch.Tensor]:
     return gradients
 
 
-def _distance(policy: Policy, slope: list[torch.Tensor]) -> float:
+def _distance(policy: Policy, slope: list[Tensor]) -> float:
     """Return the distance of the gradients from ``slope``, relative to the norm of ``slope``, over
     all ranks. Removes the gradients."""
     gaps = zip(_gradient(policy), slope, strict=True)

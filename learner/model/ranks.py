@@ -15,6 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from coppice.common.hardware import torch_device
+
 Sharding = Literal["replicate", "fsdp", "hybrid"]
 
 
@@ -24,7 +26,7 @@ class Ranks:
     that hold each part of it, if the model is sharded."""
 
     def __init__(self, timeout_s: float, sharding: Sharding = "replicate", shard_ranks: int = 0):
-        cuda, timeout = torch.cuda.is_available(), timedelta(seconds=timeout_s)
+        cuda, timeout = torch_device() == "cuda", timedelta(seconds=timeout_s)
         os.environ.setdefault("ACCELERATE_USE_CPU", "false" if cuda else "true")
         if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
             _meet("cuda:nccl,cpu:gloo" if cuda else "gloo", timeout)

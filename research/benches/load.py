@@ -34,7 +34,7 @@ from coppice.scheduler.config import EvaluationConfig, SchedulerConfig, Schedule
 from coppice.scheduler.dispatch.dispatcher import DispatchConfig
 from coppice.scheduler.growth.tree import Tree
 from coppice.scheduler.telemetry.fleet import CAPACITY
-from coppice.tools.bootstrap import ROOT
+from coppice.tools.defaults.settings import importable
 from coppice.tools.inspecting.audit import audit
 from coppice.wire import digest
 from coppice.wire.keys import PeerKeys
@@ -386,7 +386,7 @@ def prepare(
 def measure(run: Path, every_s: float) -> None:
     """Run the scheduler and its peers to the end. Raises RuntimeError, with the end of its log, if
     the scheduler fails."""
-    module, environment = "coppice.research.benches", os.environ | {"PYTHONPATH": str(ROOT)}
+    module, environment = "coppice.research.benches", os.environ | {"PYTHONPATH": str(importable())}
     code = [f"from {module} import load; load.scheduler({every_s})"]
     code += [f"from {module} import load; load.peers({str(run)!r}, {role!r})" for role in ROLES]
     logs = [(run / f"{name}.log").open("wb") for name in ("scheduler", *ROLES)]

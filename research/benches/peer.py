@@ -39,7 +39,7 @@ from coppice.scheduler.growth.tasks import GeneratedTasks
 from coppice.scheduler.growth.text import Text
 from coppice.tools.bootstrap import ROOT
 from coppice.tools.defaults.models import DEFAULT, ensure_model
-from coppice.tools.defaults.settings import cache_folder
+from coppice.tools.defaults.settings import cache_folder, importable
 
 ROUNDS, COUNTED = 3, 1
 """Of each side, and updates of a round of the peer that count; ours are shorter, so twice as many
@@ -258,7 +258,7 @@ def peer(load: Load, model: Path, folder: Path, dtype: str, counted: int) -> Rou
     (folder / "work.json").write_bytes(msgspec.json.encode(work))
     python, busy = environments.python("trl", "peer", over_ours=True), os.getloadavg()[0]
     variables = {
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": str(importable()),
         "OMP_NUM_THREADS": str(THREADS),
         "MKL_NUM_THREADS": str(THREADS),
     }
@@ -290,7 +290,7 @@ def ours(
         command += ["--set", f"{key}={value}"]
     busy = os.getloadavg()[0]
     done = folder / "run" / "metrics.jsonl"
-    looks = watched(command, folder, {"PYTHONPATH": str(ROOT)}, done)
+    looks = watched(command, folder, {"PYTHONPATH": str(importable())}, done)
     records = [json.loads(line) for line in done.read_text().splitlines()]
     updates = [
         Update(r["time/run"], r["learner/trained_tokens"] * (1 - r["learner/zero_advantage_share"]))

@@ -55,7 +55,7 @@ class Drive:
         answers = folder / "answers.json"
         script = Path(server.__file__).with_name("inside.py")
         variables = server.variables()
-        variables["PYTHONPATH"] += f":{ROOT}"
+        variables["PYTHONPATH"] += f":{ROOT}/src:{ROOT}"
         printed = folder / "printed"  # a file: a pipe would end with the last of its descendants
         try:
             with printed.open("w") as out:

@@ -56,6 +56,16 @@ def test_the_environment_goes_before_the_list(
     assert hardware.visible_gpus() == expected
 
 
+def test_gpus_that_torch_cannot_use_are_refused_and_never_replaced_by_the_cpu(
+    smi: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(ValueError, match=r"cannot use the GPUs \['0', '1'\]"):
+        hardware.torch_device()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert hardware.torch_device() == "cpu"
+
+
 @pytest.fixture
 def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder in the place of /sys/fs/cgroup; this process is in the group /service/run of it."""

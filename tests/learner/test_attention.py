@@ -187,7 +187,7 @@ def compare(
     forest = pack(paths)
     assert forest.nodes < forest.path_tokens
     together = model.read(forest)[0]
-    scale = torch.linspace(-1, 2, len(together), dtype=together.dtype)
+    scale = torch.linspace(-1, 2, len(together), dtype=together.dtype, device=together.device)
     (together * scale).sum().backward()
     gradients = {n: p.grad.clone() for n, p in model.trained().items() if p.grad is not None}
     model.tower.zero_grad()

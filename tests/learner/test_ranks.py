@@ -61,12 +61,18 @@ SCENARIOS: dict[str, tuple[int, int, dict[str, object]]] = {
 }
 """Ranks, LoRA rank (0: every weight), settings."""
 
-CHECKED: dict[str, dict[str, object]] = {
-    "checked_float32": {},
-    "checked_bfloat16": {"dtype": "bfloat16"},
-    "checked_sharded_bfloat16": {"dtype": "bfloat16", "sharding": "fsdp"},
+NARROW: dict[str, object] = {"dtype": "bfloat16", "sharding": "fsdp"}
+AGAIN: dict[str, object] = NARROW | {"gradient_checkpointing": True}
+CHECKED: dict[str, tuple[int, int, dict[str, object]]] = {
+    "checked_float32": (4, 4, {}),
+    "checked_bfloat16": (4, 4, {"dtype": "bfloat16"}),
+    "checked_sharded_bfloat16": (4, 4, NARROW),
+    "checked_checkpointing_lora": (2, 4, AGAIN),
+    "checked_checkpointing_full": (2, 0, AGAIN),
+    "checked_checkpointing_lora_alone": (1, 4, AGAIN),
+    "checked_checkpointing_full_alone": (1, 0, AGAIN),
 }
-"""Four ranks that check planted faults."""
+"""Ranks that check planted faults, LoRA rank (0: every weight), settings."""
 
 
 @pytest.fixture(scope="module")
@@ -101,10 +107,11 @@ def ran(tmp_path_factory: pytest.TempPathFactory, llama: Path) -> Path:
     add("fewer", "sharded_full", count=3, updates=1, resume=resume)
     hybrid = process(llama, folder, 0, micro_tokens=16, **HYBRID)
     add("copies", "fewer", process=hybrid, count=4)
-    for name, settings in CHECKED.items():
-        add(name, "lora", process=process(llama, folder, 4, **settings), faults=True)
+    for name, (count, rank, settings) in CHECKED.items():
+        own = process(llama, folder, rank, **settings)
+        add(name, "lora", process=own, count=count, faults=True)
     (folder / "scenarios.json").write_bytes(msgspec.json.encode(made))
-    place = {"MASTER_ADDR": "127.0.0.1", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    place = {"MASTER_ADDR": "127.0.0.1", "PYTHONPATH": f"{ROOT}/src:{ROOT}", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "tests.learner.rank_process", str(folder)]
     subprocess.run(command, env=os.environ | place, check=True, timeout=400, cwd=ROOT)
     return folder
@@ -157,11 +164,12 @@ def test_sharded_bfloat16_ranks_keep_float32_weights_and_move_as_float32_does(
 
 
 @pytest.mark.parametrize("name", CHECKED)
-def test_four_ranks_refuse_each_planted_fault_together_and_a_healthy_forest_never(
+def test_all_ranks_refuse_each_planted_fault_together_and_a_healthy_forest_never(
     ran: Path, name: str
 ) -> None:
-    assert json.loads((ran / "codes.json").read_text())[name] == [0] * 4
-    for rank in range(4):
+    count = CHECKED[name][0]
+    assert json.loads((ran / "codes.json").read_text())[name] == [0] * count
+    for rank in range(count):
         found = json.loads((ran / f"{name}-{rank}.faults").read_text())
         assert found.pop("") == ""
         assert set(found) == set(FAULTS)
