@@ -116,8 +116,8 @@ class Replayed(Journal):
             return tree
         if trained[0] != self._version:
             self._version = trained[0]
-            together = "id IN (SELECT tree FROM groups WHERE trained=?) AND status!='replaced'"
-            batch = self.trees(together, self._version)
+            of_update = "id IN (SELECT tree FROM groups WHERE trained=?) AND status!='replaced'"
+            batch = self.trees(of_update, self._version)
             try:
                 self._advantages = advantages(self, batch, learner(self.path.parent).learner)
             except ValueError:

@@ -102,8 +102,8 @@ def measured(run: Path) -> dict[str, float]:
     nan where it has no record. Prompts are counted in updates beside which no evaluation ran."""
     read = runs.read(run)
     records, evaluated = read.records, {round(e["version"]) for e in read.evaluations}
-    beside = [{round(r["version"]) - 1, round(r["version"])} & evaluated for r in records]
-    alone = [r for r, evaluations in zip(records, beside, strict=True) if not evaluations]
+    near = [{round(r["version"]) - 1, round(r["version"])} & evaluated for r in records]
+    alone = [r for r, evaluations in zip(records, near, strict=True) if not evaluations]
     rates = [(r["cache/tokens_saved"], r.get("cache/hit_rate")) for r in alone or records]
     prefilled = [saved * (1 / rate - 1) for saved, rate in rates if rate]
     while len(prefilled) > 1 and not prefilled[0]:  # no heartbeat had come yet

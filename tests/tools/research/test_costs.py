@@ -1,9 +1,8 @@
 """The scheduler's cost for a call and for a node, in executed bytecode instructions: the same
 numbers on every machine and under every load.
 
-Work in C is not counted (sorting without a key, encoding, tokenizing); ``coppice dev bench call_cost``
-times a call.
-"""
+Work in C is not counted (sorting without a key, encoding, tokenizing); the benchmark call_cost
+times a call."""
 
 import asyncio
 import contextlib
@@ -141,10 +140,9 @@ async def node_cost(
         cast(Any, Answers(text.encode(ACTION))),
     )
     with contextlib.closing(Journal(path)) as journal:
-        runtime = Runtime(
-            answers, journal, text, SearchQA(), SchedulerConfig(budget=budget, judge="any"), Counter(),
-            lambda tree, turns: journal.save_group(tree, next(groups), turns),
-        )  # fmt: skip
+        settings = SchedulerConfig(budget=budget, judge="any")
+        emit = lambda tree, turns: journal.save_group(tree, next(groups), turns)  # noqa: E731
+        runtime = Runtime(answers, journal, text, SearchQA(), settings, Counter(), emit)
         await grow(runtime, -1)
         began = instructions.executed
         nodes = sum(await gather(grow(runtime, number) for number in range(TREES)))

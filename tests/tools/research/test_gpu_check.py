@@ -15,7 +15,8 @@ from coppice.research.gpu_checks import BEGIN, END, Check, Outcome
 HANGS = """
 import signal, subprocess, sys, time
 signal.signal(signal.SIGINT, signal.SIG_IGN)
-print(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True).pid, flush=True)
+sleeps = [sys.executable, "-c", "import time; time.sleep(600)"]
+print(subprocess.Popen(sleeps, start_new_session=True).pid, flush=True)
 time.sleep(600)
 """
 POLITE = """

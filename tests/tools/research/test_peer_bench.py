@@ -6,22 +6,31 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
+from coppice.research.any_text import AnyText, EpisodeShape, TextState
 from coppice.research.benches import peer
-from coppice.research.benches.any_text import AnyText, Shape, State
-from coppice.research.benches.peer import DIGITS, LOADS, Load, Look, Round, Update, endless, prompts
+from coppice.research.benches.peer import (
+    DIGITS,
+    LOADS,
+    PeerLoad,
+    ProcessLook,
+    Round,
+    Update,
+    endless,
+    prompts,
+)
 from coppice.scheduler.growth.tasks import GeneratedTasks
 from coppice.scheduler.growth.text import Text
 
 SMALL = {
-    "groups": Load(
-        Shape(steps=1, shared=6, question=4, observation=0),
+    "groups": PeerLoad(
+        EpisodeShape(steps=1, shared=6, question=4, observation=0),
         questions=3,
         samples=4,
         action=5,
         rows=4,
     ),
-    "slate": Load(
-        Shape(steps=2, shared=6, question=4, observation=3),
+    "slate": PeerLoad(
+        EpisodeShape(steps=2, shared=6, question=4, observation=3),
         questions=2,
         samples=3,
         action=5,
@@ -43,10 +52,10 @@ def test_the_peer_gets_the_questions_of_a_run_and_prefixes_as_long_as_its_own(
         update, rest = divmod(place, load.questions * load.shape.steps)
         step, question = divmod(rest, load.questions)
         task = drawn.at(update * load.questions + question)
-        root = text.encode(text.prompt(environment.prompt(task, State(task.seed))))
+        root = text.encode(text.prompt(environment.prompt(task, TextState(task.seed))))
         trunk = step * load.action
         for after in range(1, step + 1):
-            trunk += len(text.encode(environment.observation(State(task.seed, after))))
+            trunk += len(text.encode(environment.observation(TextState(task.seed, after))))
         ids = peers(text=prompt)["input_ids"]
         assert ids[: len(root)] == root.tolist()
         assert len(ids) == len(root) + trunk
@@ -69,11 +78,11 @@ def test_the_end_of_text_of_the_copy_has_no_row_in_the_model(llama: Path, tmp_pa
 def test_the_first_update_only_starts_the_clock() -> None:
     updates = [Update(10.0, 999.0), Update(14.0, 100.0), Update(20.0, 100.0)]
     looks = [
-        Look(0, 1.0, 2**30),
-        Look(1, 3.0, 3 * 2**30),
-        Look(2, 8.0, 2**30),
-        Look(3, 13.0, 2**30),
-        Look(3, 50.0, 5),
+        ProcessLook(0, 1.0, 2**30),
+        ProcessLook(1, 3.0, 3 * 2**30),
+        ProcessLook(2, 8.0, 2**30),
+        ProcessLook(3, 13.0, 2**30),
+        ProcessLook(3, 50.0, 5),
     ]
     assert peer.rated(updates, looks, 0.5) == Round(20.0, 5.0, 20.0, 3.0, 0.5)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from coppice.research.replication import STUDIES, Curve, at, curve, interval, main, slug, table
+from coppice.research.replication import STUDIES, StudyCurve, at, curve, interval, main, slug, table
 
 
 def evaluation(
@@ -46,7 +46,7 @@ def test_a_curve_holds_the_evaluations_only_by_environment_and_continuation_step
             evaluation(9, 150, 500, 1),
         ],
     )
-    assert curve(run, "return") == Curve(
+    assert curve(run, "return") == StudyCurve(
         [0, 8, 9], [0, 140, 150], [0, 300, 500], [-0.5, 0.25, 1], 12
     )
 
@@ -59,7 +59,7 @@ def test_a_version_evaluated_twice_counts_once_as_it_was_last(tmp_path: Path) ->
         evaluation(16, 200, 700, 0.75),
     ]
     run = folder(tmp_path / "run", [evaluation(0, 0, 0, -0.5), *twice])
-    assert curve(run, "return") == Curve(
+    assert curve(run, "return") == StudyCurve(
         [0, 8, 16], [0, 100, 200], [0, 300, 700], [-0.5, 0.25, 0.75], 12
     )
 
@@ -81,7 +81,7 @@ def test_an_evaluation_recorded_without_counts_has_those_of_its_update(tmp_path:
     lines = (run / "metrics.jsonl").read_text().splitlines()
     lines[-1] = json.dumps({"version": 8, "heldout/return": 0.25})
     (run / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-    assert curve(run, "return") == Curve([0, 8], [0, 98 + 38], [0, 298], [-0.5, 0.25], 12)
+    assert curve(run, "return") == StudyCurve([0, 8], [0, 98 + 38], [0, 298], [-0.5, 0.25], 12)
 
 
 def test_a_measure_that_was_never_evaluated_is_refused_with_the_folder(tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ def test_one_seed_has_a_mean_and_no_interval() -> None:
 
 
 def test_between_evaluations_the_measure_is_on_the_line() -> None:
-    made = Curve([0, 8, 16], [0, 100, 300], [0, 1000, 1500], [0.0, 0.5, 1.0])
+    made = StudyCurve([0, 8, 16], [0, 100, 300], [0, 1000, 1500], [0.0, 0.5, 1.0])
     assert at(made, made.steps, 50) == pytest.approx(0.25)
     assert at(made, made.steps, 150) == pytest.approx(0.625)
     assert at(made, made.tokens, 1250) == pytest.approx(0.75)
@@ -118,10 +118,10 @@ def test_between_evaluations_the_measure_is_on_the_line() -> None:
 
 def test_the_table_compares_where_the_shortest_run_of_all_arms_ended() -> None:
     fast = [
-        Curve([0, 8], [0, 200], [0, 1000], [0.0, 1.0], 50),
-        Curve([0, 8], [0, 300], [0, 2000], [0.2, 0.8], 70),
+        StudyCurve([0, 8], [0, 200], [0, 1000], [0.0, 1.0], 50),
+        StudyCurve([0, 8], [0, 300], [0, 2000], [0.2, 0.8], 70),
     ]
-    slow = [Curve([0, 4], [0, 100], [0, 4000], [0.0, 0.4])]
+    slow = [StudyCurve([0, 4], [0, 100], [0, 4000], [0.0, 0.4])]
     lines = table({"fast": fast, "slow": slow}, "return").splitlines()
     assert lines[0].startswith("Held-out return")
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
