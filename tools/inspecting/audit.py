@@ -64,17 +64,17 @@ def audit(run: Path, staleness: int | None = None) -> list[Violation]:
         every = [tree for own in shares for tree in own]
         # A live run goes on, so what is compared with the groups is read before the long check of
         # the trees.
-        violations = [*_one_update_each(every), *_records(homes, every, ended)]
+        violations = [*_records(homes, every, ended)]
         violations += _checkpoints(run, {g: v for _, groups in every for g, v in groups.items()})
         for number, (journal, own) in enumerate(zip(journals, shares, strict=True)):
-            violations += _draws(shards.Shard(number, count), own, ended)
+            violations += _closed(shards.Shard(number, count), own, ended)
             violations += _trees(journal, own, staleness)
         return violations
 
 
-def _draws(shard: shards.Shard, trees: Trees, ended: bool) -> Iterator[Violation]:
-    """Tasks drawn = trained + quarantined + in flight, and no draw of the shard is skipped or made
-    twice, or is another shard's."""
+def _closed(shard: shards.Shard, trees: Trees, ended: bool) -> Iterator[Violation]:
+    """Tasks drawn = trained + quarantined + in flight; each of the shard's draws was made once, and
+    each tree trained in one update."""
     drawn = Counter(row.position for row, _ in trees)
     own = {shard.position(draw) for draw in range(shard.draws(max(drawn, default=-1) + 1))}
     for position in sorted({*own, *drawn}):
@@ -87,22 +87,18 @@ def _draws(shard: shards.Shard, trees: Trees, ended: bool) -> Iterator[Violation
             yield Violation("ids of one shard", what)
         if row.status == "quarantined" and not row.reason:
             yield Violation("quarantined with a reason", f"{name} has none")
+        versions = {version for version in groups.values() if version is not None}
+        if len(versions) > 1:
+            what = f"{name} was trained into versions {sorted(versions)}"
+            yield Violation("a tree in one update", what)
+        if versions and row.status == "growing":
+            what = f"{name} grows and was trained into {min(versions)}"
+            yield Violation("trained after it closed", what)
         open_ends = [f"{name} still grows"] if row.status == "growing" else []
         untrained = [group for group, version in groups.items() if version is None]
         open_ends += [f"group {group} of {name} is not trained" for group in untrained[:1]]
         if ended:
             yield from (Violation("nothing in flight at the end", what) for what in open_ends)
-
-
-def _one_update_each(trees: Trees) -> Iterator[Violation]:
-    for row, groups in trees:
-        versions = {version for version in groups.values() if version is not None}
-        if len(versions) > 1:
-            what = f"tree {row.id} was trained into versions {sorted(versions)}"
-            yield Violation("a tree in one update", what)
-        if versions and row.status == "growing":
-            what = f"tree {row.id} grows and was trained into {min(versions)}"
-            yield Violation("trained after it closed", what)
 
 
 def _records(homes: list[Path], trees: Trees, ended: bool) -> Iterator[Violation]:

@@ -20,16 +20,10 @@ from coppice.tools.evaluating.examination import table as aligned
 from coppice.tools.inspecting import drawing, frames, replay
 
 EXAMPLES = """\
-  coppice trees RUN                               the last finished tree
-  coppice trees RUN --list                       one line per tree, newest first
-  coppice trees RUN --where "reward > 0.5 AND version > 3"
-                                               trees by their columns, in SQL
-  coppice trees RUN --text "capital of Peru"      trees with such a text
-  coppice trees RUN --surprising 3 --full      largest advantages, judges' words
-  coppice trees RUN --diff 12:4 12:9              two candidates of tree 12
-  coppice trees RUN --surprising 20 --html trees.html
-                                               a page to click through
-  coppice trees RUN --parquet FOLDER              trees.parquet and nodes.parquet"""
+  coppice trees RUN                             the last finished tree
+  coppice trees RUN --where "reward > 0.5"      trees by their columns, in SQL
+  coppice trees RUN --surprising 3 --full       largest advantages, judges' words
+  coppice trees RUN --diff 12:4 12:9            two candidates of tree 12"""
 LISTED = "tree status version actions reward spread outcome invalid age_s task".split()
 ORDERS = (*frames.RANKS, "sort", "sample")
 

@@ -12,9 +12,7 @@ from coppice.tools.inspecting.runs import RunFolder, check_metrics, grouped, rea
 EXAMPLES = """\
   coppice report runs/slate-tiny-20261123-090049    report.html of one run
   coppice report A=slate B=slate C=slate D=grpo     three seeds against one run
-  coppice report RUN --out report.html --png FOLDER  every figure as a PNG, too
-  coppice report RUN --out curves.png --metric learner/kl --metric score/reward
-  coppice report A B --against time/run             curves against seconds"""
+  coppice report RUN --out curves.png --metric learner/kl --metric score/reward"""
 SUFFIXES = (".html", ".png", ".svg")
 
 

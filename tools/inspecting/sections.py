@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from coppice.scheduler.ledger.journal import Journal, TreeRow
 from coppice.scheduler.telemetry.exporter import declaration
 from coppice.scheduler.telemetry.phases import Training
-from coppice.tools.inspecting import critical, drawing, frames, runs
+from coppice.tools.inspecting import drawing, frames, runs, trace
 from coppice.tools.inspecting.figures import caption, inline, panels
 from coppice.tools.inspecting.runs import UNREADABLE, Curve, RunFolder
 
@@ -28,20 +28,12 @@ ROLLOUTS = 3
 CHARACTERS = 40_000
 """The longest text of one tree."""
 
-LINES = (
-    "A thin line has a point for every update, the bold one is its running mean over a twentieth of"
-    " the updates. Below each figure are the means of its first and of its last tenth."
-)
-SEEDS = (
-    "Runs of one name are seeds of one group: curves and tables show their mean and its 95%"
-    " interval by Student's t, at the updates that all of them have reached."
-)
+LINES = "A bold line is a running mean; below a figure are the means of its first and last tenth."
+SEEDS = "Runs of one name are seeds: shown are their mean and its 95% interval by Student's t."
 ROLLOUT = (
-    f"The newest {TREES:,} finished trees of each run are read, and shown of each group's first"
-    " run. Best and worst are by outcome, or reward where there is none; most surprising is the"
-    " largest advantage, or reward, or outcome. An action that was continued has a *."
+    "Of each group's first run, the best and the worst trees are by outcome, else reward; the most"
+    " surprising by advantage, else reward. An action that was continued has a *."
 )
-
 CURVES = {
     "Learning": (
         "",
@@ -274,7 +266,7 @@ def _add_times(section: Section, groups: Groups) -> None:
     waits, phases, training = {}, {}, {}
     for name, run in _names(groups).items():
         try:
-            waits[name] = _spent(critical.budget(run.folder, run.records))
+            waits[name] = _spent(trace.budget(run.folder, run.records))
         except UNREADABLE as error:
             section.words.append(f"{name}: no causes of the wall time, because {error}.")
         seconds = run.summary.get("seconds", {})

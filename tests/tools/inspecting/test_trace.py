@@ -9,15 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coppice.tools.inspecting import critical, runs
-from coppice.tools.inspecting.critical import shares
+from coppice.tools.inspecting import runs
 from coppice.tools.inspecting.trace import (
     CHECKPOINT,
     PUBLISH,
     TracedCall,
     TracedStart,
     TracedUpdate,
+    budget,
     main,
+    shares,
     window,
 )
 from tests.run_folder import make
@@ -118,7 +119,7 @@ def test_a_run_is_divided_from_its_newest_start_on(tmp_path: Path) -> None:
     told = {"ph": "X", "pid": "x", "ts": at, "dur": 0, "args": {"outcome": "ok", "version": 0}}
     again = "".join(json.dumps({"name": name} | told) + ",\n" for name in ("load", "train"))
     trace.write_text(before + began + again + "".join(rest) + '{"name":"gen')
-    causes = critical.budget(run, runs.read(run).records)
+    causes = budget(run, runs.read(run).records)
     expected = {
         "rollouts: generate (decode)": 1.52,
         "rollouts: generate (prefill)": 0.48,
