@@ -23,11 +23,11 @@ def claim(
     parts: inner folders with their own settings. Raises ValueError if the folder holds another
     evaluation or cannot be written.
     """
-    if out.is_file():
-        expected = "a folder of this evaluation, or one that does not exist yet"
-        raise ValueError(f"--out {out} is a file: expected {expected}")
     folders = [(out, settings), *((out / name, own) for name, own in parts)]
     try:
+        if out.exists() and not out.is_dir():
+            expected = "a folder of this evaluation, or one that does not exist yet"
+            raise ValueError(f"--out {out} is a file: expected {expected}")
         ours = {"lock", f"{SETTINGS}{DRAFT}"}
         others = out.exists() and any(path.name not in ours for path in out.iterdir())
         if others and not (out / SETTINGS).is_file():
