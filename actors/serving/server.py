@@ -18,7 +18,7 @@ import numpy as np
 import tokenizers
 from aiohttp import web
 
-from coppice.actors.engines.base import OnTop
+from coppice.actors.engines.base import OnTokens
 from coppice.actors.engines.local import LocalEngine
 from coppice.actors.serving import tools
 from coppice.actors.serving.answers import Answer
@@ -190,8 +190,10 @@ class Server:
         """Return one result per prompt. All start together; if one fails, all are aborted."""
         running = []
         for i, request in enumerate(requests):
-            on_top = None if on_grown is None else _counted_from(i * request.n, on_grown)
-            running.append(asyncio.ensure_future(self.engine.generate(request, on_top=on_top)))
+            on_tokens = None if on_grown is None else _counted_from(i * request.n, on_grown)
+            running.append(
+                asyncio.ensure_future(self.engine.generate(request, on_tokens=on_tokens))
+            )
         try:
             return await asyncio.gather(*running)
         finally:
@@ -224,7 +226,7 @@ class Server:
             await asyncio.wait([work])
 
 
-def _counted_from(first: int, on_grown: Callable[[_Grown], None]) -> OnTop:
+def _counted_from(first: int, on_grown: Callable[[_Grown], None]) -> OnTokens:
     """Return the engine's callback for one prompt, whose first choice has the index ``first``."""
     return lambda index, tokens, logprobs, top: on_grown((first + index, tokens, logprobs, top))
 
