@@ -263,7 +263,9 @@ class LocalEngine:
 
     def _forward(self, decoding: list[Running], chunks: list[attend.Chunk]) -> torch.Tensor:
         """Return final hidden states [rows, hidden]: decoding samples, then chunks' tokens."""
-        plan = attend.Plan([shelf for shelf in self.memory.tails.values() if shelf.held], chunks)
+        plan = attend.AttentionPlan(
+            [shelf for shelf in self.memory.tails.values() if shelf.held], chunks
+        )
         tokens: list[Any] = [np.array([r.tokens[-1] for r in decoding], np.int64)]
         positions = [np.array([r.position for r in decoding], np.int64)]
         for chunk in chunks:

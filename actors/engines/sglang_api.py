@@ -403,7 +403,7 @@ def arguments(model: str, config: ActorsConfig) -> dict[str, Any]:
 
 def linear_layers(model: Path) -> list[str]:
     """Names of the layers that PEFT's "all-linear" adapters change."""
-    shapes = BaseWeights(model).shapes()
+    shapes = BaseWeights(model).shapes
     linear = (
         name for name, shape in shapes.items() if len(shape) == 2 and name.endswith(".weight")
     )

@@ -191,7 +191,7 @@ class Weights:
     def _verify(self, folder: Path, expected: str) -> None:
         """Refuse what SGLang would not: damage, wrong shapes, missing or unknown names."""
         kind, path = weights.verified_file(folder, expected)
-        weights.check(kind, path, weights.BaseWeights(self.base).shapes())
+        weights.check(kind, path, weights.BaseWeights(self.base).shapes)
 
     # ------------------------------------------------------------------------------------------
     # whole weights
