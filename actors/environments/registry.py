@@ -9,7 +9,7 @@ BUILT_IN = {
     "search_qa": "coppice.actors.environments.search_qa.environment:SearchQA",
     "tictactoe": "coppice.actors.environments.tictactoe.environment:TicTacToe",
     "sudoku": "coppice.actors.environments.sudoku.environment:Sudoku",
-    "agent": "coppice.actors.environments.agents.environment:Agent",
+    "agent": "coppice.actors.environments.agents.environment:AgentEnvironment",
     "gymnasium": "coppice.actors.environments.others.in_process:Gymnasium",
     "openenv": "coppice.actors.environments.others.openenv:OpenEnv",
     "openenv_server": "coppice.actors.environments.others.openenv:OpenEnvServer",

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from coppice.actors.environments.agents.environment import Agent
+from coppice.actors.environments.agents.environment import AgentEnvironment
 from coppice.actors.environments.task_files import (
     HubSet,
     check_form,
@@ -250,5 +250,5 @@ def test_a_task_that_is_taken_as_it_stands_has_all_columns_of_its_row_as_json_ha
     ((task,), _) = load_tasks(str(place), verbatim=True)
     assert task.row == row | {"due": "2026-01-02"}
     shown = task.row | {"id": "7", "golds": ["a"], "seed": 0}
-    assert Agent("module:run").initial(task).task == shown
+    assert AgentEnvironment("module:run").initial(task).task == shown
     assert load_tasks(str(place))[0][0].row == {}

@@ -29,19 +29,18 @@ ENVIRONMENT = Sotopia()
 
 
 def reply(mine: dict[str, Any], other: dict[str, Any] = SCORES) -> str:
-    def entries(side: dict[str, Any]) -> dict[str, Any]:
-        return {name: {"reasoning": "r", "score": score} for name, score in side.items()}
-
-    return json.dumps({"agent_1": entries(mine), "agent_2": entries(other)})
+    sides = [
+        {name: {"reasoning": "r", "score": score} for name, score in side.items()}
+        for side in (mine, other)
+    ]
+    return json.dumps({"agent_1": sides[0], "agent_2": sides[1]})
 
 
 def judged(combo: str, trained: int, *words: str) -> JudgedTurn:
     """What the judge sees of a conversation in which the sides say ``words`` in turn; "" does
     nothing."""
-    said = tuple(
-        SotopiaTurn(k % 2, "speak", text) if text else SotopiaTurn(k % 2, "none")
-        for k, text in enumerate(words)
-    )
+    turns = enumerate(words)
+    said = tuple(SotopiaTurn(k % 2, "speak" if text else "none", text) for k, text in turns)
     state = SotopiaState(combo, trained, said)
     return ENVIRONMENT.concluded(
         Task("t"), SotopiaState(combo, trained), ENVIRONMENT.read(state, ""), state, 1, 4
@@ -57,9 +56,8 @@ def test_the_scores_of_one_side_are_read() -> None:
 def test_a_score_outside_its_range_or_no_integer_is_invalid_alone(name: str) -> None:
     least, most = DIMENSIONS[name]
     for bad in (least - 1, most + 1, 0.5, "1", None, True):
-        assert parse(reply(SCORES | {name: bad}), 0) == {
-            k: v for k, v in SCORES.items() if k != name
-        }
+        others = {k: v for k, v in SCORES.items() if k != name}
+        assert parse(reply(SCORES | {name: bad}), 0) == others
     for good in (least, most):
         assert parse(reply(SCORES | {name: good}), 0)[name] == good
 
@@ -107,10 +105,8 @@ async def score(
 
 
 async def test_the_outcome_is_the_goal_or_the_mean_of_the_trained_side() -> None:
-    turn, seen = (
-        judged("scenario-03-2", 1, "Is Saturday free?", "", "Well?", "A party!"),
-        list[str](),
-    )
+    turn = judged("scenario-03-2", 1, "Is Saturday free?", "", "Well?", "A party!")
+    seen = list[str]()
     low = SCORES | {"goal": 2}
     judgement, stats = await score(reply(SCORES, low), turn, seen)
     assert judgement.scores == {**low, "outcome": 0.2} and judgement.invalid == []
@@ -127,12 +123,9 @@ async def test_the_outcome_is_the_goal_or_the_mean_of_the_trained_side() -> None
 @pytest.mark.parametrize(
     ("outcome", "invalid"), [("goal", ["secret"]), ("mean", ["outcome", "secret"])]
 )
-async def test_an_invalid_dimension_is_reported_and_spoils_the_outcome_made_of_it(
-    outcome: str, invalid: list[str]
-) -> None:
-    judgement, stats = await score(
-        reply(SCORES | {"secret": 3}), judged("scenario-01-1", 0, "Hello."), [], outcome=outcome
-    )
+async def test_an_invalid_dimension_spoils_the_outcome(outcome: str, invalid: list[str]) -> None:
+    turn, text = judged("scenario-01-1", 0, "Hello."), reply(SCORES | {"secret": 3})
+    judgement, stats = await score(text, turn, [], outcome=outcome)
     assert judgement.invalid == invalid and "secret" not in judgement.scores
     assert (stats["unparsed"], stats["judge_valid_rate"]) == (1, 0)
 
@@ -142,9 +135,6 @@ async def test_without_a_reply_every_column_is_invalid_and_the_cause_is_told() -
     assert judgement.scores == {} and judgement.invalid == list(SotopiaJudge.columns)
     assert "HTTP 400" in judgement.explanation and stats["failed"] == 1
 
-
-# ----------------------------------------------------------------------------------------------
-# rules
 
 EURO = r"(\d+)\s*euros?\b"
 
@@ -158,14 +148,14 @@ EURO = r"(\d+)\s*euros?\b"
         (GoalCondition("each", says="yes"), [], ["yes"], True),
         (GoalCondition(never="yes"), ["no"], ["yes"], True),
         (GoalCondition(never="yes"), ["no", "YES"], [], False),
-        (GoalCondition(agreed=EURO, least=40), ["50 euros", "45 euros?"], ["3 euros", "45 euros"], True),
+        (GoalCondition(agreed=EURO, least=40), ["50 euros", "45 euros?"], ["45 euros, fine"], True),
         (GoalCondition(agreed=EURO, least=46), ["45 euros"], ["45 euros"], False),
         (GoalCondition(agreed=EURO, most=44), ["45 euros"], ["45 euros"], False),
         (GoalCondition(agreed=EURO), ["45 euros"], ["44 euros"], False),
         (GoalCondition(agreed=EURO), ["45 euros"], ["yes"], False),
         (GoalCondition(agreed=EURO), [], [], False),
     ],
-)  # fmt: skip
+)
 def test_a_condition_is_what_was_said(
     condition: GoalCondition, own: list[str], other: list[str], result: bool
 ) -> None:
@@ -177,10 +167,8 @@ async def test_the_rule_judge_gives_goal_and_secret_of_the_trained_side_and_noth
     (planner,) = await SotopiaRules().score([judged("scenario-03-1", 0, *words)])
     assert planner.scores == {"outcome": 1, "goal": 10, "secret": 0} and planner.invalid == []
     (other,) = await SotopiaRules().score([judged("scenario-03-1", 1, *words)])
-    assert other.scores == {
-        "outcome": 0,
-        "goal": 0,
-    }  # the planner did not say the word, and nothing is known of this secret
+    # the planner did not say the word, and nothing is known of this secret
+    assert other.scores == {"outcome": 0, "goal": 0}
     (told,) = await SotopiaRules().score([judged("scenario-03-1", 0, *words, "Yes, a party.")])
     assert told.scores == {"outcome": 0, "goal": 0, "secret": -10}
 
@@ -189,9 +177,8 @@ async def test_only_spoken_words_count() -> None:
     turn = judged("scenario-14-1", 0, "", "fox")
     whole = msgspec.convert(turn.state, Dialogue)
     quiet = msgspec.structs.replace(whole, turns=(SotopiaTurn(1, "action", "shows a note: fox"),))
-    results = await SotopiaRules().score(
-        [turn, msgspec.structs.replace(turn, state=msgspec.to_builtins(quiet))]
-    )
+    shown = msgspec.structs.replace(turn, state=msgspec.to_builtins(quiet))
+    results = await SotopiaRules().score([turn, shown])
     assert [result.scores["goal"] for result in results] == [10, 0]
 
 
@@ -202,10 +189,8 @@ async def test_a_silent_conversation_reaches_no_goal() -> None:
             assert result.scores["goal"] == 0, combo.pk
 
 
-async def test_a_scenario_without_rules_is_refused() -> None:
+def test_a_scenario_without_rules_is_refused() -> None:
     turn = judged("scenario-01-1", 0, "Hello.")
     state = msgspec.structs.replace(msgspec.convert(turn.state, Dialogue), rules=None)
     with pytest.raises(DataFault, match="no rules"):
-        await SotopiaRules().score(
-            [msgspec.structs.replace(turn, state=msgspec.to_builtins(state))]
-        )
+        SotopiaRules().judge(msgspec.structs.replace(turn, state=msgspec.to_builtins(state)))
