@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from coppice.actors.environments.sotopia.conversation import DIMENSIONS, Conversation, history
-from coppice.actors.environments.sotopia.scenarios import Condition
+from coppice.actors.environments.sotopia.environment import DIMENSIONS, Dialogue, history
+from coppice.actors.environments.sotopia.scenarios import GoalCondition
 from coppice.judges.base import RuleJudge
 from coppice.judges.llm import ChatEndpoint, ChatJudge, fill, read_prompts, room
 from coppice.wire.faults import DataFault
@@ -79,7 +79,7 @@ class SotopiaJudge(ChatJudge):
         super().__init__(endpoint, reply_form)
         self.outcome, self.concurrency = outcome, endpoint.concurrency
 
-    def prompt(self, whole: Conversation) -> str:
+    def prompt(self, whole: Dialogue) -> str:
         """Return the judge's prompt, without turns in which nothing happened, as in SOTOPIA."""
         pairs = {"name": whole.names, "profile": whole.profiles, "goal": whole.goals}
         values = {f"{key}_{side}": pair[side - 1] for key, pair in pairs.items() for side in (1, 2)}
@@ -89,7 +89,7 @@ class SotopiaJudge(ChatJudge):
         )
 
     async def judge(self, turn: JudgedTurn) -> Judgement:
-        whole = msgspec.convert(turn.state, Conversation)
+        whole = msgspec.convert(turn.state, Dialogue)
         reply, failure = await self.reply(self.prompt(whole))
         scores = parse(reply, whole.trained)
         self.count(len(scores) == len(DIMENSIONS), failure)
@@ -101,7 +101,7 @@ class SotopiaJudge(ChatJudge):
         return Judgement(scores, invalid, failure or reply.strip())
 
 
-def holds(condition: Condition, own: list[str], other: list[str]) -> bool:
+def holds(condition: GoalCondition, own: list[str], other: list[str]) -> bool:
     """Return whether a condition of an agent's goal holds, given the words that each side said, in
     order."""
     whose = {"self": own, "partner": other, "each": own + other}[condition.by]
@@ -128,7 +128,7 @@ class SotopiaRules(RuleJudge):
 
     def judge(self, turn: JudgedTurn) -> Judgement:
         """Return the judgement of a conversation. Raises DataFault for a scenario without rules."""
-        whole = msgspec.convert(turn.state, Conversation)
+        whole = msgspec.convert(turn.state, Dialogue)
         if whole.rules is None:
             fault = "the scenario has no rules to check; use the judge sotopia"
             raise DataFault(f"judge sotopia_rules: {fault}")

@@ -48,7 +48,7 @@ class Task(msgspec.Struct, frozen=True):
     """All columns of the task file's row, for environments that are ``verbatim``."""
 
 
-class Rejected(msgspec.Struct, frozen=True):
+class RejectedTask(msgspec.Struct, frozen=True):
     """A task that cannot work, with the reason. It is quarantined, never silently dropped."""
 
     where: str

@@ -10,9 +10,14 @@ import pytest
 from aiohttp import web
 
 from coppice.actors.environments.base import Task
-from coppice.actors.environments.sotopia.conversation import DIMENSIONS, Conversation, Turn
-from coppice.actors.environments.sotopia.environment import Sotopia, State
-from coppice.actors.environments.sotopia.scenarios import Condition, load
+from coppice.actors.environments.sotopia.environment import (
+    DIMENSIONS,
+    Dialogue,
+    Sotopia,
+    SotopiaState,
+    SotopiaTurn,
+)
+from coppice.actors.environments.sotopia.scenarios import GoalCondition, load
 from coppice.judges.llm import ChatEndpoint
 from coppice.judges.sotopia import SotopiaJudge, SotopiaRules, holds, parse, reply_form
 from coppice.wire.faults import DataFault
@@ -35,10 +40,10 @@ def judged(combo: str, trained: int, *words: str) -> JudgedTurn:
     """What the judge sees of a conversation in which the sides say ``words`` in turn; "" does
     nothing."""
     turns = enumerate(words)
-    said = tuple(Turn(k % 2, "speak" if text else "none", text) for k, text in turns)
-    state = State(combo, trained, said)
+    said = tuple(SotopiaTurn(k % 2, "speak" if text else "none", text) for k, text in turns)
+    state = SotopiaState(combo, trained, said)
     return ENVIRONMENT.concluded(
-        Task("t"), State(combo, trained), ENVIRONMENT.read(state, ""), state, 1, 4
+        Task("t"), SotopiaState(combo, trained), ENVIRONMENT.read(state, ""), state, 1, 4
     )
 
 
@@ -137,22 +142,22 @@ EURO = r"(\d+)\s*euros?\b"
 @pytest.mark.parametrize(
     ("condition", "own", "other", "result"),
     [
-        (Condition(says="yes"), ["Yes!"], [], True),
-        (Condition(says="yes"), [], ["yes"], False),
-        (Condition("partner", says="yes"), [], ["yes"], True),
-        (Condition("each", says="yes"), [], ["yes"], True),
-        (Condition(never="yes"), ["no"], ["yes"], True),
-        (Condition(never="yes"), ["no", "YES"], [], False),
-        (Condition(agreed=EURO, least=40), ["50 euros", "45 euros?"], ["45 euros, fine"], True),
-        (Condition(agreed=EURO, least=46), ["45 euros"], ["45 euros"], False),
-        (Condition(agreed=EURO, most=44), ["45 euros"], ["45 euros"], False),
-        (Condition(agreed=EURO), ["45 euros"], ["44 euros"], False),
-        (Condition(agreed=EURO), ["45 euros"], ["yes"], False),
-        (Condition(agreed=EURO), [], [], False),
+        (GoalCondition(says="yes"), ["Yes!"], [], True),
+        (GoalCondition(says="yes"), [], ["yes"], False),
+        (GoalCondition("partner", says="yes"), [], ["yes"], True),
+        (GoalCondition("each", says="yes"), [], ["yes"], True),
+        (GoalCondition(never="yes"), ["no"], ["yes"], True),
+        (GoalCondition(never="yes"), ["no", "YES"], [], False),
+        (GoalCondition(agreed=EURO, least=40), ["50 euros", "45 euros?"], ["45 euros, fine"], True),
+        (GoalCondition(agreed=EURO, least=46), ["45 euros"], ["45 euros"], False),
+        (GoalCondition(agreed=EURO, most=44), ["45 euros"], ["45 euros"], False),
+        (GoalCondition(agreed=EURO), ["45 euros"], ["44 euros"], False),
+        (GoalCondition(agreed=EURO), ["45 euros"], ["yes"], False),
+        (GoalCondition(agreed=EURO), [], [], False),
     ],
 )
 def test_a_condition_is_what_was_said(
-    condition: Condition, own: list[str], other: list[str], result: bool
+    condition: GoalCondition, own: list[str], other: list[str], result: bool
 ) -> None:
     assert holds(condition, own, other) is result
 
@@ -170,8 +175,8 @@ async def test_the_rule_judge_gives_goal_and_secret_of_the_trained_side_and_noth
 
 async def test_only_spoken_words_count() -> None:
     turn = judged("scenario-14-1", 0, "", "fox")
-    whole = msgspec.convert(turn.state, Conversation)
-    quiet = msgspec.structs.replace(whole, turns=(Turn(1, "action", "shows a note: fox"),))
+    whole = msgspec.convert(turn.state, Dialogue)
+    quiet = msgspec.structs.replace(whole, turns=(SotopiaTurn(1, "action", "shows a note: fox"),))
     shown = msgspec.structs.replace(turn, state=msgspec.to_builtins(quiet))
     results = await SotopiaRules().score([turn, shown])
     assert [result.scores["goal"] for result in results] == [10, 0]
@@ -186,6 +191,6 @@ async def test_a_silent_conversation_reaches_no_goal() -> None:
 
 def test_a_scenario_without_rules_is_refused() -> None:
     turn = judged("scenario-01-1", 0, "Hello.")
-    state = msgspec.structs.replace(msgspec.convert(turn.state, Conversation), rules=None)
+    state = msgspec.structs.replace(msgspec.convert(turn.state, Dialogue), rules=None)
     with pytest.raises(DataFault, match="no rules"):
         SotopiaRules().judge(msgspec.structs.replace(turn, state=msgspec.to_builtins(state)))
