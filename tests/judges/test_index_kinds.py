@@ -24,7 +24,7 @@ PASSAGES, DIMENSIONS = 2000, 32
 class Numbers(Encoder):
     """An encoder of texts that are numbers: the vector of passage i, and near it the query i."""
 
-    dimensions = DIMENSIONS  # pyright: ignore[reportAssignmentType, reportIncompatibleMethodOverride]
+    dimensions = DIMENSIONS  # pyright: ignore
 
     def __init__(self) -> None:
         self.name = "numbers"

@@ -160,7 +160,7 @@ async def test_samples_after_an_opening_are_free_of_a_grammar(stage: Stages, lla
 
 
 async def forward(folder: Path, prefix: np.ndarray, tokens: np.ndarray) -> torch.Tensor:
-    """The logits at each token after a prefix, from a plain forward, float32 [tokens, vocabulary]."""
+    """The logits at each token after a prefix, float32 [tokens, vocabulary]."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
         scores = model(torch.tensor([[*prefix.tolist(), *tokens.tolist()]])).logits[0]
