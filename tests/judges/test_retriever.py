@@ -185,7 +185,7 @@ def test_an_index_of_another_encoder_is_refused(
 ) -> None:
     other = tmp_path / "other"
     other.mkdir()
-    changes = {"encoder": "intfloat/e5-base-v2", "dimensions": 768}
+    changes: Any = {"encoder": "intfloat/e5-base-v2", "dimensions": 768}
     manifest = msgspec.structs.replace(read_manifest(folder), **changes)
     (other / "manifest.json").write_bytes(msgspec.json.encode(manifest))
     told = r"e5-base-v2 \(768 dimensions\), not minilm \(384\).*coppice index"
