@@ -25,7 +25,8 @@ def fan(task):
     messages = [user("go")]
     messages.append(call(messages))
     with ThreadPoolExecutor(6) as pool:
-        replies = list(pool.map(lambda i: call([*messages, user(f"part {i}")])["content"], range(6)))
+        parts = [[*messages, user(f"part {i}")] for i in range(6)]
+        replies = [reply["content"] for reply in pool.map(call, parts)]
     call([user(" ".join(replies))])
     return float(len(replies))
 
