@@ -206,16 +206,25 @@ def shown(messages: Sequence[Mapping[str, Any]]) -> Iterator[str | bytes]:
 
 def load(folder: str | Path, dtype: Any, attention: str, values: bool = True) -> Any:
     """Load a causal language model, without its stored weights if not ``values``. Of a model with
-    vision, ``attention`` is that of the language layers; the vision tower keeps its own."""
+    vision, ``attention`` is that of the language layers; the vision tower keeps its own. Raises
+    ValueError if the model computes its attention in another way."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     blind = Vision.of(folder) is None
     kind = AutoModelForCausalLM if blind else AutoModelForImageTextToText
     chosen: Any = attention if blind else {"text_config": attention, "vision_config": "sdpa"}
-    if values:
-        return kind.from_pretrained(folder, dtype=dtype, attn_implementation=chosen)
     config = AutoConfig.from_pretrained(folder)
-    return kind.from_config(config, dtype=dtype, attn_implementation=chosen)
+    try:
+        if values:
+            return kind.from_pretrained(folder, dtype=dtype, attn_implementation=chosen)
+        return kind.from_config(config, dtype=dtype, attn_implementation=chosen)
+    except KeyError as error:
+        if error.args != (attention,):
+            raise
+        raise ValueError(
+            f"{folder}: {config.model_type} does not use transformers' attention interface, which"
+            " trees need: take another model (docs/models.md)"
+        ) from None
 
 
 def stored(name: str) -> str:

@@ -19,11 +19,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from coppice.common.atomic import drafted
 from coppice.common.hardware import compute_dtype, torch_device
+from coppice.common.heads import check_head
 from coppice.learner.forest.attention import FOREST, NAME, Layout
 from coppice.learner.forest.head import token_logprobs
 from coppice.learner.forest.trees import Path as TokenPath
 from coppice.learner.forest.trees import cuts, micro_batches, pack
-from coppice.learner.model.model import check_head
 
 _LINES = 10
 """The approximate number of progress lines per training."""
@@ -166,7 +166,7 @@ class Student:
         self.compute = getattr(torch, compute_dtype(recipe.dtype))
         attention = {"attn_implementation": NAME} if recipe.packing else {}
         model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **attention)
-        check_head(str(folder), model)
+        check_head(str(folder), model.config.get_text_config())
         self.causal: Any = model
         """The causal LM without any adapters."""
         if recipe.lora_rank:

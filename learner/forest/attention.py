@@ -253,7 +253,10 @@ def tree_attention(
     if repeats > 1:
         key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
     if layout.backend == "cascade" and window is None:
-        output: Any = Cascade.apply(query, key, value, layout, scale)
+        # flash takes values of the keys' width alone (DeepSeek's are narrower)
+        missing = key.shape[-1] - value.shape[-1]
+        wide = torch.nn.functional.pad(value, (0, missing)) if missing else value
+        output: Any = Cascade.apply(query, key, wide, layout, scale)[..., : value.shape[-1]]
     else:
         mask = layout.dense_mask(window, query.dtype)
         output = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)

@@ -38,10 +38,10 @@ class PackingError(RuntimeError):
 
 def check(policy: TreeModel, paths: Sequence[Path]) -> bool:
     """Compare ``paths`` read as one forest with some of them read alone. Raises PackingError, on
-    every rank, if they disagree. Returns False if they share nothing, so that nothing was checked.
+    every rank, if they disagree. Returns whether they share prefixes; paths that do not are packed
+    one after the other, and nothing of one may reach the next.
     """
-    if pack(paths).token_ratio < SHARE_FROM:
-        return False
+    shared = pack(paths).token_ratio >= SHARE_FROM
     # A few neighbouring paths are enough, and each rank takes different ones. Twice the longest
     # path has room for at least two.
     forests, _ = micro_batches(cuts(paths), 2 * max(len(path.tokens) for path in paths))
@@ -68,7 +68,7 @@ def check(policy: TreeModel, paths: Sequence[Path]) -> bool:
         bounds += [NOISE_BOUND * max(plain[1], GRADIENT_NOISE)]
         _refuse(error / count, bounds[0], "log-probabilities (mean)", name)
         _refuse(far, bounds[1], "gradients (relative)", name)
-    return True
+    return shared
 
 
 @contextlib.contextmanager

@@ -51,6 +51,15 @@ def adapt(model: Any, adapters: LoraConfig) -> Any:
     model = get_peft_model(model, adapters)
     if hollow:
         _replace(model, lambda _, weight: weight.to("meta") if not any(weight.stride()) else weight)
+    settings = model.peft_config["default"]
+    ranks = {len(weight) for name, weight in model.named_parameters() if ".lora_A." in name}
+    if ranks != {settings.r}:
+        raise ValueError(
+            f"{model.config.model_type}: adapters of ranks {sorted(ranks)}: expected"
+            f" learner.lora.rank = {settings.r} alone; train all weights (learner.lora.rank = 0)"
+        )
+    # PEFT adds patterns for joined experts, which have no adapters
+    settings.rank_pattern, settings.alpha_pattern = {}, {}
     return model
 
 

@@ -15,6 +15,7 @@ from transformers import AutoConfig
 
 from coppice.common import vision
 from coppice.common.hardware import compute_dtype, free_memory
+from coppice.common.heads import check_head
 from coppice.learner.config import LearnerConfig, LoraConfig
 from coppice.learner.forest.attention import FOREST, Backend, Layout
 from coppice.learner.forest.head import token_logprobs
@@ -113,7 +114,8 @@ class TreeModel:
         self.config, self.ranks, self.device = config, ranks, ranks.device
         self.compute: torch.dtype = getattr(torch, compute_dtype(config.dtype))
         model = loading.load(folder, ranks.sharded)
-        check_head(folder, model)
+        check_head(folder, model.config.get_text_config())
+        check_layers(folder, model)
         self.vision = vision.Vision.of(folder)
         if config.train_vision and self.vision is None:
             raise ValueError(
@@ -126,7 +128,11 @@ class TreeModel:
         if self.lora:
             excluded = r".*\bvisual\..*" if frozen_eyes else None
             settings: Any = {"r": lora.rank, "lora_alpha": lora.alpha, "exclude_modules": excluded}
-            adapters = PeftLora(target_modules="all-linear", lora_dropout=0.0, **settings)
+            # "all-linear" would also adapt joined experts, whose adapters no engine takes
+            head, linear = model.get_output_embeddings(), torch.nn.Linear
+            modules = model.named_modules()
+            names = [n for n, m in modules if isinstance(m, linear) and m is not head]
+            adapters = PeftLora(target_modules=names, lora_dropout=0.0, **settings)
             model = loading.adapt(model, adapters)
         if config.gradient_checkpointing:
             model.enable_input_require_grads()
@@ -137,8 +143,10 @@ class TreeModel:
                 if parameter is not tower.causal.get_input_embeddings().weight:
                     parameter.requires_grad_(False)  # a critic does not use the head
         for module in tower.modules():
-            if isinstance(module, torch.nn.Dropout):
-                module.p = 0.0  # a dropped token would differ between the paths that share it
+            # a dropped token would differ between the paths that share it
+            for name, value in vars(module).items():
+                if isinstance(value, float) and (name == "p" or name.endswith("dropout")):
+                    setattr(module, name, 0.0)
         layer = type(tower.causal.get_decoder().layers[0]).__name__
         self.tower: Any = ranks.place(tower.train(), layer, self.compute)
         if ranks.sharded:
@@ -223,17 +231,29 @@ def _distinct(forest: Forest) -> tuple[np.ndarray, np.ndarray, np.ndarray | None
     return distinct[0], distinct[1], again.reshape(-1)
 
 
-def check_head(folder: str, model: Any) -> None:
-    """Raise ValueError if the model changes its logits after the head or its attention scores."""
-    text = model.config.get_text_config()
-    plain = {"final_logit_softcapping": None, "attn_logit_softcapping": None}
-    for key, expected in (plain | {"logits_scaling": 1.0, "logit_scale": 1.0}).items():
-        value = getattr(text, key, expected)
-        if value is not None and value != expected:
-            raise ValueError(
-                f"{folder}: {key} = {value}: the learner's head expects {expected}; train another"
-                " model"
-            )
+_FOLLOWS = {"full_attention", "sliding_attention", "attention", "chunked_attention"}
+"""Types of layers that can attend along the branches of a tree."""
+
+
+def check_layers(folder: str, model: Any) -> None:
+    """Raise ValueError if a layer hands a state from token to token, which would reach a sibling,
+    or has attention sinks, which no backend computes yet."""
+    decoder = model.get_decoder()
+    if not hasattr(decoder, "layers"):
+        raise ValueError(
+            f"{folder} ({model.config.model_type}) has no decoder with layers: expected a model built"
+            " as Llama is; train another model (docs/models.md)"
+        )
+    kinds = set(getattr(decoder.config, "layer_types", None) or []) - _FOLLOWS
+    if any(isinstance(module, torch.nn.Conv1d) for module in decoder.layers.modules()):
+        kinds.add("convolution")
+    if any(name.endswith(".sinks") for name, _ in decoder.layers.named_parameters()):
+        kinds.add("attention sinks")
+    if kinds:
+        raise ValueError(
+            f"{folder} ({model.config.model_type}) has {', '.join(sorted(kinds))}: expected layers of"
+            " softmax attention alone, which can follow a tree; train another model (docs/models.md)"
+        )
 
 
 def check_fits(folder: FilePath, lora: LoraConfig, ranks: Ranks, reference: bool = False) -> None:

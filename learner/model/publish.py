@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 import torch
 from safetensors.torch import save_file
+from transformers.core_model_loading import revert_weight_conversion
 
 from coppice.common import vision
 from coppice.common.atomic import drafted, write_whole
@@ -52,10 +53,9 @@ def publish(
             if whole is None and server is None:
                 whole = policy.gathered()
             parameters = policy.trained() if whole is None else whole
-            tensors = {
-                vision.stored(name): parameter.detach().to(policy.compute)
-                for name, parameter in parameters.items()
-            }
+            narrow = {n: p.detach().to(policy.compute) for n, p in parameters.items()}
+            # as a model folder names them: transformers joins experts and renames while it loads
+            tensors = revert_weight_conversion(policy.causal, narrow)
             memory, file = None, file or server is None
             if file:
                 proof = _write({n: t.cpu() for n, t in tensors.items()}, draft / FILES["full"])

@@ -3,12 +3,11 @@ unshared packing (varlen).
 
 The speed-up is compared with the token ratio (path tokens over packed tokens) and with the most
 that sharing can save by arithmetic (``limit``). The model has ten layers of the default model's
-shape with random weights, all trained, on one thread. Only lengths and shared prefixes matter: those
-of ``slate`` come from a real batch, the others have half of their real lengths.
+shape with random weights, all trained, on one thread. Only lengths and shared prefixes matter:
+those of ``slate`` come from a real batch, the others have half of their real lengths.
 
-``python -m coppice.research.benches.tree_training`` measures a SLATE batch on a GPU; coppice dev gpu-check
-runs it.
-"""
+``python -m coppice.research.benches.tree_training`` measures a SLATE batch on a GPU; coppice dev
+gpu-check runs it."""
 
 import json
 import statistics
@@ -55,7 +54,14 @@ def _words(rng: np.random.Generator, count: int) -> list[int]:
     return rng.integers(0, VOCABULARY, count).tolist()
 
 
-def slate(rng: np.random.Generator, question: int = 200, steps: int = 4, k: int = 5, action: int = 80, retrieved: int = 400) -> list[Path]:  # fmt: skip
+def slate(
+    rng: np.random.Generator,
+    question: int = 200,
+    steps: int = 4,
+    k: int = 5,
+    action: int = 80,
+    retrieved: int = 400,
+) -> list[Path]:
     """Make one question with k actions from one prefix at every step, one of which is continued."""
     paths, prefix = [], _words(rng, question)
     for _ in range(steps):

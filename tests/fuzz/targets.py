@@ -17,12 +17,11 @@ import numpy as np
 
 from coppice.actors.environments import registry
 from coppice.actors.environments.base import Task
-from coppice.actors.environments.sotopia import conversation
-from coppice.actors.environments.webshop.episode import read_reply
+from coppice.actors.environments.sotopia.environment import read_turn
+from coppice.actors.environments.webshop.environment import read_reply
 from coppice.actors.serving import tools as dialects
 from coppice.actors.serving.conversations import ResponseStore
-from coppice.actors.serving.http import body_of
-from coppice.actors.serving.protocol import Completion, Refused
+from coppice.actors.serving.protocol import CompletionFields, RequestRefused, body_of
 from coppice.actors.serving.protocol import read as read_body
 from coppice.common import options, support, vision
 from coppice.common.http import JsonClient, retry_after
@@ -108,13 +107,13 @@ def rank_batch(data: bytes) -> None:
 
 def http_chat(data: bytes) -> None:
     readers: list[Callable[[dict[str, Any]], Any]] = [
-        lambda body: read_body(body, Completion),
+        lambda body: read_body(body, CompletionFields),
         lambda body: dialects.chat(body, "m").sampled,
         lambda body: dialects.responses(body, "m", ResponseStore()).sampled,
         lambda body: dialects.messages(body, "m").sampled,
     ]
     for reader in readers:
-        with contextlib.suppress(Refused):
+        with contextlib.suppress(RequestRefused):
             reader(body_of(data)).sampling(64)
 
 
@@ -166,7 +165,7 @@ def actions(data: bytes) -> None:
         action = environment.read(state, text)
         assert action.valid in (True, False)
     for side in (0, 1):
-        conversation.read(text, side)
+        read_turn(text, side)
     for think in ("required", "optional"):
         read_reply(text, ["search", "buy now"], think)
 

@@ -46,10 +46,10 @@ FUNCTIONS = {
     "tools/launching/rules.py": ("doubts",),
     "tools/launching/record.py": ("no_space",),
     "tools/launching/watchdog.py": ("_stopped_process", "_silent", "_stalled"),
-    "tools/launching/status.py": ("show", "gather", "_read_config", "_read_journal"),
+    "tools/launching/status.py": ("show", "gather", "_read_journal"),
     "tools/launching/control.py": ("_worker", "stop", "_running"),
     "tools/launching/memory.py": ("memory_warning", "number_type"),
-    "tools/launching/command.py": ("resolve", "_check_place", "main", "_told", "_launch"),
+    "tools/launching/command.py": ("resolve", "main", "_told", "_launch"),
     "tools/bootstrap.py": ("ensure", "_run"),
     "learner/update/corrections.py": ("doubts",),
     "learner/update/watch.py": ("warnings", "_length"),
@@ -58,7 +58,7 @@ FUNCTIONS = {
     "scheduler/dispatch/residency.py": ("__str__",),
     "scheduler/telemetry/alerts.py": ("take",),
     "scheduler/main.py": ("main",),
-    "actors/environments/task_files.py": ("unusable", "too_few", "_load"),
+    "actors/environments/task_files.py": ("unusable", "too_few", "load_tasks"),
     "wire/keys.py": ("load",),
 }
 """Whose sentences a person reads although nothing is raised or said there."""

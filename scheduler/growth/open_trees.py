@@ -1,4 +1,4 @@
-"""Draw tasks, grow their trees under pacing, and end every tree: closed, replaced or quarantined."""
+"""Draw tasks, grow their trees under pacing, and end each: closed, replaced or quarantined."""
 
 import asyncio
 import logging
@@ -22,7 +22,7 @@ from coppice.scheduler.telemetry.health import Reporter
 from coppice.scheduler.telemetry.phases import Phases
 from coppice.wire.faults import DataFault, Fault, InfrastructureFault
 
-log = logging.getLogger("scheduler.forest")
+log = logging.getLogger("scheduler.open_trees")
 
 Grow = Callable[[Tree, Context], Awaitable[None]]
 
@@ -30,7 +30,7 @@ ADMITTED_AT_ONCE = 32
 """The number of trees that are started before messages and other trees get their turn."""
 
 
-class Forest:
+class OpenTrees:
     """The trees of a run. Invariant: every drawn task ends closed, replaced or quarantined. Until
     ``begun`` is set, only the first update's trees grow; ``admit`` must follow ``moved``. outcomes:
     of trajectories that ended since it was cleared. failure: of a tree's task; it ends the run."""
@@ -56,9 +56,7 @@ class Forest:
         self.in_a_row = InARow()
         self.growing: dict[int, asyncio.Task[None]] = {}
         self.outcomes: list[float] = []
-        self.done = sum(
-            count for status, count in self.journal.tally().items() if status != "growing"
-        )
+        self.done = sum(n for status, n in self.journal.tally().items() if status != "growing")
         self.next_tree = self.shard.after(self.journal.next_tree() - 1)
         self.next_draw = self.shard.draws(self.journal.next_position())
 
@@ -66,9 +64,8 @@ class Forest:
         """Take up what earlier starts left. newest: groups that are trained already."""
         self.pacing = pacing
         for row in self.journal.untrained_trees():
-            if row.status == "replaced" or any(
-                group in newest for group, _ in self.journal.groups(row.id)
-            ):
+            trained = any(group in newest for group, _ in self.journal.groups(row.id))
+            if row.status == "replaced" or trained:
                 # it counts in no update, or in one that ``version`` counts already
                 self._take_up(row)
             else:
@@ -105,7 +102,7 @@ class Forest:
     async def attempts(self, tree: Tree, context: Context, grow: Grow) -> None:
         """Plant and grow a tree, again after an infrastructure fault. Raises the last attempt's
         InfrastructureFault, and DataFault for what is the tree's: also an exception of a plug-in,
-        unless so many trees in a row failed alike (``scheduler.failures``)."""
+        unless ``ALIKE`` trees in a row failed alike."""
         try:
             with self.phases.over("trees"):
                 await self._attempt(tree, context, grow)
@@ -128,12 +125,10 @@ class Forest:
         """A tree's own fault. Raises Fault after ``ALIKE`` trees that failed alike."""
         if self.in_a_row.failed(error):
             raise Fault(
-                f"{ALIKE} trees in a row failed alike, the last one with {brief(error)} ({self._whose(tree)}):"
-                " mend what the traceback in the log names, then resume the run"
+                f"{ALIKE} trees in a row failed alike, the last one with {brief(error)}"
+                f" ({self._whose(tree)}): mend what the log's traceback names, then resume the run"
             ) from error
-        self.runtime.faults.failed(
-            "a tree", DataFault(brief(error)), f"{self._whose(tree)}: quarantined"
-        )
+        self.runtime.faults.failed("a tree", brief(error), f"{self._whose(tree)}: quarantined")
         return DataFault(traced(error))
 
     def _plant(self) -> None:
@@ -194,14 +189,9 @@ class Forest:
             self._quarantine(tree, str(fault))
             return
         if not tree.groups:
-            # An update of such trees alone would be answered to nobody, and the run would wait for
-            # ever.
-            dropped = next(
-                (node.notes[DROPPED] for node in tree.nodes.values() if DROPPED in node.notes), ""
-            )
-            why = (
-                f"an episode was dropped: {dropped}" if dropped else "no judge gave a valid outcome"
-            )
+            # an update of such trees alone would be answered to nobody: the run would wait forever
+            dropped = [n.notes[DROPPED] for n in tree.nodes.values() if DROPPED in n.notes]
+            why = f"an episode was dropped: {dropped[0]}" if dropped else "no judge gave an outcome"
             self._quarantine(tree, f"no trajectory could be trained, because {why}")
             return
         replaced = self._replaces(tree)
@@ -210,18 +200,15 @@ class Forest:
         if replaced:
             self.counts["replaced"] += 1
             self.pacing.withdraw()
-        tips = {node.trajectory for node in tree.nodes.values()}
-        self.outcomes += [
-            tree.tip(t).scores["outcome"] for t in tips if "outcome" in tree.tip(t).scores
-        ]
+        tips = [tree.tip(number) for number in {node.trajectory for node in tree.nodes.values()}]
+        self.outcomes += [tip.scores["outcome"] for tip in tips if "outcome" in tip.scores]
 
     def _replaces(self, tree: Tree) -> bool:
         """Whether another question takes the tree's place in the next update."""
-        if not tree.groups or len(self.stream.replaced) >= self.settings.dynamic_sampling_budget:
+        if len(self.stream.replaced) >= self.settings.dynamic_sampling_budget:
             return False
-        return not differs(
-            map(self.journal.turns, tree.groups), self.process.reward, self.process.equal
-        )
+        groups = map(self.journal.turns, tree.groups)
+        return not differs(groups, self.process.reward, self.process.equal)
 
     async def _attempt(self, tree: Tree, context: Context, grow: Grow) -> None:
         for attempt in range(1, ATTEMPTS + 1):
@@ -235,8 +222,9 @@ class Forest:
                 log.warning("tree %d, attempt %d: %s", tree.id, attempt, fault)
                 if attempt == ATTEMPTS:
                     raise InfrastructureFault(
-                        f"tree {tree.id} failed {ATTEMPTS} times; the last time: {fault}. Mend or replace the worker (its log says"
-                        f" more), then resume the run ({self._whose(tree)})"
+                        f"tree {tree.id} failed {ATTEMPTS} times; the last time: {fault}. Mend or"
+                        " replace the worker (its log says more), then resume the run"
+                        f" ({self._whose(tree)})"
                     ) from fault
                 self.counts["tree_retries"] += 1
 
@@ -251,12 +239,11 @@ class Forest:
         if self.counts["quarantined"] > 20 + self.pacing.admitted // 2:
             cause = reason.partition("\n")[0]
             raise DataFault(
-                f"{self.counts['quarantined']} tasks were quarantined; the last reason: {cause} ({self._whose(tree)})"
+                f"{self.counts['quarantined']} tasks were quarantined; the last reason: {cause}"
+                f" ({self._whose(tree)})"
             )
 
     def _whose(self, tree: Tree) -> str:
         """What an error names besides its cause."""
         agent = self.process.options.get("run")
-        return f"task {tree.task}" + (
-            f" of the agent {agent}" if agent else f" of {self.process.environment}"
-        )
+        return f"task {tree.task} of {f'the agent {agent}' if agent else self.process.environment}"

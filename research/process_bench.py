@@ -1,26 +1,34 @@
-"""Build a benchmark from labelled trajectories: filter, threshold, label, balance (methods.md 2.5;
-PPR, A.4).
+"""The command coppice dev process-bench: build a benchmark of process judges from labelled
+trajectories: filter, threshold, label, balance (methods.md 2.5; PPR, A.4).
 
 Nothing is dropped silently: the report counts the dropped trajectories by reason.
 """
 
+import argparse
 import random
+import sys
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 
 import msgspec
 
+from coppice.common.atomic import write_whole
+from coppice.common.options import command_parser
 from coppice.tools.evaluating.judge_bench import record
+from coppice.tools.evaluating.judge_bench.evaluate import check_threshold
 from coppice.tools.evaluating.judge_bench.record import (
     CATEGORIES,
+    THRESHOLD,
     Graded,
     Item,
     Labelled,
     Trajectory,
 )
+from coppice.tools.finetuning.command import check_files, say
 
 
-class Report(msgspec.Struct, frozen=True):
+class BenchReport(msgspec.Struct, frozen=True):
     """What happened to the trajectories. mean_score: over the steps left after filtering;
     threshold: the one used for the labels.
 
@@ -46,7 +54,7 @@ def build(
     threshold: float | None,
     seed: int = 0,
     exclude: Sequence[Trajectory[Labelled]] = (),
-) -> tuple[list[Item], Report]:
+) -> tuple[list[Item], BenchReport]:
     """Choose at most ``size`` items, with categories as even as the pool allows. Items of several
     steps are preferred.
 
@@ -71,7 +79,7 @@ def build(
     chosen.sort(key=lambda item: item.id)
     if surplus := len(items) - len(chosen):
         dropped["not needed for the balance"] = surplus
-    return chosen, Report(
+    return chosen, BenchReport(
         len(labelled), dict(dropped), mean, limit,
         {name: len(members) for name, members in by_category.items()},
         {name: len(members) for name, members in taken.items()},
@@ -119,3 +127,72 @@ def even(size: int, available: Sequence[int]) -> list[int]:
         lowest = min(shares[i] for i in open_)
         shares[next(i for i in open_ if shares[i] == lowest)] += 1
     return shares
+
+
+EXAMPLES = """\
+  coppice dev process-bench corrected.jsonl --size 100 --out bench.jsonl
+  coppice dev process-bench corrected.jsonl --size 100 --exclude train.jsonl --out bench.jsonl"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of coppice dev process-bench."""
+    parser = command_parser(
+        "coppice dev process-bench", "Build a balanced benchmark of process judges.", EXAMPLES
+    )
+    add = parser.add_argument
+    add("labelled", nargs="+", type=Path, help="labelled or corrected trajectories (coppice sft)")
+    add("--out", required=True, type=Path, help="the records; a report is written beside them")
+    add("--size", required=True, type=int, help="trajectories in the benchmark")
+    threshold = "good scores exceed it: a number, or mean (default: %(default)s)"
+    add("--threshold", default=str(THRESHOLD), help=threshold)
+    add("--seed", type=int, default=0, help="of every random draw (default: 0)")
+    excluded = "leave out these labelled trajectories and all others of their questions; repeatable"
+    add("--exclude", type=Path, action="append", default=[], help=excluded)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit status."""
+    options = parser().parse_args(arguments)
+    try:
+        _write(options)
+    except (OSError, ValueError) as error:
+        print(f"coppice dev process-bench: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _write(options: argparse.Namespace) -> None:
+    out: Path = options.out
+    report_path = out.parent / f"{out.name.removesuffix('.jsonl')}.report.json"
+    written = [("--out", out), ("--out with its report", report_path)]
+    check_files(written, [*options.labelled, *options.exclude])
+    if options.size < 1:
+        raise ValueError(f"--size {options.size}: expected 1 trajectory or more")
+    pool = record.read_all(options.labelled, Trajectory[Labelled])
+    excluded = [
+        one
+        for path in options.exclude
+        for one in record.read(path, Trajectory[Labelled], "--exclude")
+    ]
+    threshold = None if options.threshold == "mean" else _number(options.threshold)
+    items, report = build(pool, options.size, threshold, options.seed, excluded)
+    record.write(out, items)
+    write_whole(report_path, report)
+    print(f"{len(items)} trajectories in {out}, {report.multi_step} of several steps;", end=" ")
+    print(f"{report.good_steps} of {report.steps} steps are good")
+    for heading, counts in (("taken", report.taken), ("in the pool", report.pool)):
+        say(heading, counts)
+    say("dropped", report.dropped)
+    if report.missing:
+        print(f"the pool has {report.missing} fewer than asked for")
+    print(f"report {report_path}")
+
+
+def _number(text: str) -> float:
+    try:
+        threshold = float(text)
+    except ValueError:
+        raise ValueError(f"--threshold {text}: expected a number from 0 to 1, or mean") from None
+    check_threshold(threshold)
+    return threshold

@@ -15,7 +15,7 @@ from coppice.judges.base import Judge
 from coppice.wire.messages import JudgedTurn, Judgement
 
 
-class Shape(msgspec.Struct, frozen=True):
+class EpisodeShape(msgspec.Struct, frozen=True):
     """The lengths of an episode. steps: actions per episode. The others count characters: shared
     begins every prompt, question is added per question, observation follows each action but the
     last."""
@@ -26,7 +26,7 @@ class Shape(msgspec.Struct, frozen=True):
     observation: int
 
 
-class State(msgspec.Struct, frozen=True):
+class TextState(msgspec.Struct, frozen=True):
     """A question (its seed) and the number of actions taken so far."""
 
     seed: int
@@ -41,7 +41,7 @@ class AnyText(Environment):
     headline = "reward"
     fresh = False
 
-    def __init__(self, shape: Shape, alphabet: str):
+    def __init__(self, shape: EpisodeShape, alphabet: str):
         self.shape, self.alphabet = shape, alphabet
 
     def words(self, seed: str, count: int) -> str:
@@ -52,10 +52,10 @@ class AnyText(Environment):
         """Return the question of ``seed``. Every seed has one."""
         return Task(f"any-text-{seed}", seed=seed)
 
-    def initial(self, task: Task) -> State:
-        return State(task.seed)
+    def initial(self, task: Task) -> TextState:
+        return TextState(task.seed)
 
-    def prompt(self, task: Task, state: State) -> list[dict[str, str]]:
+    def prompt(self, task: Task, state: TextState) -> list[dict[str, str]]:
         """Return the prompt: the text that all prompts share, then the question."""
         shared = self.words("head", self.shape.shared)
         return [
@@ -65,24 +65,24 @@ class AnyText(Environment):
             }
         ]
 
-    def read(self, state: State, text: str) -> Action:
+    def read(self, state: TextState, text: str) -> Action:
         return Action("move", text)
 
     def parse_forced(self, text: str) -> Action:
         return Action("move", text)
 
-    async def step(self, state: State, action: Action, tools: Tools) -> Transition:
-        after = State(state.seed, state.step + 1)
+    async def step(self, state: TextState, action: Action, tools: Tools) -> Transition:
+        after = TextState(state.seed, state.step + 1)
         if after.step == self.shape.steps:
             return Transition(after, "", True, 0.0)
         return Transition(after, self.observation(after), False)
 
-    def observation(self, after: State) -> str:
+    def observation(self, after: TextState) -> str:
         """Return the text that follows the action that led to ``after``."""
         return self.words(f"observation {after}", self.shape.observation)
 
     def judged(
-        self, task: Task, state: State, action: Action, step: int, budget: int
+        self, task: Task, state: TextState, action: Action, step: int, budget: int
     ) -> JudgedTurn:
         return JudgedTurn(task.id, [], "", action.text, step, budget)
 
