@@ -55,7 +55,7 @@ from coppice.learner.config import LearnerConfig, LoraConfig
 from coppice.learner.forest.selfcheck import PackingError, check
 from coppice.learner.forest.trees import Path as TokenPath
 from coppice.learner.model import model as model_module
-from coppice.learner.model.model import Policy
+from coppice.learner.model.model import TreeModel
 from coppice.learner.model.publish import publish
 from coppice.learner.model.ranks import Ranks
 from coppice.wire.messages import GenerateRequest, Sampling
@@ -64,23 +64,28 @@ from tests.learner.forests import forest
 from tests.tiny import SHAPE
 
 SLIDING = ["sliding_attention", "full_attention"]
-MOE = {**SHAPE, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-ROUTED = {
+MOE: dict[str, Any] = {
+    **SHAPE,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+}
+ROUTED: dict[str, Any] = {
     **SHAPE, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
     "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
 }  # fmt: skip
-DELTA = {
+DELTA: dict[str, Any] = {
     "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8,
     "linear_value_head_dim": 8, "layer_types": ["linear_attention", "full_attention"],
 }  # fmt: skip
-OLD = {
+OLD: dict[str, Any] = {
     "vocab_size": 260, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4
 }  # fmt: skip
-LATENT = {
+LATENT: dict[str, Any] = {
     "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
     "qk_nope_head_dim": 8, "v_head_dim": 8,
 }  # fmt: skip
-SHARED = {"shared_expert_intermediate_size": 32}
+SHARED: dict[str, Any] = {"shared_expert_intermediate_size": 32}
 CONFIGS: dict[str, Any] = {
     "llama": LlamaConfig(**SHAPE),
     "mistral": MistralConfig(**SHAPE),
@@ -138,9 +143,9 @@ def made(folder: Path, kind: str) -> Path:
     return folder
 
 
-def policy(folder: Path, rank: int = 0) -> Policy:
+def policy(folder: Path, rank: int = 0) -> TreeModel:
     config = LearnerConfig(dtype="float32", lora=LoraConfig(rank))
-    return Policy(str(folder), config, 1.0, Ranks(60))
+    return TreeModel(str(folder), config, 1.0, Ranks(60))
 
 
 def logits(model: Any) -> torch.Tensor:
