@@ -126,7 +126,7 @@ KNOWN: list[tuple[str, dict[str, Any], Any]] = [
 def test_known_answers_on_the_tree(name: str, options: dict[str, Any], expected: Any) -> None:
     table = leaves(TREE, OUTCOMES, groups=[1, 1, 1, 2] if name == "tree_grpo" else None)
     made = schemes.load(name, options)(table).advantages
-    np.testing.assert_allclose(made, expected, atol=1e-4 if name != "spo" else 1e-12)
+    np.testing.assert_allclose(made, expected, atol={"spo": 1e-12, "treepo": 1e-6}.get(name, 1e-4))
 
 
 def test_tree_grpo_gives_a_lone_leaf_nothing_to_compare() -> None:
