@@ -85,6 +85,7 @@ LATENT: dict[str, Any] = {
     "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
     "qk_nope_head_dim": 8, "v_head_dim": 8,
 }  # fmt: skip
+WIDTH: dict[str, Any] = {"head_dim": 8}
 SHARED: dict[str, Any] = {"shared_expert_intermediate_size": 32}
 CONFIGS: dict[str, Any] = {
     "llama": LlamaConfig(**SHAPE),
@@ -101,11 +102,11 @@ CONFIGS: dict[str, Any] = {
     "gemma3_text": tiny.config("gemma3"),
     "gpt_neox": GPTNeoXConfig(**OLD, intermediate_size=64),
     "qwen2_moe": Qwen2MoeConfig(**MOE, **SHARED),
-    "qwen3_moe": Qwen3MoeConfig(**MOE, head_dim=8),
+    "qwen3_moe": Qwen3MoeConfig(**(MOE | WIDTH)),
     "mixtral": MixtralConfig(**SHAPE, num_local_experts=4),
     "olmoe": OlmoeConfig(**SHAPE, num_experts=4, num_experts_per_tok=2),
     "granitemoe": GraniteMoeConfig(**SHAPE, num_local_experts=4),
-    "glm4_moe": Glm4MoeConfig(**ROUTED, head_dim=8),
+    "glm4_moe": Glm4MoeConfig(**(ROUTED | WIDTH)),
     "deepseek_v3": DeepseekV3Config(**(ROUTED | LATENT)),
     "qwen3_next": Qwen3NextConfig(**MOE, **SHARED, **DELTA, head_dim=8),
     "qwen3_5_text": Qwen3_5TextConfig(**SHAPE, **DELTA, head_dim=8),
@@ -120,7 +121,7 @@ CONFIGS: dict[str, Any] = {
         **SHAPE, layer_types=["mamba", "attention"], mamba_n_heads=8, mamba_d_state=8,
         num_local_experts=0, shared_intermediate_size=64,
     ),
-    "nemotron_h": NemotronHConfig(**SHAPE, hybrid_override_pattern="M*"),
+    "nemotron_h": NemotronHConfig(**(SHAPE | {"hybrid_override_pattern": "M*"})),
     "gpt_oss": GptOssConfig(**SHAPE, head_dim=8, num_local_experts=4, num_experts_per_tok=2),
     "gemma2": Gemma2Config(**SHAPE, head_dim=8),
     "cohere": CohereConfig(**SHAPE),
