@@ -30,6 +30,7 @@ COMMANDS = {
     "dev chaos": ("tests.chaos", "strike a small run with faults"),
     "dev theory": ("research.theories", "measure what the papers claim"),
     "dev replicate": ("research.replication", "run a study of several arms and seeds"),
+    "dev process-bench": ("research.process_bench", "build a benchmark of process judges"),
     "dev gpu-check": ("research.gpu_checks", "run every check that needs a GPU"),
     "dev test": ("tools.check", "lint, type-check and test the project"),
 }

@@ -44,14 +44,13 @@ FUNCTIONS = {
     "tools/launching/command.py": ("resolve", "main", "_told", "_launch"),
     "tools/bootstrap.py": ("ensure", "_run"),
     "learner/update/corrections.py": ("doubts",),
-    "learner/update/watch.py": ("warnings", "_norm"),
-    "learner/update/lengths.py": ("_of",),
+    "learner/update/watch.py": ("warnings", "_length"),
     "learner/model/optimizer.py": ("step",),
     "learner/model/checkpoint.py": ("restore_newest",),
     "scheduler/dispatch/residency.py": ("__str__",),
     "scheduler/telemetry/alerts.py": ("take",),
     "scheduler/main.py": ("main",),
-    "actors/environments/task_files.py": ("unusable", "too_few", "_load"),
+    "actors/environments/task_files.py": ("unusable", "too_few", "load_tasks"),
     "wire/keys.py": ("load",),
 }
 """Whose sentences a person reads although nothing is raised or said there."""

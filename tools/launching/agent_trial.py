@@ -6,7 +6,7 @@ import os
 import random
 
 from coppice.actors.environments import registry
-from coppice.actors.environments.agents.environment import Agent
+from coppice.actors.environments.agents.environment import AgentEnvironment
 from coppice.actors.environments.base import Task, Tools
 from coppice.actors.environments.task_files import listed, load_tasks
 from coppice.common.process import in_subprocess
@@ -117,9 +117,9 @@ async def _episode(config: Config, reply: str) -> bool:
     return not step.fault
 
 
-def _agent(config: Config) -> Agent:
+def _agent(config: Config) -> AgentEnvironment:
     environment = registry.load(config.data.environment, config.data.options)
-    assert isinstance(environment, Agent)
+    assert isinstance(environment, AgentEnvironment)
     return environment
 
 

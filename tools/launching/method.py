@@ -9,7 +9,7 @@ from typing import Any
 
 from coppice.actors.environments.base import Environment
 from coppice.common.declared import SchemeNeeds, StrategyGives
-from coppice.judges.base import Judge, Worker
+from coppice.judges.base import Judge, PlugIn
 from coppice.learner import schemes
 from coppice.learner.config import LearnerConfig
 from coppice.learner.schemes import Scheme
@@ -22,7 +22,7 @@ from coppice.scheduler.growth.strategies import Strategy
 from coppice.tools.launching.bundles import using
 from coppice.tools.launching.settings import Config, setting
 
-Served = dict[str, Worker]
+Served = dict[str, PlugIn]
 """The judges, opponents and speakers of [judges.use], by the service that each of them offers."""
 
 _EXTENT = {"turns", "searches", "answered", "sampled_tokens", "response_tokens"}

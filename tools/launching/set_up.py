@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 
 from coppice.actors.environments import registry
-from coppice.actors.environments.agents.environment import Agent
+from coppice.actors.environments.agents.environment import AgentEnvironment
 from coppice.actors.environments.base import POLICY
 from coppice.actors.environments.game import Game
 from coppice.actors.environments.search_qa.environment import SearchQA
@@ -46,7 +46,7 @@ def _prepare(config: Config, model: Path, cache: Path) -> Assets:
     if config.warm_start.skill and not isinstance(environment, Game):
         skill = setting(config, "warm_start.skill")
         raise ValueError(f"{skill}: only a game has good moves; set it to 0")
-    if isinstance(environment, SearchQA | Agent):
+    if isinstance(environment, SearchQA | AgentEnvironment):
         return _for_questions(config, environment, model, cache)
     if isinstance(environment, Game):
         options, warm = config.data.options, config.warm_start
@@ -59,7 +59,7 @@ def _prepare(config: Config, model: Path, cache: Path) -> Assets:
 
 
 def _for_questions(
-    config: Config, environment: SearchQA | Agent, model: Path, cache: Path
+    config: Config, environment: SearchQA | AgentEnvironment, model: Path, cache: Path
 ) -> Assets:
     data, warm, threads = config.data, config.warm_start, config.threads
     encoder = config.retriever.encoder

@@ -181,9 +181,9 @@ def test_a_scheme_of_ones_own_must_declare_itself() -> None:
         (
             ["learner.scheme=narrow_scheme:advantages"],
             "narrow_scheme.needs got an unexpected keyword argument 'gamma'. It is called with"
-            " every option of advantages, ['gamma']: name each of them as a parameter",
+            " every option, ['gamma']: name each as a parameter",
         ),
-        (["scheduler.strategy=greedy_strategy:grow"], "is called with every option of grow, ['k']"),
+        (["scheduler.strategy=greedy_strategy:grow"], "is called with every option, ['k']"),
     ],
 )
 def test_a_declaration_that_does_not_take_the_options_is_refused_with_its_name(
