@@ -104,8 +104,8 @@ def processes(folder: Path, plan: Plan) -> tuple[SchedulerProcess, ActorProcess,
         count=1, scheme="grpo", scheme_options={"column": "outcome"}, lr=1e-2, kl_coef=0.01,
         dtype="float32", lora=LoraConfig(4, 8.0), checkpoint_every=plan.checkpoint_every,
     )  # fmt: skip
-    repeats = {"deterministic": plan.deterministic}
-    actor = ActorProcess("actor-0", str(folder), 0, plan.model, actors, **repeats)
+    repeats = plan.deterministic
+    actor = ActorProcess("actor-0", str(folder), 0, plan.model, actors, deterministic=repeats)
     learner = LearnerProcess("learner", str(folder), 0, plan.model, QUESTIONS, 1.0, config)
     return scheduler, actor, learner
 

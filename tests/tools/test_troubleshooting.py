@@ -133,8 +133,9 @@ def test_every_message_of_a_failure_has_an_entry() -> None:
 
 @pytest.mark.parametrize("name", sorted(FUNCTIONS))
 def test_the_functions_whose_sentences_are_read_exist(name: str) -> None:
-    kinds = ast.FunctionDef | ast.AsyncFunctionDef
-    functions = {node.name for node in ast.walk(TREES[name]) if isinstance(node, kinds)}
+    nodes = ast.walk(TREES[name])
+    kinds = ast.FunctionDef, ast.AsyncFunctionDef
+    functions = {getattr(node, "name", "") for node in nodes if isinstance(node, kinds)}
     assert set(FUNCTIONS[name]) <= functions
 
 
