@@ -130,7 +130,7 @@ def _limit(engine: LocalEngine, prompts: list[np.ndarray]) -> dict[str, Any]:
     parameters = sum(p.numel() for p in engine.model.parameters())
     weights = parameters if head is embedded else parameters - embedded.numel()
     prefixes = sum(map(len, prompts))
-    moved = 4 * weights + engine.memory.shape.bytes_per_token * (prefixes + batch * middle)
+    moved = 4 * weights + engine.memory.token.nbytes * (prefixes + batch * middle)
     settings = engine.model.config
     width = settings.num_attention_heads * engine.memory.shape.head_dim
     attended = SAMPLES * prefixes + batch * middle

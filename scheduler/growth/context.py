@@ -236,7 +236,7 @@ class Context:
 
     async def _drawn(self, prefix: np.ndarray, n: int, state: Any, trajectory: int) -> Drawn:
         """Sample actions, or take what was begun ahead; meanwhile begin what else waits."""
-        others = None if state is None else self.environment.beside(state)
+        others = None if state is None else self.environment.meanwhile(state)
         if others is None:
             return await self.services.sample_actions(prefix, n, state)
         how = self._how(prefix, n, state)

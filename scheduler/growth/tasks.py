@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable
 
 from coppice.actors.environments import registry
-from coppice.actors.environments.base import HELD_OUT_SEEDS, Environment, Rejected, Task
+from coppice.actors.environments.base import HELD_OUT_SEEDS, Environment, RejectedTask, Task
 from coppice.actors.environments.task_files import load_tasks, too_few, unusable
 from coppice.scheduler.config import SchedulerProcess
 from coppice.scheduler.growth.failures import ALIKE, brief
@@ -18,7 +18,7 @@ class Tasks:
 
     def __init__(self, source: str | list[str], seed: int, verbatim: bool = False):
         self.tasks: list[Task]
-        self.rejected: list[Rejected]
+        self.rejected: list[RejectedTask]
         self.tasks, self.rejected = load_tasks(source, verbatim)
         self.seed = seed
         self._epoch = -1
@@ -56,7 +56,7 @@ class GeneratedTasks:
 
     def __init__(self, make: Callable[[int], Task], seed: int):
         self.make, self.seed = make, seed
-        self.rejected: list[Rejected] = []
+        self.rejected: list[RejectedTask] = []
 
     @property
     def evidence(self) -> bool:

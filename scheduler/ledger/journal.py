@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from coppice.actors.environments.base import Rejected
+from coppice.actors.environments.base import RejectedTask
 from coppice.common import atomic, vision
 from coppice.common.shards import Shard
 from coppice.scheduler.growth.tree import Tree
@@ -200,7 +200,7 @@ class Journal:
         self._write(("INSERT INTO pictures VALUES (?,?,?)", [(number, digest, png)]))
         return number
 
-    def reject(self, rejected: Iterable[Rejected]) -> None:
+    def reject(self, rejected: Iterable[RejectedTask]) -> None:
         """Record tasks that cannot work, with the reasons."""
         rows = [(row.where, row.reason) for row in rejected]
         self._write(("INSERT OR REPLACE INTO rejected VALUES (?,?)", rows))

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from coppice.actors.environments.base import Action, Environment, Task, Tools, Transition
-from coppice.actors.environments.tictactoe.environment import State, TicTacToe
+from coppice.actors.environments.tictactoe.environment import TicTacToe, TicTacToeState
 from coppice.scheduler.config import EvaluationConfig, SchedulerConfig
 from coppice.scheduler.growth.failures import ALIKE, InARow
 from coppice.scheduler.ledger.journal import Journal, JournalError, TreeRow
@@ -53,7 +53,7 @@ class Failing(TicTacToe):
             raise LookupError(f"no room for seed {seed}")
         return super().task(seed)
 
-    async def step(self, state: State, action: Action, tools: Tools) -> Transition:
+    async def step(self, state: TicTacToeState, action: Action, tools: Tools) -> Transition:
         """Return the result of the action, or raise the next error."""
         if not self.errors and self.always is None:
             return await super().step(state, action, tools)
