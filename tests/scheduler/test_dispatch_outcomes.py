@@ -193,7 +193,7 @@ async def test_attempts_are_bounded_and_the_last_fault_is_the_outcome(tmp_path: 
 
 
 async def test_a_failed_call_leaves_no_cycle_for_the_collector(tmp_path: Path) -> None:
-    """A storm of failed calls would fill the memory with their requests before the collector looks."""
+    """Otherwise a storm of failed calls would fill the memory before the collector looks."""
 
     async def never(request: EchoRequest, call: Call) -> EchoResult:
         raise InfrastructureFault("never")

@@ -1,4 +1,4 @@
-"""What ``ledger.pacing`` says of the staleness when a tree is trained, under any order of events."""
+"""What ``ledger.pacing`` says of a trained tree's staleness, under any order of events."""
 
 from functools import partial
 
