@@ -104,7 +104,7 @@ async def test_of_calls_whose_agent_is_gone_nothing_goes_on(stage: Stages) -> No
     context = Context(s.runtime, s.task, s.tree, random.Random(1))
     await context.plant()
     await chain.grow(s.tree, context)
-    assert not context.ahead._begun
+    assert not context._begun
     assert all(action.parent >= 0 for action in s.tree.actions())
 
 
