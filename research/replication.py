@@ -21,11 +21,12 @@ import msgspec
 import numpy as np
 from matplotlib.figure import Figure
 
+from coppice.common.atomic import as_json
 from coppice.common.options import command_parser
 from coppice.tools.bootstrap import ROOT
 from coppice.tools.inspecting.figures import save
 from coppice.tools.inspecting.runs import interval, shown
-from coppice.tools.launching.config import ConfigError, load, saved
+from coppice.tools.launching.config import ConfigError, load
 
 STEPS = ("count/environment_steps", "count/continuation_steps")
 """Environment steps of trained episodes and of Monte Carlo continuations. A step of either costs
@@ -256,7 +257,7 @@ def _run(folder: Path, arm: Arm, seed: int, changes: list[str]) -> bool:
     )
     command = [sys.executable, str(ROOT / "tools" / "launch")]
     if (folder / "config.json").is_file():
-        if (folder / "config.json").read_bytes() != saved(load(path, overrides)):
+        if (folder / "config.json").read_bytes() != as_json(load(path, overrides)):
             raise ConfigError(
                 f"{folder} was made with another config: choose another --out, or remove the folder"
             )

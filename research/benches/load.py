@@ -273,7 +273,7 @@ class Probed(scheduling.Run):
         super().__init__(*arguments)
         self.trees: weakref.WeakSet[Tree] = weakref.WeakSet()
         self.lags: list[float] = []
-        self._grow, self.forest._grow = self.forest._grow, self._watched_grow
+        self._grow, self.open_trees._grow = self.open_trees._grow, self._watched_grow
 
     async def _watched_grow(self, tree: Tree, context: Any) -> None:
         self.trees.add(tree)
@@ -308,7 +308,7 @@ class Probed(scheduling.Run):
             "cpu": time.process_time(),
             "load": os.getloadavg()[0],
             "trees": pacing.admitted - pacing.version * pacing.questions if pacing else 0,
-            "growing": len(self.forest.growing),
+            "growing": len(self.open_trees.growing),
             "nodes": sum(len(tree.nodes) for tree in trees),
             "rss_mib": psutil.Process().memory_info().rss / 2**20,
             "journal_mib": sum(file.stat().st_size for file in files if file.exists()) / 2**20,

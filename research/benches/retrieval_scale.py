@@ -21,7 +21,7 @@ import numpy as np
 from coppice.common import loop
 from coppice.common.numbers import Count, Positive
 from coppice.judges.config import RetrieverConfig
-from coppice.judges.retriever import kinds
+from coppice.judges.retriever import index as indexes
 from coppice.judges.retriever.encoder import Encoder
 from coppice.judges.retriever.hot import HotQueries
 from coppice.judges.retriever.index import build
@@ -62,7 +62,8 @@ class Clusters:
     def blocks(self, count: int) -> Iterable[np.ndarray]:
         """Yield so many vectors in blocks."""
         return (
-            self.draw(min(kinds.BLOCK, count - at), 2 + at) for at in range(0, count, kinds.BLOCK)
+            self.draw(min(indexes.BLOCK, count - at), 2 + at)
+            for at in range(0, count, indexes.BLOCK)
         )
 
 
@@ -90,15 +91,15 @@ def compared(
     with tempfile.TemporaryDirectory() as folder:
         for name in names:
             kind, _, search = name.partition(" ")
-            text, usual = kinds.factory(kind, count, queries.shape[1])
+            text, usual = indexes.factory(kind, count, queries.shape[1])
             file, row = Path(folder) / kind.replace("/", "_"), rows.setdefault(name, {"kind": text})
             if not file.exists():
-                index, start = kinds.empty(text, queries.shape[1]), time.process_time()
-                kinds.fill(index, blocks(), count, Path(folder) / "vectors")
+                index, start = indexes.empty(text, queries.shape[1]), time.process_time()
+                indexes.fill(index, blocks(), count, Path(folder) / "vectors")
                 faiss.write_index(index, str(file))
                 del index
                 row["build_s"] = time.process_time() - start
-            index = kinds.load(file, text, search or usual)
+            index = indexes.loaded(file, text, search or usual)
             found = [
                 set(one)
                 for part in np.array_split(queries, 10)

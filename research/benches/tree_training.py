@@ -121,9 +121,8 @@ def limit(paths: Sequence[Path], model: Dense) -> float:
 def make(folder: FilePath, lora: int = 0) -> TreeModel:
     """Return a model of the default model's shape with fewer layers."""
     random_copy(folder, num_hidden_layers=LAYERS)
-    return TreeModel(
-        str(folder), LearnerConfig(dtype="float32"), LoraConfig(rank=lora), 1.0, Ranks(60)
-    )
+    settings = LearnerConfig(dtype="float32", lora=LoraConfig(rank=lora))
+    return TreeModel(str(folder), settings, 1.0, Ranks(60))
 
 
 def forest(model: TreeModel, paths: Sequence[Path]) -> None:
@@ -241,7 +240,7 @@ def measure_gpu() -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         random_copy(FilePath(folder))
         settings = LearnerConfig(dtype="bfloat16", kl_coef=0.0)
-        model = TreeModel(str(FilePath(folder)), settings, LoraConfig(rank=0), 1.0, Ranks(60))
+        model = TreeModel(str(FilePath(folder)), settings, 1.0, Ranks(60), lora=LoraConfig(rank=0))
         rng = np.random.default_rng(0)
         paths = [p for _ in range(4) for p in slate(rng)]
         forested = pack(paths)

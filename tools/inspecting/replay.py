@@ -13,7 +13,7 @@ from tokenizers.decoders import DecodeStream
 from coppice.common import shards
 from coppice.learner import schemes
 from coppice.learner.config import LearnerConfig, LearnerProcess, LoraConfig
-from coppice.learner.update import rewards
+from coppice.learner.update.objective import shaped
 from coppice.learner.update.table import TurnTable, build
 from coppice.scheduler.growth.tree import Tree
 from coppice.scheduler.ledger.journal import Journal, TreeRow
@@ -89,7 +89,7 @@ def advantages(
     table = table.only(kept)
     places = [place for place, keep in zip(places, kept, strict=True) if keep]
     if of.needs.reward_column and not scheme:
-        table = rewards.shaped(table, of.needs.reward_column, config)
+        table = shaped(table, of.needs.reward_column, config)
     tokens = np.maximum(1, table.per_turn(np.ones(len(table.mask()))))
     return dict(zip(places, (table.per_turn(of(table).advantages) / tokens).tolist(), strict=True))
 
@@ -155,7 +155,7 @@ def newest(
     among the tokens that top-p and top-k left. Raises ValueError without the run's folder or
     weights, InfrastructureFault for weights that fail their digest.
     """
-    from coppice.learner.model.model import Policy  # with torch, which takes seconds
+    from coppice.learner.model.model import TreeModel  # with torch, which takes seconds
     from coppice.learner.model.ranks import Ranks
     from coppice.learner.update.passes import Rows, plan, sweep
     from coppice.tools.evaluating import versions
@@ -163,7 +163,7 @@ def newest(
     process = learner(run)
     version, folder = versions.chosen(run, None)
     ranks, config = Ranks(timeout_s=60.0), process.learner
-    policy = Policy(process.model, config, process.temperature, ranks, lora=LoraConfig(rank=0))
+    policy = TreeModel(process.model, config, process.temperature, ranks, lora=LoraConfig(rank=0))
     if folder is not None:
         apply_version(policy.causal, process.model, folder)
     values: dict[tuple[int, int], np.ndarray] = {}
@@ -181,7 +181,7 @@ def newest(
             if len(table):
                 batch = Rows(table.paths)
                 steps = plan(batch.trie, range(len(table)), config.micro_tokens, ranks)
-                swept = sweep(batch, steps, ranks, lambda forest: policy.logprobs(forest)[0])
+                swept = sweep(batch, steps, ranks, lambda forest: policy.read(forest)[0])
                 values |= zip(places, (swept[span] for span in batch.spans), strict=True)
     return version, values
 

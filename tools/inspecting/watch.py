@@ -286,5 +286,5 @@ def main(arguments: list[str] | None = None) -> int:
         WatchApp(run).run()
     else:
         page = "\n".join(watched.page(Watcher(run).look(), 80))
-        screen.Screen(0).say(page, "summary")  # the reader (head, less) may close the pipe
+        screen.RunScreen(0).say(page, "summary")  # the reader (head, less) may close the pipe
     return 0
