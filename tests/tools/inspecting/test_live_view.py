@@ -186,8 +186,7 @@ SEEN = {
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (160, 40), (40, 15)])
 async def test_a_live_run_fits_the_terminal(run: Path, width: int, height: int) -> None:
     async with watching(run, width, height) as (app, _):
-        seen = " ".join(screen(app).split())
-        assert [words for words in SEEN[width] if words not in seen] == []
+        await until(lambda: all(words in " ".join(screen(app).split()) for words in SEEN[width]))
         assert max(map(len, screen(app).splitlines())) <= width
 
 
@@ -198,7 +197,7 @@ async def test_a_paused_run_says_so_and_offers_to_resume(run: Path) -> None:
     reported(run, paused=True)
     async with watching(run) as (app, pilot):
         assert "paused: no new tree begins, 3 still grow" in screen(app)
-        assert "r Resume" in screen(app)
+        await until(lambda: "r Resume" in screen(app))
         assert "Pause" not in screen(app)
         await pilot.press("r")
         await until(lambda: not (run / health.PAUSED).exists())
