@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 from coppice.actors.config import ActorsConfig, SGLangConfig
-from coppice.actors.engines import sglang
+from coppice.actors.engines import sglang, sglang_weights
 from coppice.actors.engines.sglang_api import Facts
 from coppice.wire import digest
 from coppice.wire.faults import InfrastructureFault
@@ -239,11 +239,11 @@ async def test_requests_go_on_while_a_version_is_verified(
     verifying, verified = asyncio.Event(), threading.Event()
     loop = asyncio.get_running_loop()
 
-    def slow(folder: Path, expected: str) -> None:
+    def slow(*_: Any) -> None:
         loop.call_soon_threadsafe(verifying.set)
         verified.wait(30)
 
-    monkeypatch.setattr(engine.weights, "_verify", slow)
+    monkeypatch.setattr(sglang_weights, "_verify", slow)
     update = asyncio.create_task(engine.load(version(tmp_path, 2)))
     await verifying.wait()
     try:
@@ -278,7 +278,7 @@ async def test_an_adapter_comes_into_force_without_a_pause_and_the_oldest_goes_a
     server: Scripted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = await started(tmp_path)
-    monkeypatch.setattr(engine.weights, "_verify", lambda *_: None)
+    monkeypatch.setattr(sglang_weights, "_verify", lambda *_: None)
     for number in (2, 3):
         await engine.load(adapter(tmp_path, number))
     server.calls.clear()
@@ -298,7 +298,7 @@ async def test_an_adapter_on_other_base_weights_is_noticed(
     server: Scripted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = await started(tmp_path)
-    monkeypatch.setattr(engine.weights, "_verify", lambda *_: None)
+    monkeypatch.setattr(sglang_weights, "_verify", lambda *_: None)
     was, server.weights = server.weights, "of another model"
     with pytest.raises(InfrastructureFault, match="other base weights"):
         await engine.load(adapter(tmp_path, 2))
@@ -309,6 +309,16 @@ async def test_an_adapter_on_other_base_weights_is_noticed(
     assert (await engine.generate(REQUEST)).samples[0].versions.tolist() == [3]
 
 
+async def test_two_servers_of_one_engine_with_different_weights_are_noticed(
+    server: Scripted, tmp_path: Path
+) -> None:
+    engine = await started(tmp_path)
+    server.servers.append(Scripted())
+    server.weights = "of another model"
+    with pytest.raises(InfrastructureFault, match="different weights"):
+        await engine.weights.start()
+
+
 async def test_no_adapter_goes_onto_whole_weights_of_a_run_before(
     server: Scripted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -316,7 +326,7 @@ async def test_no_adapter_goes_onto_whole_weights_of_a_run_before(
     (tmp_path / "base").mkdir()
     engine = sglang.SGLangEngine(str(tmp_path / "base"), ActorsConfig(max_batch=8, max_context=512))
     await engine.start()
-    monkeypatch.setattr(engine.weights, "_verify", lambda *_: None)
+    monkeypatch.setattr(sglang_weights, "_verify", lambda *_: None)
     with pytest.raises(InfrastructureFault, match="weight version 7 from before"):
         await engine.load(adapter(tmp_path, 1))
     assert "/load_lora_adapter" not in server.calls

@@ -120,18 +120,6 @@ async def test_an_update_in_place_keeps_no_cache_for_the_next_version(
         )
 
 
-async def test_two_servers_of_one_engine_with_different_weights_are_noticed(
-    engine: SGLangEngine,
-) -> None:
-    answers = [{"per_engine_checksum": "a" * 64}, {"per_engine_checksum": "b" * 64}]
-    engine.way.servers.append(engine.way.servers[0])
-    try:
-        with pytest.raises(InfrastructureFault, match="different weights"):
-            engine.weights._agreed(engine.way.servers, answers)
-    finally:
-        engine.way.servers.pop()
-
-
 async def test_an_update_that_changes_nothing_is_noticed(
     engine: SGLangEngine, llama: Path, tmp_path: Path
 ) -> None:
