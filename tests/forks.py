@@ -71,6 +71,7 @@ class Fork:
         env: dict[str, str],
         preexec_fn: Callable[[], None],
         stderr: IO[Any] | int = subprocess.STDOUT,
+        cwd: None = None,
     ):
         self.returncode: int | None = None
         self.stdout: IO[bytes] | None = None

@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from coppice.common.atomic import as_json
 from coppice.common.shards import Shard
 from coppice.scheduler.dispatch.calls import Event
 from coppice.scheduler.evaluation.evaluation import Estimate, HeldOut
@@ -16,7 +17,7 @@ from coppice.scheduler.telemetry import report
 from coppice.scheduler.telemetry.metrics import Metrics
 from coppice.scheduler.telemetry.phases import Training
 from coppice.tools.launching import record
-from coppice.tools.launching.config import DEFAULT_CONFIG, load, saved
+from coppice.tools.launching.config import DEFAULT_CONFIG, load
 from coppice.wire.messages import Turn
 
 GENERATED_S, WAITED_S = 1.0, 0.25
@@ -39,7 +40,7 @@ def make(
     candidates have any. ended: with a summary. shard: whose ids the trees get.
     """
     folder.mkdir(parents=True)
-    (folder / "config.json").write_bytes(saved(load(DEFAULT_CONFIG, list(changes))))
+    (folder / "config.json").write_bytes(as_json(load(DEFAULT_CONFIG, list(changes))))
     record.write_environment(folder)
     journal, metrics = Journal(folder / "journal.sqlite"), Metrics(folder)
     at, phases = (

@@ -9,9 +9,10 @@ import msgspec
 import psutil
 import pytest
 
+from coppice.common.atomic import as_json
 from coppice.tools.launching import config, processes
 from coppice.tools.launching.children import Child
-from coppice.tools.launching.processes import Process, key_variables
+from coppice.tools.launching.processes import PlannedProcess, key_variables
 from coppice.tools.launching.settings import Assets
 from coppice.wire.faults import InfrastructureFault
 from coppice.wire.published import inside
@@ -25,7 +26,7 @@ JUDGED = [
 ]
 
 
-def plan(run: Path) -> list[Process]:
+def plan(run: Path) -> list[PlannedProcess]:
     return processes.make(
         config.load(config.DEFAULT_CONFIG, JUDGED),
         Assets("MODEL", "TRAIN", "HELDOUT", "INDEX"),
@@ -50,7 +51,7 @@ def test_no_file_of_a_run_and_no_command_line_holds_a_secret_and_only_the_judges
     monkeypatch.setenv("PLANTED_KEY", SECRET)
     (tmp_path / "logs").mkdir()
     made = plan(tmp_path)
-    (tmp_path / "config.json").write_bytes(config.saved(config.load(config.DEFAULT_CONFIG, JUDGED)))
+    (tmp_path / "config.json").write_bytes(as_json(config.load(config.DEFAULT_CONFIG, JUDGED)))
     monkeypatch.setattr(subprocess, "Popen", _Waiting)
     seen: dict[str, tuple[bool, bool]] = {}
     for spec in made:

@@ -1,5 +1,6 @@
 """Tiny random models with a byte tokenizer: real architectures that run in milliseconds."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,12 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 PICTURES = (
-    "{% for m in messages %}<|{{ m['role'] }}|>{% if m['content'] is string %}{{ m['content'] }}{% else %}{% for part in m['content'] %}"
-    "{% if part['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part['text'] }}{% endif %}"
-    "{% endfor %}{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    "{% for m in messages %}<|{{ m['role'] }}|>{% if m['content'] is string %}{{ m['content'] }}"
+    "{% else %}{% for part in m['content'] %}{% if part['type'] == 'image' %}<|vision_start|>"
+    "<|image_pad|><|vision_end|>{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-_SHAPE: dict[str, Any] = {
+SHAPE: dict[str, Any] = {
     "vocab_size": 260,
     "hidden_size": 32,
     "intermediate_size": 64,
@@ -49,10 +51,10 @@ def config(kind: str, **shape: Any) -> Any:
         own = {
             "head_dim": 16, "sliding_window": 6, "layer_types": types, "query_pre_attn_scalar": 16
         }  # fmt: skip
-        return Gemma3TextConfig(**(_SHAPE | own | shape))
+        return Gemma3TextConfig(**(SHAPE | own | shape))
     made = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}[kind]
     extra = {"head_dim": 8} if kind == "qwen3" else {}
-    return made(**(_SHAPE | extra | shape), tie_word_embeddings=True)
+    return made(**(SHAPE | extra | shape), tie_word_embeddings=True)
 
 
 def save(folder: Path, kind: str = "llama", seed: int = 0, **shape: Any) -> Path:
@@ -61,7 +63,7 @@ def save(folder: Path, kind: str = "llama", seed: int = 0, **shape: Any) -> Path
     AutoModelForCausalLM.from_config(config(kind, **shape), dtype=torch.float32).save_pretrained(
         folder
     )
-    _save_words(folder, [], TEMPLATE)
+    save_words(folder)
     return folder
 
 
@@ -69,7 +71,7 @@ def save_vision(folder: Path, kind: str = "qwen2_5_vl", seed: int = 0) -> Path:
     """A folder of a tiny model that reads pictures: a picture of 28 x 28 pixels is a token, a
     picture has 4 to 16 of them."""
     torch.manual_seed(seed)
-    text = {**_SHAPE, "vocab_size": 264, "hidden_size": 64}
+    text = {**SHAPE, "vocab_size": 264, "hidden_size": 64}
     text["rope_parameters"] = {
         "rope_type": "default",
         "rope_theta": 10000.0,
@@ -96,18 +98,19 @@ def save_vision(folder: Path, kind: str = "qwen2_5_vl", seed: int = 0) -> Path:
     Qwen2VLImageProcessorPil(
         size={"shortest_edge": 56 * 56, "longest_edge": 112 * 112}
     ).save_pretrained(folder)
-    _save_words(
+    save_words(
         folder, ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"], PICTURES
     )
     return folder
 
 
-def _save_words(folder: Path, more: list[str], template: str) -> None:
+def save_words(folder: Path, more: Sequence[str] = (), template: str = TEMPLATE) -> None:
     """A byte tokenizer with special tokens from id 256 on, and a chat template."""
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     core = tokenizers.Tokenizer(tokenizers.models.BPE({c: i for i, c in enumerate(alphabet)}, []))
-    core.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore
-    core.decoder = tokenizers.decoders.ByteLevel()  # pyright: ignore
+    whole: Any = core
+    whole.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    whole.decoder = tokenizers.decoders.ByteLevel()
     core.add_special_tokens(["<s>", "</s>", "<pad>", "<unk>", *more])
     made = PreTrainedTokenizerFast(
         tokenizer_object=core, bos_token="<s>", eos_token="</s>", pad_token="<pad>"

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
+from transformers.core_model_loading import revert_weight_conversion
 
 from coppice.common import vision
 from coppice.wire import digest, published
@@ -49,12 +50,27 @@ class Mixed(Exception):
 def apply(model: Any, base: Path, kind: str, path: Path) -> None:
     """Copy weights into ``model``. Raises ValueError before any change, and Mixed midway."""
     parameters = {vision.stored(name): parameter for name, parameter in model.named_parameters()}
-    check(kind, path, {name: list(parameter.shape) for name, parameter in parameters.items()})
+    hollow = {name: p.to("meta") for name, p in model.named_parameters()}
+    stored = revert_weight_conversion(model, hollow)
+    check(kind, path, {name: list(tensor.shape) for name, tensor in stored.items()})
     try:
-        for name, tensor in whole(path) if kind == "full" else merged(base, path):
+        if kind == "full" and stored.keys() != parameters.keys():  # transformers joins experts
+            source = _joined(model, path)
+        else:
+            source = whole(path) if kind == "full" else merged(base, path)
+        for name, tensor in source:
             parameters[name].copy_(tensor)
     except Exception as error:  # after any error here, the model is a mixture of two versions
         raise Mixed(f"{path} was taken in part: {type(error).__name__}: {error}") from error
+
+
+def _joined(model: Any, path: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield a file's weights under the names and in the shapes of a loaded model."""
+    fresh = type(model).from_pretrained(
+        None, config=model.config, state_dict=dict(whole(path)), dtype=model.dtype
+    )
+    for name, parameter in fresh.named_parameters():
+        yield vision.stored(name), parameter
 
 
 def whole(path: Path) -> Iterator[tuple[str, torch.Tensor]]:

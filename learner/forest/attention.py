@@ -229,12 +229,13 @@ def tree_attention(
     layout of its forest, because such a model cannot train on trees."""
     if any(_.get(key) is not None for key in ("softcap", "s_aux")):
         raise RuntimeError(
-            f"{type(module).__name__} changes its scores (softcap or sinks): the learner cannot train it on trees"
+            f"{type(module).__name__} changes its scores (softcap or sinks): it cannot train on"
+            " trees"
         )
     if layout is None:
         if attention_mask is not None and attention_mask.shape == FOREST.shape:
             raise RuntimeError(
-                f"{type(module).__name__} does not pass its caller's arguments on: it cannot train on trees"
+                f"{type(module).__name__} does not pass arguments on: it cannot train on trees"
             )
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout, scaling,
@@ -252,7 +253,10 @@ def tree_attention(
     if repeats > 1:
         key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
     if layout.backend == "cascade" and window is None:
-        output: Any = Cascade.apply(query, key, value, layout, scale)
+        # flash takes values of the keys' width alone (DeepSeek's are narrower)
+        missing = key.shape[-1] - value.shape[-1]
+        wide = torch.nn.functional.pad(value, (0, missing)) if missing else value
+        output: Any = Cascade.apply(query, key, wide, layout, scale)[..., : value.shape[-1]]
     else:
         mask = layout.dense_mask(window, query.dtype)
         output = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)

@@ -51,6 +51,15 @@ def adapt(model: Any, adapters: LoraConfig) -> Any:
     model = get_peft_model(model, adapters)
     if hollow:
         _replace(model, lambda _, weight: weight.to("meta") if not any(weight.stride()) else weight)
+    settings = model.peft_config["default"]
+    ranks = {len(weight) for name, weight in model.named_parameters() if ".lora_A." in name}
+    if ranks != {settings.r}:
+        raise ValueError(
+            f"{model.config.model_type}: adapters of ranks {sorted(ranks)}: expected"
+            f" learner.lora.rank = {settings.r} alone; train all weights (learner.lora.rank = 0)"
+        )
+    # PEFT adds patterns for joined experts, which have no adapters
+    settings.rank_pattern, settings.alpha_pattern = {}, {}
     return model
 
 
@@ -142,7 +151,7 @@ def hold(model: Any, compute: torch.dtype, ranks: Ranks) -> None:
 
 
 def _share(weights: list[torch.nn.Parameter], ranks: Ranks) -> None:
-    """Give rank 0's weights to all ranks, in a file in memory that exists until the last rank ends."""
+    """Give rank 0's weights to all ranks, in a file in memory that ends with the last rank."""
     ends = [0]
     for weight in weights:
         ends.append(ends[-1] + -(-weight.nbytes // _ALIGNMENT) * _ALIGNMENT)

@@ -15,6 +15,7 @@ from transformers import AutoConfig
 
 from coppice.common import vision
 from coppice.common.hardware import compute_dtype, free_memory
+from coppice.common.heads import check_head
 from coppice.learner.config import LearnerConfig, LoraConfig
 from coppice.learner.forest.attention import FOREST, Backend, Layout
 from coppice.learner.forest.head import token_logprobs
@@ -97,21 +98,24 @@ class Tower(torch.nn.Module):
 
 class TreeModel:
     """A model of the learner, which construction loads, adapts and places. Trained weights are
-    float32; compute is float32, or bfloat16 by autocast."""
+    float32; compute is float32, or bfloat16 by autocast. values: a critic. reference: hold a frozen
+    copy of the initial weights, which a policy with adapters does not need."""
 
     passes: ClassVar[int] = 0
     """The forwards of all models of this process, which show that an update moves."""
 
     def __init__(
-        self, folder: str, config: LearnerConfig, lora: LoraConfig, temperature: float, ranks: Ranks,
-        seed: int = 0, values: bool = False, reference: bool = False,
+        self, folder: str, config: LearnerConfig, temperature: float, ranks: Ranks, seed: int = 0,
+        lora: LoraConfig | None = None, values: bool = False, reference: bool = False,
     ):  # fmt: skip
+        lora = lora or config.lora
         check_fits(FilePath(folder), lora, ranks, reference)
         torch.manual_seed(seed)  # gives every rank the same initial adapters
         self.config, self.ranks, self.device = config, ranks, ranks.device
         self.compute: torch.dtype = getattr(torch, compute_dtype(config.dtype))
         model = loading.load(folder, ranks.sharded)
-        check_head(folder, model)
+        check_head(folder, model.config.get_text_config())
+        check_layers(folder, model)
         self.vision = vision.Vision.of(folder)
         if config.train_vision and self.vision is None:
             raise ValueError(
@@ -124,7 +128,11 @@ class TreeModel:
         if self.lora:
             excluded = r".*\bvisual\..*" if frozen_eyes else None
             settings: Any = {"r": lora.rank, "lora_alpha": lora.alpha, "exclude_modules": excluded}
-            adapters = PeftLora(target_modules="all-linear", lora_dropout=0.0, **settings)
+            # "all-linear" would also adapt joined experts, whose adapters no engine takes
+            head, linear = model.get_output_embeddings(), torch.nn.Linear
+            modules = model.named_modules()
+            names = [n for n, m in modules if isinstance(m, linear) and m is not head]
+            adapters = PeftLora(target_modules=names, lora_dropout=0.0, **settings)
             model = loading.adapt(model, adapters)
         if config.gradient_checkpointing:
             model.enable_input_require_grads()
@@ -135,8 +143,10 @@ class TreeModel:
                 if parameter is not tower.causal.get_input_embeddings().weight:
                     parameter.requires_grad_(False)  # a critic does not use the head
         for module in tower.modules():
-            if isinstance(module, torch.nn.Dropout):
-                module.p = 0.0  # a dropped token would differ between the paths that share it
+            # a dropped token would differ between the paths that share it
+            for name, value in vars(module).items():
+                if isinstance(value, float) and (name == "p" or name.endswith("dropout")):
+                    setattr(module, name, 0.0)
         layer = type(tower.causal.get_decoder().layers[0]).__name__
         self.tower: Any = ranks.place(tower.train(), layer, self.compute)
         if ranks.sharded:
@@ -154,6 +164,10 @@ class TreeModel:
             for name, p in self.tower.named_parameters()
             if p.requires_grad
         }
+        self.initial: TreeModel = self
+        if reference:
+            self.initial = TreeModel(folder, config, temperature, ranks, seed, LoraConfig(rank=0))
+            self.initial.tower.requires_grad_(False)
 
     def trained(self) -> dict[str, torch.nn.Parameter]:
         """Return the parameters that train, by name."""
@@ -168,12 +182,20 @@ class TreeModel:
         self, forest: Forest, initial: bool = False, compute: torch.dtype | None = None,
         attention: Backend | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        """Return the tower's two outputs [targets]. initial: without the adapters. compute,
-        attention: used instead of the run's; "causal" reads a forest of one path."""
+        """Return log-probabilities and entropies (of a critic: values, twice) [targets], in the
+        order of the paths. initial: without the adapters. compute, attention: used instead of the
+        run's; "causal" reads a forest of one path."""
         layout = Layout(forest, attention or self.config.attention, self.device)
         positions, view = self._look(layout.forest)
         TreeModel.passes += 1
         return self.tower(layout, positions, view, compute or self.compute, initial)
+
+    def reference_logprobs(self, forest: Forest) -> torch.Tensor:
+        """Return log-probabilities under the initial policy (adapters off, or the frozen copy),
+        without gradient."""
+        assert self.lora or self.initial is not self, "a policy without adapters or a reference"
+        with torch.no_grad():
+            return self.initial.read(forest, initial=self.lora)[0]
 
     def _look(self, forest: Forest) -> tuple[np.ndarray, vision.View | None]:
         """Return the positions of a forest's nodes, and its pictures if it has any."""
@@ -181,9 +203,7 @@ class TreeModel:
         if not needed:
             return forest.depth, None
         if self.vision is None:
-            raise ValueError(
-                f"a turn shows pictures {needed[:5]}, and the learner's model reads text only: expected the policy's model"
-            )
+            raise ValueError(f"a turn shows pictures {needed[:5]}, and the model reads text only")
         grids = self.vision.grids(pictures, needed)
         positions = vision.places(tokens, forest.depth, forest.end, grids)
         return positions, self.vision.view(tokens, pictures)
@@ -195,34 +215,6 @@ class TreeModel:
             yield
         if isinstance(self.tower, FSDPModule):
             self.tower.reshard()
-
-
-class Policy(TreeModel):
-    """The policy. It gives log-probabilities of trained tokens under its current and under its
-    initial weights. reference: hold a frozen copy of the initial weights, which a policy with
-    adapters does not need."""
-
-    def __init__(
-        self, folder: str, config: LearnerConfig, temperature: float, ranks: Ranks,
-        seed: int = 0, lora: LoraConfig | None = None, reference: bool = False,
-    ):  # fmt: skip
-        lora = config.lora if lora is None else lora
-        super().__init__(folder, config, lora, temperature, ranks, seed, reference=reference)
-        self.initial: TreeModel = self
-        if reference:
-            self.initial = TreeModel(folder, config, LoraConfig(rank=0), temperature, ranks, seed)
-            self.initial.tower.requires_grad_(False)
-
-    def logprobs(self, forest: Forest) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return log-probabilities and entropies [trained tokens], in the order of the paths."""
-        return self.read(forest)
-
-    def reference_logprobs(self, forest: Forest) -> torch.Tensor:
-        """Return log-probabilities under the initial policy (adapters off, or the frozen copy),
-        without gradient."""
-        assert self.lora or self.initial is not self, "a policy without adapters or a reference"
-        with torch.no_grad():
-            return self.initial.read(forest, initial=self.lora)[0]
 
 
 def _distinct(forest: Forest) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
@@ -239,16 +231,29 @@ def _distinct(forest: Forest) -> tuple[np.ndarray, np.ndarray, np.ndarray | None
     return distinct[0], distinct[1], again.reshape(-1)
 
 
-def check_head(folder: str, model: Any) -> None:
-    """Raise ValueError if the model changes its logits after the head or its attention scores."""
-    text = model.config.get_text_config()
-    plain = {"final_logit_softcapping": None, "attn_logit_softcapping": None}
-    for key, expected in (plain | {"logits_scaling": 1.0, "logit_scale": 1.0}).items():
-        value = getattr(text, key, expected)
-        if value is not None and value != expected:
-            raise ValueError(
-                f"{folder}: {key} = {value} changes what the learner's head computes: expected {expected}; train another model"
-            )
+_FOLLOWS = {"full_attention", "sliding_attention", "attention", "chunked_attention"}
+"""Types of layers that can attend along the branches of a tree."""
+
+
+def check_layers(folder: str, model: Any) -> None:
+    """Raise ValueError if a layer hands a state from token to token, which would reach a sibling,
+    or has attention sinks, which no backend computes yet."""
+    decoder = model.get_decoder()
+    if not hasattr(decoder, "layers"):
+        raise ValueError(
+            f"{folder} ({model.config.model_type}) has no decoder with layers: expected a model built"
+            " as Llama is; train another model (docs/models.md)"
+        )
+    kinds = set(getattr(decoder.config, "layer_types", None) or []) - _FOLLOWS
+    if any(isinstance(module, torch.nn.Conv1d) for module in decoder.layers.modules()):
+        kinds.add("convolution")
+    if any(name.endswith(".sinks") for name, _ in decoder.layers.named_parameters()):
+        kinds.add("attention sinks")
+    if kinds:
+        raise ValueError(
+            f"{folder} ({model.config.model_type}) has {', '.join(sorted(kinds))}: expected layers of"
+            " softmax attention alone, which can follow a tree; train another model (docs/models.md)"
+        )
 
 
 def check_fits(folder: FilePath, lora: LoraConfig, ranks: Ranks, reference: bool = False) -> None:
@@ -265,6 +270,7 @@ def check_fits(folder: FilePath, lora: LoraConfig, ranks: Ranks, reference: bool
     free = torch.cuda.mem_get_info()[0] if ranks.device.startswith("cuda") else free_memory()
     if needed > free:
         raise MemoryError(
-            f"{folder}: one learner rank needs about {needed / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free: use fewer ranks"
-            " (learner.count), LoRA (learner.lora.rank), learner.sharding = 'fsdp' over more ranks or a smaller model"
+            f"{folder}: one learner rank needs about {needed / 2**30:.1f} GiB, {free / 2**30:.1f}"
+            " GiB are free: use fewer ranks (learner.count), LoRA (learner.lora.rank),"
+            " learner.sharding = 'fsdp' over more ranks or a smaller model"
         )

@@ -39,8 +39,8 @@ class Ranks:
         most = self.largest(torch.tensor(self.shards, device=self.device))
         if self.count % self.shards or most != self.shards:
             raise ValueError(
-                f"learner.sharding = 'hybrid': {self.shards} ranks share a copy of the model, of {self.count}: expected a divisor, the same on"
-                " every machine; start equally many ranks on each, or set learner.shard_ranks"
+                f"learner.sharding = 'hybrid': {self.shards} of {self.count} ranks share a copy of"
+                " the model: expected a divisor, the same on every machine; set learner.shard_ranks"
             )
         self.sharded = self.shards > 1
         self.copies = self.count // self.shards if self.sharded else 1

@@ -30,11 +30,12 @@ def state() -> RngState:
 
 
 def restore(saved: RngState) -> None:
-    """Put the generators into saved states. Devices that the saved states do not know keep theirs."""
+    """Put the generators into saved states. Devices without a saved state keep theirs."""
     version, words, spare = saved.python
     random.setstate((version, tuple(words), spare))
     name, key, *rest = saved.numpy
-    np.random.set_state((name, np.array(key, np.uint32), *rest))  # pyright: ignore[reportArgumentType]
+    state: Any = (name, np.array(key, np.uint32), *rest)
+    np.random.set_state(state)
     torch.set_rng_state(_unpacked(saved.torch))
     for device, packed in enumerate(saved.cuda[: torch.cuda.device_count()]):
         torch.cuda.set_rng_state(_unpacked(packed), device)

@@ -4,7 +4,7 @@ Returns carry no gradient."""
 import numpy as np
 import torch
 
-from coppice.learner.config import CriticConfig, LearnerConfig, LoraConfig, OptimizerConfig
+from coppice.learner.config import CriticConfig, LearnerProcess, LoraConfig
 from coppice.learner.model.model import TreeModel
 from coppice.learner.model.optimizer import Stepper
 from coppice.learner.model.ranks import Ranks
@@ -25,15 +25,11 @@ class Critic:
     then ``learn`` for each step."""
 
     def __init__(
-        self, folder: str, learner: LearnerConfig, config: CriticConfig, lora: LoraConfig,
-        ranks: Ranks, seed: int,
-    ):  # fmt: skip
-        self.config, self.ranks = config, ranks
-        self.model = TreeModel(folder, learner, lora, 1.0, ranks, seed, values=True)
-        optimizer = OptimizerConfig(
-            config.lr, config.warmup_updates, 0, learner.betas, 0.0, config.grad_clip
-        )
-        self.stepper = Stepper("critic", self.model.trained(), optimizer, ranks)
+        self, process: LearnerProcess, config: CriticConfig, lora: LoraConfig, ranks: Ranks
+    ):
+        self.config, self.ranks, learner = config, ranks, process.learner
+        self.model = TreeModel(process.model, learner, 1.0, ranks, process.seed, lora, True)
+        self.stepper = Stepper("critic", self.model.trained(), config.optimizer(learner), ranks)
 
     def values(self, rows: Rows, steps: Plan) -> np.ndarray:
         """Return the value of each token's state, float32 [tokens]."""

@@ -19,7 +19,7 @@ from coppice.actors.engines.sglang_api import linear_layers
 from coppice.common import vision
 from coppice.learner.forest.trees import Path as Tokens
 from coppice.learner.forest.trees import alone
-from coppice.learner.model.model import Policy
+from coppice.learner.model.model import TreeModel
 from coppice.learner.model.publish import publish
 from coppice.learner.model.ranks import Ranks
 from coppice.wire.faults import DataFault, InfrastructureFault
@@ -63,11 +63,11 @@ async def started(folder: Path, **settings: Any) -> LocalEngine:
     return engine
 
 
-def policy(folder: Path, run: Path, rank: int = 0) -> Policy:
-    return Policy(str(folder), process(folder, run, rank).learner, 1.0, Ranks(60))
+def policy(folder: Path, run: Path, rank: int = 0) -> TreeModel:
+    return TreeModel(str(folder), process(folder, run, rank).learner, 1.0, Ranks(60))
 
 
-def assert_equal(learner: Policy, request: GenerateRequest, result: GenerateResult) -> None:
+def assert_equal(learner: TreeModel, request: GenerateRequest, result: GenerateResult) -> None:
     assert len(result.samples) == request.n
     for sample in result.samples:
         path = Tokens(
@@ -126,7 +126,7 @@ async def test_published_weights_come_into_force(
     engine, learner = await started(seeing), policy(seeing, tmp_path, rank)
     if train_vision:
         config = process(seeing, tmp_path, rank, train_vision=True).learner
-        learner = Policy(str(seeing), config, 1.0, Ranks(60))
+        learner = TreeModel(str(seeing), config, 1.0, Ranks(60))
     before = await engine.generate(asked(1, 2))
     torch.manual_seed(1)
     with torch.no_grad():

@@ -46,7 +46,7 @@ POINTS: dict[str, tuple[Any, str, int, bool]] = {
     "in an update, after the optimizer's step": (Stepper, "step", 2, True),
     "in the publication of weights": (learner, "publish_newest", 3, False),
     "between publication and checkpoint": (learner.Leader, "_checkpoint", 2, False),
-    "in a checkpoint, before it has its name": (checkpoint, "_finish", 1, False),
+    "in a checkpoint, before it has its name": (checkpoint.digest, "write_sums", 1, False),
     "after a checkpoint, before the answers": (learner.Leader, "_answer", 2, False),
     "after the answers, before they are journaled": (Journal, "mark_trained", QUESTIONS + 1, False),
     "between two marks of one update": (Journal, "mark_trained", QUESTIONS + 1, True),

@@ -14,9 +14,9 @@ import pytest
 
 from coppice.scheduler.dispatch.calls import DispatchConfig
 from coppice.tools.launching import children, failures, record, supervisor, watchdog
-from coppice.tools.launching.processes import Process
-from coppice.tools.launching.resuming import supervise
-from coppice.tools.launching.screen import Screen
+from coppice.tools.launching.processes import PlannedProcess
+from coppice.tools.launching.screen import RunScreen
+from coppice.tools.launching.supervisor import supervise
 
 STAYS, PEER = (
     [["ready", "stay"]],
@@ -36,18 +36,18 @@ class Crew:
         for name, told in zip(self.names, acts.values(), strict=True):
             (run / "processes" / f"{name}.json").write_text(json.dumps(told))
 
-    def plan(self) -> list[Process]:
+    def plan(self) -> list[PlannedProcess]:
         vital = ("scheduler", "learner")
         vitals = [n for n in self.names if n.startswith(vital) and n != "scheduler-1"]
         shard = {"scheduler": 0, "scheduler-1": 1, "actor-1": 1}
         return [
-            Process(n, "tests.faults.mortal", n, 1, n in vitals, shard=shard.get(n))
+            PlannedProcess(n, "tests.faults.mortal", n, 1, n in vitals, shard=shard.get(n))
             for n in self.names
         ]
 
     def ends(self, status: int) -> str:
         """Launch the run, which must end with this status, and return what the launcher said."""
-        assert supervise(self.run, self.plan, Screen(0)) == status
+        assert supervise(self.run, self.plan, RunScreen(0)) == status
         return self.capsys.readouterr().out
 
     def starts(self, *names: str) -> list[int]:
@@ -315,7 +315,7 @@ def test_a_stop_continues_stopped_processes_and_waits_once_for_schedulers_that_h
     def stopped() -> bool:
         launched = record.read(tmp_path)
         member = launched.members.get("learner-0") if launched is not None else None
-        return member is not None and "state T" in watchdog.state(member.pid)
+        return member is not None and "state T" in watchdog.activity(member.pid, Path("/"))[0]
 
     def stop() -> None:
         asked.append(time.monotonic())

@@ -24,9 +24,7 @@ NOWHERE = ChatEndpoint("http://127.0.0.1:1/v1", "m")
 
 
 @pytest.mark.parametrize("column", PLACEHOLDERS)
-def test_a_template_has_the_placeholders_of_its_component_and_states_the_output(
-    column: str,
-) -> None:
+def test_a_template_has_its_placeholders_and_states_the_output(column: str) -> None:
     text = (PROMPTS / f"slate_{column}.txt").read_text()
     assert set(re.findall(r"\{(\w+)\}", text)) == PLACEHOLDERS[column]
     assert re.search(r"<explanation>.*</explanation>\s*<score>.*</score>", text, re.DOTALL)
@@ -114,7 +112,7 @@ def test_a_later_context_goes_on_from_the_one_before_it() -> None:
 
 
 @given(st.integers(62, 4000))
-def test_a_reply_of_the_constrained_form_can_be_read_and_fits(max_tokens: int) -> None:
+def test_a_constrained_reply_is_read_and_fits(max_tokens: int) -> None:
     form = reply_form(max_tokens)
     room = max_tokens - 46
     longest = f"<explanation>{'x' * room}</explanation>\n<score>+1</score>"

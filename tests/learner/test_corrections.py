@@ -210,9 +210,7 @@ def test_terms_coefficients_and_gradients_are_those_of_the_formula_one_token_at_
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("name", CORRECTIONS)
-def test_on_policy_every_coefficient_is_one_and_the_gradient_is_that_of_none(
-    name: str, level: Level
-) -> None:
+def test_on_policy_every_coefficient_is_one_and_the_gradient_plain(name: str, level: Level) -> None:
     b = batch(3, far=0, moved=0)
     slope, made = gradient(b, name, {"level": level})
     np.testing.assert_array_equal(slope, gradient(b, "none", {})[0])
@@ -223,9 +221,7 @@ def test_on_policy_every_coefficient_is_one_and_the_gradient_is_that_of_none(
 
 @settings(max_examples=60, deadline=None)
 @given(SEEDS, st.sampled_from([(name, level) for name, level in EVERY if level != "token"]))
-def test_a_segment_split_over_two_micro_batches_has_the_gradients_of_one_piece(
-    seed: int, which: tuple[str, Level]
-) -> None:
+def test_a_split_segment_has_the_gradient_of_one_piece(seed: int, which: tuple[str, Level]) -> None:
     name, level = which
     # outside its micro-batch a segment counts with the policy of the start of the update
     b = batch(seed, moved=0)
@@ -241,7 +237,7 @@ def test_a_segment_split_over_two_micro_batches_has_the_gradients_of_one_piece(
 
 
 def one(ratio: list[float], advantage: list[float]) -> tuple[Logprobs, torch.Tensor]:
-    """Tokens of the given ratios current / behaviour; the proximal policy is the behaviour policy."""
+    """Tokens of the given ratios current / behaviour, with proximal = behaviour."""
     zeros = torch.zeros(len(ratio))
     return Logprobs(torch.tensor(ratio).log().requires_grad_(), zeros, zeros), torch.tensor(
         advantage
@@ -308,9 +304,7 @@ def test_a_zero_advantage_has_no_gradient_and_is_not_counted_as_clipped() -> Non
 
 @pytest.mark.parametrize("far", [30.0, 500.0])
 @pytest.mark.parametrize(("name", "level"), EVERY)
-def test_extreme_log_ratios_leave_terms_coefficients_and_gradients_finite(
-    name: str, level: Level, far: float
-) -> None:
+def test_extreme_log_ratios_leave_everything_finite(name: str, level: Level, far: float) -> None:
     for seed in range(3):
         b = batch(seed, far=far, moved=far)
         slope, made = gradient(b, name, {"level": level})

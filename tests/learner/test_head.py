@@ -124,7 +124,8 @@ def test_the_support_of_one_token_has_probability_one_and_no_gradient() -> None:
     )
     logprobs.sum().backward()
     for zero in (logprobs.detach(), entropy, hidden.grad, weight.grad):
-        torch.testing.assert_close(zero, torch.zeros_like(zero), atol=BOUND, rtol=0)  # pyright: ignore[reportArgumentType]
+        assert zero is not None
+        torch.testing.assert_close(zero, torch.zeros_like(zero), atol=BOUND, rtol=0)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.4, 1.0])

@@ -103,9 +103,7 @@ def test_scores_too_large_for_a_float_leave_losses_and_slopes_finite() -> None:
 
 @pytest.mark.parametrize("loss", ["dpo", "cross_entropy"])
 @pytest.mark.parametrize("score", ["sum", "mean"])
-def test_the_slope_of_each_token_is_that_of_the_loss_in_its_log_probability(
-    loss: str, score: str
-) -> None:
+def test_a_tokens_slope_is_that_of_the_loss_in_its_log_probability(loss: str, score: str) -> None:
     rng = np.random.default_rng(3)
     config = PrmConfig(beta=0.3, loss=loss, score=score)  # pyright: ignore[reportArgumentType]
     rows = [(0, 0, 2, 1.0), (1, 0, 1, 0.0), (0, 1, 1, 0.0)]
@@ -178,9 +176,7 @@ def test_a_trajectory_is_positive_when_its_outcome_is_above_the_threshold() -> N
     assert preference(t, 0.05 * LOG_RATIOS, PrmConfig(threshold=10.0))[0].used == 0
 
 
-def test_the_value_loss_is_the_squared_error_near_the_old_value_and_the_worse_of_the_two_beyond_the_clip() -> (
-    None
-):
+def test_the_value_loss_is_the_squared_error_and_beyond_the_clip_the_worse_of_two() -> None:
     values = torch.tensor([1.2, 2.0, 2.0, -1.0, 0.9], requires_grad=True)
     old, returns = torch.ones(5), torch.tensor([2.0, 3.0, 0.0, -3.0, 1.0])
     made = value_loss(values, old, returns, 0.5)

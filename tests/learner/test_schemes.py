@@ -23,7 +23,7 @@ from coppice.learner.schemes import (
     turn_grpo,
 )
 from coppice.learner.update.table import TurnTable
-from coppice.learner.update.targets import Estimate
+from coppice.learner.update.targets import Advantages
 from tests.learner.tables import NO, estimated, made_of, random_table
 
 Which = tuple[str, dict[str, Any]]
@@ -40,7 +40,7 @@ def by_turn(made: np.ndarray, t: TurnTable) -> np.ndarray:
     return made[np.cumsum(t.tokens) - 1]
 
 
-def targets(made: Estimate) -> np.ndarray:
+def targets(made: Advantages) -> np.ndarray:
     """The critic's targets of an estimate that has some."""
     assert made.returns is not None
     return made.returns
@@ -360,9 +360,7 @@ def test_oprl_on_ppo_adds_the_step_advantage_to_token_gae_on_the_outcome() -> No
 
 
 @pytest.mark.parametrize(("base", "moved"), [("grpo", 0.1 / np.sqrt(50)), ("rloo", 0.1)])
-def test_an_invalid_step_lowers_the_advantage_of_its_own_row_and_of_no_other(
-    base: oprl.Base, moved: float
-) -> None:
+def test_an_invalid_step_lowers_the_advantage_of_no_other(base: oprl.Base, moved: float) -> None:
     t, fined = oprl_case(), oprl_case(valid=[1, 1, 0, NO, 1])
     plain = oprl.advantages(t, base).advantages
     for penalty in (0.1, 1.0):
@@ -372,9 +370,7 @@ def test_an_invalid_step_lowers_the_advantage_of_its_own_row_and_of_no_other(
 
 @pytest.mark.parametrize("variant", ["step", "token"])
 @pytest.mark.parametrize("base", BASES)
-def test_an_invalid_step_loses_more_than_any_other_under_every_base(
-    base: oprl.Base, variant: oprl.Variant
-) -> None:
+def test_an_invalid_step_loses_most_with_any_base(base: oprl.Base, variant: oprl.Variant) -> None:
     plain, fined = (
         oprl.advantages(t, base, variant).advantages
         for t in (oprl_case(), oprl_case(valid=[1, 1, 0, 1, 1]))
@@ -597,9 +593,7 @@ def test_advantages_sum_to_zero_over_what_they_are_compared_with(seed: int) -> N
 
 @settings(max_examples=40, deadline=None)
 @given(SEEDS, st.floats(0.1, 10), st.floats(-5, 5))
-def test_standardised_advantages_do_not_depend_on_scale_or_offset_of_the_scores(
-    seed: int, scale: float, offset: float
-) -> None:
+def test_scale_and_offset_of_scores_change_nothing(seed: int, scale: float, offset: float) -> None:
     t = random_table(seed)
     # whole numbers, because the small constant in the divisor counts where scores hardly differ
     scores = t.scores | {"reward": np.rint(3 * t.column("reward"))}
@@ -651,9 +645,7 @@ def lacking(t: TurnTable, turns: np.ndarray) -> TurnTable:
 
 @settings(max_examples=80, deadline=None)
 @given(SEEDS, st.sampled_from([which for which in EVERY if which[0] != "slate"]))
-def test_a_trajectory_without_its_outcome_changes_no_other_and_gets_nothing(
-    seed: int, which: Which
-) -> None:
+def test_a_trajectory_without_outcome_changes_no_other(seed: int, which: Which) -> None:
     t, (name, options) = random_table(seed), which
     trajectories = t.trajectories()
     gone = trajectories.of == seed % len(trajectories.tree)
@@ -721,9 +713,7 @@ def test_a_return_is_missing_where_one_of_its_rewards_is() -> None:
     ],
     ids=str,
 )
-def test_sample_and_population_deviation_differ_by_the_root_of_n_over_n_minus_one(
-    which: Which, option: str
-) -> None:
+def test_sample_and_population_deviation_have_their_ratio(which: Which, option: str) -> None:
     t, (name, options) = random_table(11), which
     population, sample = (
         schemes.load(name, options | {option: ddof})(t).advantages for ddof in (0, 1)
@@ -738,9 +728,7 @@ def test_sample_and_population_deviation_differ_by_the_root_of_n_over_n_minus_on
 
 
 @pytest.mark.parametrize("which", EVERY, ids=str)
-def test_a_scheme_reads_the_token_columns_it_needs_and_no_other_and_is_finite(
-    which: Which,
-) -> None:
+def test_a_scheme_reads_the_token_columns_it_needs_and_no_other_and_is_finite(which: Which) -> None:
     t, scheme = random_table(5), schemes.load(*which)
     needed = {
         name: column for name, column in t.token_scores.items() if name in scheme.needs.models

@@ -58,9 +58,7 @@ def test_gae_is_the_double_sum_of_discounted_temporal_differences(t: Trajectory)
 
 @settings(max_examples=50, deadline=None)
 @given(trajectories(), number(1, 3), number(0.5, 1))
-def test_vtrace_is_the_n_step_definition_of_its_paper(
-    t: Trajectory, rho_max: float, c_max: float
-) -> None:
+def test_vtrace_is_the_definition_of_its_paper(t: Trajectory, rho_max: float, c_max: float) -> None:
     # Espeholt et al. 2018, eq. 1: v_s = V_s + sum_t gamma^(t-s) (c_s ... c_(t-1)) rho_t delta_t;
     # remark 2: lambda in c
     advantages, targets = vtrace(t.rewards, t.values, t.log_ratio, t.gamma, t.lam, rho_max, c_max)

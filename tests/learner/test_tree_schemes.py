@@ -14,7 +14,7 @@ from coppice.learner.forest.segments import segments
 from coppice.learner.forest.trees import Path as Tokens
 from coppice.learner.schemes import arpo, grpo, sao, spo, tree_grpo, treepo, treerl, vineppo
 from coppice.learner.update.table import TurnTable
-from coppice.learner.update.targets import Estimate
+from coppice.learner.update.targets import Advantages
 from tests.learner import released
 from tests.learner.released import Node, grown, ours
 from tests.learner.tables import acted, estimated
@@ -106,9 +106,7 @@ def test_tree_grpo_gives_a_lone_leaf_nothing_to_compare() -> None:
     assert estimated(one_left, "tree_grpo").advantages.tolist() == [0, 0]
 
 
-def test_treerl_by_its_equation_adds_what_a_step_gains_over_the_question_and_over_its_parent() -> (
-    None
-):
+def test_treerl_by_its_equation_adds_gains_over_the_question_and_over_the_parent() -> None:
     # Leave one out: wins 1 - 1/3 = 2/3, losses -2/3. V: (A, B) 0, (A, B, C) 2/9, C 2/3, D -2/3.
     # A(1) = 2 (2/9) / sqrt 3 = 0.2566; A(2) = (0 - 2/9) / sqrt 2 = -0.1571; A(3, 5) = 4/3 - 0; B:
     # -4/3; C: 4/3 - 2/9 = 10/9; D: -4/3.
@@ -212,9 +210,7 @@ OTHER = Node([], [Node([1, 2, 4], outcome=1.0), Node([10], outcome=0.0)])
     ("name", "options"),
     [("spo", {}), ("treepo", {}), ("reinforce_pp", {"column": "outcome", "leave_out_equal": True})],
 )
-def test_a_question_whose_leaves_are_equal_is_left_out_of_the_whitening(
-    name: str, options: dict[str, Any]
-) -> None:
+def test_whitening_leaves_out_equal_questions(name: str, options: dict[str, Any]) -> None:
     both, alone = (ours(questions, name, **options) for questions in ([OTHER, EQUAL], [OTHER]))
     assert {key: value for key, value in both.items() if value} == {
         key: value for key, value in alone.items() if value
@@ -235,9 +231,7 @@ ENVIRONMENT = {"variant": "environment", "step_reward": "outcome", "alpha": 0.0}
         ("oprl", ENVIRONMENT | {"base": "rloo"}, False),
     ],
 )
-def test_a_scheme_that_pushes_equal_questions_says_so(
-    name: str, options: dict[str, Any], says: bool
-) -> None:
+def test_a_scheme_says_if_it_pushes_equals(name: str, options: dict[str, Any], says: bool) -> None:
     push = ours([OTHER, EQUAL], name, **options)
     pushed = any(value for (number, *_), value in push.items() if number == 1)
     assert bool(schemes.load(name, options).needs.pushes_equal) == pushed == says
@@ -295,9 +289,7 @@ def test_vineppo_gives_turns_next_to_a_missing_value_nothing() -> None:
     assert np.isfinite(vineppo.advantages(table)).all()
 
 
-def test_tokens_that_a_scheme_leaves_out_are_in_no_mean_of_the_update(
-    tmp_path: Path, llama: Path
-) -> None:
+def test_tokens_that_a_scheme_leaves_out_are_in_no_mean(tmp_path: Path, llama: Path) -> None:
     some = episodes(1, 0)
     table = table_of(some)
     options = {"most": 2, "certain": 1.1}
@@ -312,7 +304,7 @@ def test_tokens_that_a_scheme_leaves_out_are_in_no_mean_of_the_update(
 
 def sao_estimate(
     paths: list[list[list[int]]], outcomes: list[float], values: list[float], **options: Any
-) -> Estimate:
+) -> Advantages:
     table = msgspec.structs.replace(
         leaves(paths, outcomes), token_scores={"value": np.array(values)}
     )

@@ -13,7 +13,7 @@ import pytest
 from coppice.actors.environments.agents.gateway import Session
 from coppice.scheduler.growth.strategies import chain, full
 from coppice.scheduler.growth.tree import Tree
-from tests.agent_stage import Stage, adds
+from tests.agent_stage import Stages, adds
 
 pytestmark = pytest.mark.slow
 
@@ -41,9 +41,7 @@ FAITHFUL = {
 
 
 @pytest.mark.parametrize("name", FAITHFUL)
-async def test_the_conversation_of_a_client_is_one_path_of_what_was_read_and_sampled(
-    stage: Callable[..., Stage], name: str
-) -> None:
+async def test_a_clients_conversation_is_one_path(stage: Stages, name: str) -> None:
     needs(FAITHFUL[name])
     s = stage(adds, f"tests.agent_clients:{name}")
     tree = await s.grow(full, k=2)
@@ -69,9 +67,7 @@ def structured(prompt: str, i: int) -> str:
     )
 
 
-async def test_a_text_where_a_structured_result_is_required_is_invalid_and_the_client_asks_again(
-    stage: Callable[..., Stage],
-) -> None:
+async def test_text_instead_of_a_structured_result_is_invalid(stage: Stages) -> None:
     needs("pydantic_ai")
     s = stage(
         lambda prompt, i: (
@@ -101,7 +97,7 @@ def smol_writes(prompt: str, i: int) -> str:
     ("name", "reply", "steps"), [("smol_tools", smol, 3), ("smol_code", smol_writes, 2)]
 )
 async def test_a_client_that_writes_its_calls_as_text_has_a_branch_for_every_step_and_each_is_trained_once(
-    stage: Callable[..., Stage], name: str, reply: Callable[[str, int], str], steps: int
+    stage: Stages, name: str, reply: Callable[[str, int], str], steps: int
 ) -> None:
     needs("smolagents")
     s = stage(reply, f"tests.agent_clients:{name}")
@@ -123,7 +119,7 @@ async def test_a_client_that_writes_its_calls_as_text_has_a_branch_for_every_ste
 
 
 async def test_a_client_that_tries_again_gets_the_reply_that_was_sampled_for_its_first_try(
-    stage: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch
+    stage: Stages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     needs("openai")
     tried, ask, numbers = asyncio.Event(), Session.ask, itertools.count(1)
@@ -146,9 +142,7 @@ async def test_a_client_that_tries_again_gets_the_reply_that_was_sampled_for_its
     assert tree.actions()[-1].scores["outcome"] == 1.0
 
 
-async def test_a_client_is_told_that_a_limit_has_cut_the_reply_and_its_own_limit_holds(
-    stage: Callable[..., Stage],
-) -> None:
+async def test_a_client_is_told_that_its_own_limit_has_cut_the_reply(stage: Stages) -> None:
     needs("openai")
     s = stage(
         lambda prompt, i: "one two three four five six seven eight nine ten",
@@ -171,7 +165,7 @@ async def test_a_client_is_told_that_a_limit_has_cut_the_reply_and_its_own_limit
     ],
 )
 async def test_a_required_call_that_is_not_made_is_an_invalid_action_which_the_client_receives(
-    stage: Callable[..., Stage], reply: str, valid: list[float], outcome: float
+    stage: Stages, reply: str, valid: list[float], outcome: float
 ) -> None:
     needs("openai")
     s = stage(lambda prompt, i: reply, "tests.agent_clients:required")

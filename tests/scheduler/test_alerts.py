@@ -8,10 +8,7 @@ import pytest
 from coppice.scheduler.telemetry.alerts import (
     EVERY_S,
     EVERY_UPDATES,
-    FEWEST,
-    WINDOW,
     Attendance,
-    EpisodeCrashes,
     Faults,
     JudgeTally,
     Reminders,
@@ -32,9 +29,7 @@ def told(clock: list[float]) -> tuple[Faults, list[str]]:
 # ------------------------------------------------------------------------------------------ faults
 
 
-def test_later_faults_are_told_once_a_minute_with_their_number_and_each_service_for_itself() -> (
-    None
-):
+def test_later_faults_of_a_service_are_told_once_a_minute_with_their_number() -> None:
     clock = [100.0]
     faults, lines = told(clock)
     for _ in range(30):
@@ -49,9 +44,7 @@ def test_later_faults_are_told_once_a_minute_with_their_number_and_each_service_
     assert lines[3].startswith("retrieve fails: no")
 
 
-async def test_each_fault_of_a_named_caller_is_told_also_where_the_call_is_tried_again(
-    tmp_path: Path,
-) -> None:
+async def test_each_fault_of_a_named_caller_is_told_also_of_retries(tmp_path: Path) -> None:
     heard: list[tuple[str, str, str]] = []
     faults: list[Exception] = [KeyError("my bug"), DataFault("not this one")]
 
@@ -133,9 +126,7 @@ def given(valid: int, invalid: int) -> list[Judgement]:
     ] * invalid
 
 
-def test_a_share_of_invalid_scores_warns_once_at_each_level_and_names_judge_columns_numbers_and_remedy() -> (
-    None
-):
+def test_invalid_scores_warn_once_at_each_level_with_columns_and_remedy() -> None:
     judged = JudgeTally("slate", Path("runs/a"))
     assert judged.take() == ""
     assert judged.share is None
@@ -145,8 +136,7 @@ def test_a_share_of_invalid_scores_warns_once_at_each_level_and_names_judge_colu
     assert judged.note(given(5, 5)) == (20, 5)
     warning = judged.take()
     assert judged.share == 0.75
-    assert "judge slate gave 5 invalid scores of 20" in warning
-    assert "(query 5 of 10)" in warning
+    assert "judge slate gave 5 invalid scores of 20 (query 5 of 10)" in warning
     assert "coppice trees runs/a" in warning
     assert "runs/a/logs" in warning
     judged.note(given(4, 6))
@@ -157,32 +147,3 @@ def test_a_share_of_invalid_scores_warns_once_at_each_level_and_names_judge_colu
     assert judged.take() == ""
     assert judged.take() == ""
     assert judged.share == 0  # nothing was judged since
-
-
-# ------------------------------------------------------------------------------------------
-# crashes
-
-
-def test_many_crashes_are_told_once_with_a_reason_and_the_remedy() -> None:
-    said: list[str] = []
-    crashes = EpisodeCrashes(Path("runs/a b"), said.append)
-    for _ in range(FEWEST - 1):
-        crashes.note("exit status 1: ValueError: no\n\nIts last output:\n...")
-    assert said == []
-    for _ in range(WINDOW):
-        crashes.note("exit status 1: ValueError: no\n\nIts last output:\n...")
-    (line,) = said
-    assert line.startswith(f"warning: {FEWEST} of the last {FEWEST} episodes crashed")
-    assert "exit status 1: ValueError: no. Mend" in line and "last output:" not in line
-    assert "coppice trees 'runs/a b' --where 'crashed_max = 1'" in line
-
-
-def test_a_few_crashes_among_many_episodes_are_no_warning_and_earlier_ones_are_forgotten() -> None:
-    said: list[str] = []
-    crashes = EpisodeCrashes(say=said.append)
-    for i in range(10 * WINDOW):
-        crashes.note("" if i % 8 else "killed by SIGKILL: ")
-    assert said == []
-    for _ in range(WINDOW // 4):
-        crashes.note("it ran longer than 600 s: ")
-    assert len(said) == 1, "a run that begins to crash is told, however long it went well"

@@ -54,24 +54,17 @@ class House:
         **more: Any,
     ):
         settings = SchedulerConfig(
-            strategy="chain", judge="none", updates=UPDATES, questions_per_update=QUESTIONS, max_action_tokens=4,
-            dispatch=DispatchConfig(heartbeat_s=600.0, dead_after_s=6000.0), evaluation=EvaluationConfig(questions=HELD_OUT),
-        )  # fmt: skip
-        options = {"prompt": "tictactoe_compact", "opponents": {"random": 1.0}}
-        process = SchedulerProcess(
-            "scheduler",
-            str(folder),
-            0,
-            str(model),
-            "tictactoe",
-            options,
-            "",
-            "",
-            1,
-            [],
-            16,
-            settings,
+            strategy="chain",
+            judge="none",
+            updates=UPDATES,
+            questions_per_update=QUESTIONS,
+            max_action_tokens=4,
+            dispatch=DispatchConfig(heartbeat_s=600.0, dead_after_s=6000.0),
+            evaluation=EvaluationConfig(questions=HELD_OUT),
         )
+        options = {"prompt": "tictactoe_compact", "opponents": {"random": 1.0}}
+        place = "scheduler", str(folder), 0, str(model), "tictactoe", options
+        process = SchedulerProcess(*place, "", "", 1, [], 16, settings)
         process = msgspec.structs.replace(process, **more)
         self.folder, self.run, self.held, self.trained = folder, Run(process), held, version
         self.loads: list[tuple[int, list[str]]] = []
@@ -86,9 +79,8 @@ class House:
         return GenerateResult([sample] * request.n, len(request.tokens), 0)
 
     async def load(self, request: LoadRequest, call: Call) -> LoadResult:
-        self.loads.append(
-            (request.version, [name for _, name, _ in self.run.journal.evaluations()])
-        )
+        evaluated = [name for _, name, _ in self.run.journal.evaluations()]
+        self.loads.append((request.version, evaluated))
         self.in_force = request.version
         return LoadResult(request.version, request.digest, 0.0)
 
@@ -114,10 +106,8 @@ class House:
         actor = Service("actor-0", {"generate": self.generate, "load": self.load}, 16)
         learner = Service("learner", {"train": self.train, "close": self.close}, 64)
         main = asyncio.create_task(self.run.main())
-        workers = [
-            asyncio.create_task(each.run(endpoint, keys, signals=False))
-            for each in (actor, learner)
-        ]
+        running = (each.run(endpoint, keys, signals=False) for each in (actor, learner))
+        workers = [asyncio.create_task(run) for run in running]
         try:
             async with asyncio.timeout(300):
                 while not main.done() and not until(self):
@@ -144,34 +134,28 @@ def publish(folder: Path, version: int) -> Weights:
 def check(folder: Path) -> None:
     """All is evaluated by the version that the result names, and every tree was trained once."""
     journal = Journal(folder / "journal.sqlite", readonly=True)
-    assert [(version, name) for version, name, _ in journal.evaluations()] == [
-        (0, "start"),
-        (UPDATES, "end"),
-    ]
-    examined = [journal.tree(row) for row in journal.trees("split='heldout' AND status='closed'")]
-    for tree, row in zip(
-        examined, journal.trees("split='heldout' AND status='closed'"), strict=True
-    ):
-        sampled = [
-            set(node.versions.tolist()) for node in tree.nodes.values() if node.versions is not None
-        ]
+    evaluated = [(version, name) for version, name, _ in journal.evaluations()]
+    assert evaluated == [(0, "start"), (UPDATES, "end")]
+    examined = journal.trees("split='heldout' AND status='closed'")
+    for row in examined:
+        nodes = journal.tree(row).nodes.values()
+        sampled = [set(node.versions.tolist()) for node in nodes if node.versions is not None]
         assert sampled == [{row.version}] * len(sampled) != []
-    assert sorted(row.version for row in journal.trees("split='heldout' AND status='closed'")) == (
-        [0] * HELD_OUT + [UPDATES] * HELD_OUT
-    )
+    assert sorted(row.version for row in examined) == [0] * HELD_OUT + [UPDATES] * HELD_OUT
     rows = journal.trees("split='train'")
     assert [row.position for row in rows] == list(range(QUESTIONS * UPDATES))
-    assert [[version for _, version in journal.groups(row.id)] for row in rows] == [
-        [1],
-        [1],
-        [2],
-        [2],
-    ]
+    groups = [journal.groups(row.id) for row in rows]
+    assert [[version for _, version in each] for each in groups] == [[1], [1], [2], [2]]
 
 
-async def test_the_first_update_is_made_beside_the_first_evaluation_which_still_is_of_version_0(
-    tmp_path: Path, llama: Path
-) -> None:
+def checkpoint(folder: Path, version: int, trained: Any) -> None:
+    """A checkpoint that holds the groups ``trained``."""
+    path = folder / "checkpoints" / f"v{version:06d}" / "state.json"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(msgspec.json.encode({"version": version, "trained": trained}))
+
+
+async def test_the_first_evaluation_beside_an_update_is_of_v0(tmp_path: Path, llama: Path) -> None:
     grown: list[int] = []
     ended = tmp_path / "summary.json"
     ended.write_text("{}")  # of an end with fewer updates
@@ -192,7 +176,7 @@ async def test_the_first_update_is_made_beside_the_first_evaluation_which_still_
     assert house.loads == [(1, ["start"]), (2, ["start"])]
 
 
-async def test_a_run_that_died_between_its_first_update_and_its_first_evaluation_evaluates_version_0_first(
+async def test_a_run_resumed_after_its_update_first_examines_v0(
     tmp_path: Path, llama: Path
 ) -> None:
     dead = House(tmp_path, llama, held=lambda house: True)
@@ -200,51 +184,32 @@ async def test_a_run_that_died_between_its_first_update_and_its_first_evaluation
     assert dead.loads == []
     journal = Journal(tmp_path / "journal.sqlite", readonly=True)
     assert journal.evaluations() == []
-    (tmp_path / "checkpoints" / "v000001").mkdir(parents=True)
-    state = {
-        "version": 1,
-        "trained": frontier.runs(
-            {g: 1 for row in journal.trees() for g, _ in journal.groups(row.id)}
-        ),
-    }
-    (tmp_path / "checkpoints" / "v000001" / "state.json").write_bytes(msgspec.json.encode(state))
+    groups = [group for row in journal.trees() for group, _ in journal.groups(row.id)]
+    checkpoint(tmp_path, 1, frontier.runs(dict.fromkeys(groups, 1)))
     resumed = House(tmp_path, llama, version=1)
     await resumed.live()
     check(tmp_path)
     assert resumed.loads == [(1, ["start"]), (2, ["start"])]
 
 
-async def test_weights_without_a_journal_are_refused_before_anything_is_written_into_it(
-    tmp_path: Path, llama: Path
-) -> None:
-    (tmp_path / "checkpoints" / "v000004").mkdir(parents=True)
-    (tmp_path / "checkpoints" / "v000004" / "state.json").write_bytes(
-        b'{"version": 4, "trained": []}'
-    )
+async def test_weights_without_a_journal_are_refused_at_once(tmp_path: Path, llama: Path) -> None:
+    checkpoint(tmp_path, 4, [])
     house = House(tmp_path, llama)
     with pytest.raises(DataFault, match="weights of version 4 and an empty journal"):
         await house.live()
     assert not Journal(tmp_path / "journal.sqlite", readonly=True).trees()
 
 
-async def test_a_journal_that_is_older_than_the_checkpoint_is_refused_before_anything_is_sent_or_marked(
-    tmp_path: Path, llama: Path
-) -> None:
+async def test_a_journal_older_than_the_checkpoint_is_refused(tmp_path: Path, llama: Path) -> None:
     dead = House(tmp_path, llama)
     await dead.live(until=lambda house: house.run.stream.version == 1)
     journal = Journal(tmp_path / "journal.sqlite", readonly=True)
     before = {row.id: journal.groups(row.id) for row in journal.trees()}
     lost = 1 + max(group for groups in before.values() for group, _ in groups)
-    folder = tmp_path / "checkpoints" / "v000001"
-    folder.mkdir(parents=True)
-    (folder / "state.json").write_bytes(
-        msgspec.json.encode({"version": 1, "trained": [(0, 1, 1), (lost, lost + 1, 1)]})
-    )
+    checkpoint(tmp_path, 1, [(0, 1, 1), (lost, lost + 1, 1)])
     resumed = House(tmp_path, llama, version=1)
-    with pytest.raises(
-        DataFault,
-        match=rf"lacks 2 groups \(first group {lost}\) .* version 1 .* restore its newest copy",
-    ):
+    told = rf"lacks 2 groups \(first group {lost}\) .* version 1 .* restore its newest copy"
+    with pytest.raises(DataFault, match=told):
         await resumed.live()
     assert resumed.waiting == []
     assert {row.id: journal.groups(row.id) for row in journal.trees()} == before
@@ -260,7 +225,7 @@ class OneUpdate(House):
 
 
 class Outlived(House):
-    """A run beside a learner that has trained the groups ``known`` and has written no checkpoint."""
+    """A run beside a learner that has trained the groups ``known``, without a checkpoint."""
 
     known: dict[int, int] = {}
     again: list[int] = []
@@ -273,9 +238,7 @@ class Outlived(House):
         return Trained(self.known[group.id], str(weights), "digest", {UPDATE: 2.0}, [])
 
 
-async def test_an_update_whose_record_was_lost_is_recorded_and_its_trees_take_no_place_of_the_next(
-    tmp_path: Path, llama: Path
-) -> None:
+async def test_an_update_whose_record_was_lost_counts_once(tmp_path: Path, llama: Path) -> None:
     dead = OneUpdate(tmp_path, llama)
     await dead.live(until=lambda house: house.run.stream.version == 1)
     journal = Journal(tmp_path / "journal.sqlite", readonly=True)
@@ -284,17 +247,15 @@ async def test_an_update_whose_record_was_lost_is_recorded_and_its_trees_take_no
     # a mark, and no record of it
     assert 1 in {version for row in rows for _, version in journal.groups(row.id)}
     (tmp_path / "metrics.jsonl").write_bytes(b"")
-    announced = msgspec.json.decode((tmp_path / "learner.json").read_bytes()) | {
-        "trained": frontier.runs(trained)
-    }
+    announced = msgspec.json.decode((tmp_path / "learner.json").read_bytes())
+    announced["trained"] = frontier.runs(trained)
     (tmp_path / "learner.json").write_bytes(msgspec.json.encode(announced))
     resumed = Outlived(tmp_path, llama, version=1)
     resumed.known, resumed.again, resumed.in_force = trained, [], 1
     await resumed.live()
     check(tmp_path)
     assert sorted(resumed.again) == sorted(trained)
-    lines = [
-        msgspec.json.decode(line) for line in (tmp_path / "metrics.jsonl").read_bytes().splitlines()
-    ]
+    records = (tmp_path / "metrics.jsonl").read_bytes()
+    lines = [msgspec.json.decode(line) for line in records.splitlines()]
     told = [line for line in lines if not any(name.startswith("heldout/") for name in line)]
     assert [int(line["version"]) for line in told] == list(range(1, UPDATES + 1))

@@ -85,9 +85,7 @@ def test_weights_that_were_never_a_file_cannot_be_kept_and_that_is_said(
     assert best.read(tmp_path) is None
 
 
-def test_a_version_made_anew_after_a_crash_is_not_taken_for_the_best_of_that_number(
-    tmp_path: Path,
-) -> None:
+def test_a_version_made_anew_after_a_crash_does_not_change_the_best(tmp_path: Path) -> None:
     after(tmp_path, [0.1, 0.5])
     weights = tmp_path / "weights" / "v000001"
     (weights / "model.safetensors").unlink()

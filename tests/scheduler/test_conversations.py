@@ -91,7 +91,7 @@ def told(tree: Tree, trajectory: int) -> list[str]:
     return [json.loads(n.text)["argument"] if n.kind == "action" else n.text for n in nodes]
 
 
-async def test_both_speakers_are_in_the_tree_and_the_trained_side_alone_is_trained(
+async def test_both_speakers_are_in_the_tree_and_one_is_trained(
     tmp_path: Path, llama: Path
 ) -> None:
     stage = Stage(tmp_path, llama)
@@ -113,9 +113,7 @@ async def test_both_speakers_are_in_the_tree_and_the_trained_side_alone_is_train
     assert stage.counts["spoken_replies"] == 4
 
 
-async def test_a_served_partner_is_asked_by_its_name_and_begins_if_it_is_the_first(
-    tmp_path: Path, llama: Path
-) -> None:
+async def test_a_served_partner_is_asked_by_name_and_may_begin(tmp_path: Path, llama: Path) -> None:
     stage = Stage(tmp_path, llama, partner="ann", side="second")
     await stage.talk(k=1)
     speakers = [service for service, _ in stage.services.asked]
@@ -127,9 +125,7 @@ async def test_a_served_partner_is_asked_by_its_name_and_begins_if_it_is_the_fir
 
 
 @pytest.mark.parametrize("left", range(1, 10))
-async def test_a_half_grown_tree_goes_on_where_the_journal_ends(
-    tmp_path: Path, llama: Path, left: int
-) -> None:
+async def test_a_half_grown_conversation_goes_on(tmp_path: Path, llama: Path, left: int) -> None:
     stage = Stage(tmp_path, llama)
     stage.services.left = left
     with pytest.raises(InfrastructureFault):
@@ -151,9 +147,7 @@ async def test_a_half_grown_tree_goes_on_where_the_journal_ends(
     assert set(kept) <= {turn.node for turn in stage.groups[0]}
 
 
-async def test_a_continuation_is_judged_by_the_whole_conversation(
-    tmp_path: Path, llama: Path
-) -> None:
+async def test_a_continuation_is_judged_as_a_conversation(tmp_path: Path, llama: Path) -> None:
     stage = Stage(tmp_path, llama, side="second", partner="ann")
     await stage.talk(k=1)
     context = stage.anew()

@@ -32,7 +32,7 @@ from coppice.wire.messages import (
     Turn,
 )
 from coppice.wire.service import Call
-from tests.scheduler.test_begin import House, publish
+from tests.scheduler.test_begin import House, checkpoint, publish
 
 QUESTIONS, UPDATES, BUDGET = 2, 4, 2
 
@@ -70,21 +70,22 @@ class Learning(House):
     it makes no more updates than these."""
 
     def __init__(
-        self,
-        folder: Path,
-        model: Path,
-        trained: dict[int, int] | None = None,
-        version: int = 0,
-        budget: int = BUDGET,
+        self, folder: Path, model: Path, trained: dict[int, int] | None = None, version: int = 0
     ):
         settings = SchedulerConfig(
-            strategy="full", strategy_options={"k": 2}, judge="none", updates=UPDATES, questions_per_update=QUESTIONS,
-            dynamic_sampling_budget=budget, max_action_tokens=4, evaluation=EvaluationConfig(questions=0),
-            dispatch=DispatchConfig(dead_after_s=300.0),  # all share one thread, which a busy machine may hold up
-        )  # fmt: skip
-        super().__init__(
-            folder, model, version=version, scheduler=settings, environment=f"{__name__}:Coin", options={}, reward="outcome"
-        )  # fmt: skip
+            strategy="full",
+            strategy_options={"k": 2},
+            judge="none",
+            updates=UPDATES,
+            questions_per_update=QUESTIONS,
+            dynamic_sampling_budget=BUDGET,
+            max_action_tokens=4,
+            evaluation=EvaluationConfig(questions=0),
+            # all share one thread, which a busy machine may hold up
+            dispatch=DispatchConfig(dead_after_s=300.0),
+        )
+        world = {"environment": f"{__name__}:Coin", "options": {}, "reward": "outcome"}
+        super().__init__(folder, model, version=version, scheduler=settings, **world)
         self.inbox = Inbox(QUESTIONS, {**(trained or {})})
         self.answers: dict[int, asyncio.Future[Trained]] = {}
         self.batches: list[Batch] = []
@@ -124,42 +125,31 @@ class Learning(House):
             batch = self.inbox.take(trees, self.trained)
             self.batches.append(batch)
             self.trained += 1
-            folder = self.folder / "checkpoints" / f"v{self.trained:06d}"
-            folder.mkdir(parents=True)
-            state = {"version": self.trained, "trained": frontier.runs(self.inbox.trained)}
-            (folder / "state.json").write_bytes(msgspec.json.encode(state))
-            for group in [*(group.id for group in batch.groups), *batch.replaced]:
+            checkpoint(self.folder, self.trained, frontier.runs(self.inbox.trained))
+            for group in in_update(batch):
                 self.answers.pop(group).set_result(self.answer())
 
 
-def check(folder: Path, batches: list[Batch], budget: int = BUDGET) -> None:
+def in_update(batch: Batch) -> list[int]:
+    """The groups of an update, also those of replaced trees."""
+    return [*(group.id for group in batch.groups), *batch.replaced]
+
+
+def check(folder: Path, batches: list[Batch]) -> None:
     """Every draw is made once, every group is in one update, and every update has its questions and
     at most its budget of replaced ones."""
     journal = Journal(folder / "journal.sqlite", readonly=True)
     rows = journal.trees("split='train'")
     assert [row.position for row in rows] == list(range(len(rows)))
-    taken = [
-        group for batch in batches for group in [*(g.id for g in batch.groups), *batch.replaced]
-    ]
-    assert sorted(taken) == [group for row in rows for group, _ in journal.groups(row.id)]
+    taken = [(group, batch.version + 1) for batch in batches for group in in_update(batch)]
+    assert sorted(taken) == [group for row in rows for group in journal.groups(row.id)]
     assert [batch.questions for batch in batches] == [QUESTIONS] * UPDATES
-    assert all(
-        len(batch.groups) == QUESTIONS and len(batch.replaced) <= budget for batch in batches
-    )
-    status = {group: row.status for row in rows for group, _ in journal.groups(row.id)}
-    flat = {
-        group: row.task.startswith("flat") for row in rows for group, _ in journal.groups(row.id)
-    }
+    by_group = {group: row for row in rows for group, _ in journal.groups(row.id)}
     for batch in batches:
-        assert {status[group] for group in batch.replaced} <= {"replaced"}
-        assert all(flat[group] for group in batch.replaced)
-        assert {status[group.id] for group in batch.groups} == {"closed"}
-    versions = {group: version for row in rows for group, version in journal.groups(row.id)}
-    assert versions == {
-        group: batch.version + 1
-        for batch in batches
-        for group in [*(g.id for g in batch.groups), *batch.replaced]
-    }
+        assert len(batch.groups) == QUESTIONS and len(batch.replaced) <= BUDGET
+        replaced = [by_group[group] for group in batch.replaced]
+        assert all(row.status == "replaced" and row.task.startswith("flat") for row in replaced)
+        assert {by_group[group.id].status for group in batch.groups} == {"closed"}
 
 
 def turns(*trajectories: list[float | None]) -> list[Turn]:
@@ -189,7 +179,7 @@ def test_a_group_has_a_spread_if_its_returns_or_for_some_schemes_its_turns_diffe
     assert differs([turns([1.0], [1.0]), group], "reward", "turns") == by_turn
 
 
-async def test_questions_without_spread_are_replaced_up_to_the_budget_and_trained_once(
+async def test_questions_without_spread_are_replaced_within_budget(
     tmp_path: Path, llama: Path
 ) -> None:
     house = Learning(tmp_path, llama)
@@ -207,11 +197,11 @@ async def test_a_run_that_dies_with_a_replaced_tree_waiting_loses_and_repeats_no
 ) -> None:
     dead = Learning(tmp_path, llama)
     dead.most = updates_before  # the learner then waits, so that the moment is not missed
-    await dead.live(
-        until=lambda house: (
-            len(house.batches) == updates_before and len(house.run.stream.replaced) > 0
-        )
-    )
+
+    def until(house: Learning) -> bool:
+        return len(house.batches) == updates_before and len(house.run.stream.replaced) > 0
+
+    await dead.live(until)
     journal = Journal(tmp_path / "journal.sqlite", readonly=True)
     assert any(row.status == "replaced" for row in journal.untrained_trees())
     resumed = Learning(tmp_path, llama, dead.inbox.trained, dead.trained)

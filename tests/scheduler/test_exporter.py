@@ -61,9 +61,7 @@ def test_a_scrape_has_the_newest_value_of_every_metric_and_the_queues(tmp_path: 
     metrics.close()
 
 
-def test_a_port_in_use_is_told_and_the_run_goes_on(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_port_in_use_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         exporter = Exporter(tmp_path, dict, lambda: None)
         exporter.start(f"127.0.0.1:{taken.getsockname()[1]}")

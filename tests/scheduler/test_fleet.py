@@ -118,9 +118,7 @@ def test_what_ended_trees_needed_is_the_measure_for_the_next() -> None:
     assert [world.start(world.call(tree, own(tree, 25))) for tree in (1, 2, 3)] == ["a", "a", None]
 
 
-def test_a_tree_waits_for_the_actor_that_holds_its_prefix_and_moves_only_to_one_with_too_little_to_do() -> (
-    None
-):
+def test_a_tree_leaves_the_holder_of_its_prefix_only_for_an_idle_actor() -> None:
     world = World(capacity=125, workers="ab", batch=1)
     old, other, young = (
         world.call(0, own(0, 30)),
@@ -137,9 +135,7 @@ def test_a_tree_waits_for_the_actor_that_holds_its_prefix_and_moves_only_to_one_
     assert world.start(again) == "b"
 
 
-def test_an_actor_that_has_decoded_less_than_a_batch_for_a_while_takes_what_its_cache_has_no_room_for() -> (
-    None
-):
+def test_an_actor_that_decodes_less_than_a_batch_takes_what_has_no_cache_room() -> None:
     world = World(capacity=50, workers="a", batch=2)
     places = [world.call(tree, own(tree, 30)) for tree in range(4)]
     assert world.start(places[0]) == "a"
@@ -154,9 +150,7 @@ def test_an_actor_that_has_decoded_less_than_a_batch_for_a_while_takes_what_its_
     assert world.start(places[2]) == "a"
 
 
-def test_the_order_is_trained_turns_then_trees_that_have_begun_by_age_and_depth_with_siblings_side_by_side() -> (
-    None
-):
+def test_the_order_is_trained_turns_begun_trees_age_depth_and_siblings() -> None:
     world = World()
     for tree in (3, 5):
         world.start(world.call(tree, own(tree, 3)))

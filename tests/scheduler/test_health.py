@@ -27,9 +27,7 @@ def standing(marks: int = 0) -> Progress:
     return Progress("updates", 2, 9, 1, 4, 1, marks)
 
 
-async def test_a_report_names_who_waits_for_whom_and_a_call_that_is_never_answered(
-    tmp_path: Path,
-) -> None:
+async def test_a_report_names_who_waits_for_whom_and_silent_workers(tmp_path: Path) -> None:
     over = asyncio.Event()
 
     async def never(request: EchoRequest, call: Call) -> EchoResult:
@@ -74,9 +72,7 @@ async def test_a_report_names_who_waits_for_whom_and_a_call_that_is_never_answer
         over.set()
 
 
-async def test_an_answer_starts_the_count_of_unanswered_calls_anew_and_a_worker_that_left_is_remembered(
-    tmp_path: Path,
-) -> None:
+async def test_an_answer_resets_unanswered_calls_and_who_left_is_reported(tmp_path: Path) -> None:
     slow = asyncio.Event()
 
     async def sometimes(request: EchoRequest, call: Call) -> EchoResult:
@@ -158,9 +154,7 @@ async def test_a_paused_run_stands_still_on_purpose_once_only_the_learner_has_ca
     ]
 
 
-async def test_the_file_pauses_the_run_from_the_next_heartbeat_on_and_its_absence_resumes_it(
-    tmp_path: Path,
-) -> None:
+async def test_the_file_pauses_the_run_and_its_absence_resumes_it(tmp_path: Path) -> None:
     async with bench(tmp_path, CONFIG) as b:
         writer = reporter(tmp_path, b.dispatcher, standing())
         work = asyncio.create_task(writer.work())

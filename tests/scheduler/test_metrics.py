@@ -119,9 +119,7 @@ def beat(worker: Worker, at: float, **counters: float) -> None:
     worker.beat_at, worker.stats = at, counters
 
 
-def test_busy_shares_are_of_the_time_between_heartbeats_however_short_the_updates(
-    tmp_path: Path,
-) -> None:
+def test_busy_shares_are_of_the_time_between_heartbeats(tmp_path: Path) -> None:
     metrics, actor, learner = (
         Metrics(tmp_path),
         worker("actor-0", "generate"),

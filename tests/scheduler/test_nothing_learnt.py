@@ -40,9 +40,7 @@ def test_equal_rewards_are_told_after_some_updates(tmp_path: Path, llama: Path) 
     ]
 
 
-def test_a_column_that_the_last_turns_lack_is_told_at_the_first_update(
-    tmp_path: Path, llama: Path
-) -> None:
+def test_a_column_that_turns_lack_is_told_at_once(tmp_path: Path, llama: Path) -> None:
     made = trainer(llama, tmp_path, scheme="grpo", scheme_options={"column": "process"})
     first = Fruitless("process").note(made.update(episodes(4, 0)))
     assert len(first) == 1
@@ -51,7 +49,7 @@ def test_a_column_that_the_last_turns_lack_is_told_at_the_first_update(
 
 
 @pytest.mark.parametrize("evidence", [[], [{"title": "Peru", "field": "Capital", "value": "Lima"}]])
-def test_questions_without_evidence_are_told_at_the_first_update(
+def test_questions_without_evidence_are_told_at_once(
     tmp_path: Path, evidence: list[object]
 ) -> None:
     row = {

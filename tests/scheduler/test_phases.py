@@ -20,9 +20,7 @@ MOVES = st.lists(
 
 
 @given(MOVES)
-def test_the_phases_add_up_to_the_time_since_the_start_however_they_overlap(
-    moves: list[tuple[float, str]],
-) -> None:
+def test_overlapping_phases_add_up_to_the_time(moves: list[tuple[float, str]]) -> None:
     clock = [50.0]
     phases, blocks = Phases("set-up", 20.0, lambda: clock[0]), []
     for seconds, move in moves:

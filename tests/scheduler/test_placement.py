@@ -16,9 +16,7 @@ NAMES = st.frozensets(st.sampled_from("abcdef"))
 
 
 @given(LOADS, NAMES)
-def test_a_full_worker_is_never_chosen_and_a_failed_one_only_when_it_is_alone(
-    loads: list[Load], avoid: frozenset[str]
-) -> None:
+def test_no_full_worker_is_chosen(loads: list[Load], avoid: frozenset[str]) -> None:
     name = choose(loads, avoid)
     usable = [load for load in loads if load.worker not in avoid] or loads
     free = {load.worker: load for load in usable if load.in_flight < load.capacity}

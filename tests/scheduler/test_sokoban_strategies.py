@@ -25,7 +25,7 @@ def stage(tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch, **settin
     return made
 
 
-async def test_full_trajectories_have_step_rewards_that_sum_to_the_outcome_and_situations_that_recur(
+async def test_full_trajectories_have_step_rewards_and_situations_that_recur(
     tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     its = stage(tmp_path, llama, monkeypatch, k=4, judge="none")

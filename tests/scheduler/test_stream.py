@@ -30,9 +30,7 @@ class LateLearner:
         return await self.answers[request.id]
 
 
-async def test_each_version_is_told_once_even_one_that_arrives_after_a_newer_one(
-    tmp_path: Path,
-) -> None:
+async def test_each_version_is_told_once_also_after_a_newer_one(tmp_path: Path) -> None:
     journal, learner, told = Journal(tmp_path / "j"), LateLearner(), list[tuple[int, int]]()
 
     async def on_trained(trained: Trained) -> None:
@@ -56,9 +54,7 @@ async def test_each_version_is_told_once_even_one_that_arrives_after_a_newer_one
     await stream.stop()
 
 
-async def test_trees_that_close_together_are_told_after_one_wait_for_the_disk(
-    tmp_path: Path,
-) -> None:
+async def test_trees_that_close_together_wait_once_for_the_disk(tmp_path: Path) -> None:
     journal, learner = Journal(tmp_path / "j"), LateLearner()
     stream = Stream(cast(Any, learner), journal, cast(Any, None))
     order: list[str] = []
@@ -87,9 +83,7 @@ async def test_trees_that_close_together_are_told_after_one_wait_for_the_disk(
     assert order[0] == "sync" and order.count("sync") <= 2
 
 
-async def test_a_group_is_committed_before_it_is_sent_and_a_turn_of_the_loop_is_one_transaction(
-    tmp_path: Path,
-) -> None:
+async def test_a_group_is_committed_before_it_is_sent(tmp_path: Path) -> None:
     journal, learner = Journal(tmp_path / "j"), LateLearner()
     stream = Stream(cast(Any, learner), journal, cast(Any, None))
     commit, call, commits, sent = journal._commit, learner.call, list[int](), list[list[int]]()
@@ -136,9 +130,7 @@ async def test_a_group_that_could_not_be_written_is_never_sent(tmp_path: Path) -
         journal.close_tree(tree)
 
 
-async def test_a_second_learner_process_in_one_start_ends_the_run_and_a_reconnected_one_does_not(
-    tmp_path: Path,
-) -> None:
+async def test_a_second_learner_process_in_one_start_ends_the_run(tmp_path: Path) -> None:
     stream = Stream(cast(Any, LateLearner()), Journal(tmp_path / "j"), cast(Any, None))
 
     def joined(pid: int, service: str = "train") -> None:

@@ -5,7 +5,6 @@ checkout of its repository, whose published environments are no part of its pack
 
 import os
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +12,11 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from coppice.actors.environments.agents.environment import Agent
+from coppice.actors.environments.agents.environment import AgentEnvironment
 from coppice.actors.environments.base import Task
 from coppice.scheduler.growth.strategies import chain, slate
 from coppice.scheduler.growth.tree import Tree
-from tests.agent_stage import Stage
+from tests.agent_stage import Stage, Stages
 from tests.scheduler.test_agents import AGENTS  # noqa: F401
 
 ROOT = Path(__file__).parents[2]
@@ -48,7 +47,7 @@ def published(python: str, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def playing(staged: Stage, run: str, task: str) -> Stage:
     """Have a stage play a task with an agent of one's own."""
-    staged.environment = Agent(run)
+    staged.environment = AgentEnvironment(run)
     staged.runtime = msgspec.structs.replace(staged.runtime, environment=staged.environment)
     staged.task = Task(task)
     staged.tree = Tree(1, task)
@@ -66,9 +65,7 @@ def answers(prompt: str, i: int) -> str:
 @pytest.mark.parametrize(
     "how", ["-m examples.verifiers_agent", f"{ROOT}/examples/verifiers_agent.py"]
 )
-async def test_an_episode_of_verifiers_is_one_path_with_its_reward(
-    stage: Callable[..., Stage], python: str, how: str
-) -> None:
+async def test_an_episode_of_verifiers_is_one_path(stage: Stages, python: str, how: str) -> None:
     s = playing(stage(answers, "counting"), f"{python} {how}", "verifiers_adding/3")
     tree = await s.grow(chain)
     actions = tree.actions()
@@ -102,9 +99,7 @@ def won(first: str, second: str) -> float:
 
 
 @pytest.mark.slow
-async def test_two_players_of_a_published_game_have_a_path_each(
-    stage: Callable[..., Stage], published: str
-) -> None:
+async def test_two_players_of_a_game_have_a_path_each(stage: Stages, published: str) -> None:
     s = playing(stage(bets, "counting"), f"{published} --learns player0,player1", "kuhn_poker/3")
     tree = await s.grow(chain)
     s.check(tree)
@@ -122,9 +117,7 @@ async def test_two_players_of_a_published_game_have_a_path_each(
 
 
 @pytest.mark.slow
-async def test_a_player_that_does_not_learn_asks_elsewhere_and_is_in_no_tree(
-    stage: Callable[..., Stage], published: str
-) -> None:
+async def test_a_player_that_does_not_learn_is_in_no_tree(stage: Stages, published: str) -> None:
     asked: list[tuple[str, dict[str, Any]]] = []
 
     async def answer(request: web.Request) -> web.Response:
@@ -172,9 +165,7 @@ async def test_a_player_that_does_not_learn_asks_elsewhere_and_is_in_no_tree(
 
 
 @pytest.mark.slow
-async def test_a_tool_of_a_published_environment_is_called_over_mcp(
-    stage: Callable[..., Stage], published: str
-) -> None:
+async def test_a_published_tool_is_called_over_mcp(stage: Stages, published: str) -> None:
     def looks_up(prompt: str, i: int) -> str:
         name, seen = (
             re.findall(r'look up "([^"]+)"', prompt)[-1],

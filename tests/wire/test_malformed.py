@@ -43,9 +43,7 @@ def test_arbitrary_frames_are_a_message_or_a_wire_error(frames: list[bytes]) -> 
 
 
 @given(st.sampled_from(KINDS), st.data())
-def test_arbitrary_fields_are_a_body_or_a_wire_error(
-    kind: type[msgspec.Struct], data: st.DataObject
-) -> None:
+def test_any_fields_are_a_body_or_an_error(kind: type[msgspec.Struct], data: st.DataObject) -> None:
     fields = {name: data.draw(VALUES) for name in kind.__struct_fields__}
     for arrays in ([], [b"\0" * 8]):
         with contextlib.suppress(WireError):

@@ -23,41 +23,35 @@ def claim(
     parts: inner folders with their own settings. Raises ValueError if the folder holds another
     evaluation or cannot be written.
     """
+    folders = [(out, settings), *((out / name, own) for name, own in parts)]
     try:
-        return _claimed(out, settings, parts)
+        if out.exists() and not out.is_dir():
+            expected = "a folder of this evaluation, or one that does not exist yet"
+            raise ValueError(f"--out {out} is a file: expected {expected}")
+        ours = {"lock", f"{SETTINGS}{DRAFT}"}
+        others = out.exists() and any(path.name not in ours for path in out.iterdir())
+        if others and not (out / SETTINGS).is_file():
+            something = f"holds something else (no {SETTINGS})"
+            raise ValueError(f"--out {out} {something}: choose another folder")
+        out.mkdir(parents=True, exist_ok=True)
+        lock = locked(out / "lock", f"--out {out}")
+        try:
+            for folder, own in folders:
+                check_same(folder / SETTINGS, own, f"--out {folder}")
+            for folder, own in folders:
+                folder.mkdir(exist_ok=True)
+                keep(folder / SETTINGS, own, f"--out {folder}")
+        except (ValueError, OSError):
+            lock.close()
+            raise
     except OSError as error:
         raise _unwritable(out, error) from None
+    return lock
 
 
 def _unwritable(out: Path, error: OSError) -> ValueError:
     reason = error.strerror or error
     return ValueError(f"--out {out} cannot be written ({reason}): choose another folder")
-
-
-def _claimed(
-    out: Path, settings: msgspec.Struct, parts: Sequence[tuple[str, msgspec.Struct]]
-) -> Any:
-    if out.exists() and not out.is_dir():
-        raise ValueError(
-            f"--out {out} is a file: expected a folder of this evaluation, or one that does not exist yet"
-        )
-    ours = {"lock", f"{SETTINGS}{DRAFT}"}
-    others = [path for path in out.iterdir() if path.name not in ours] if out.exists() else []
-    if others and not (out / SETTINGS).is_file():
-        raise ValueError(f"--out {out} holds something else (no {SETTINGS}): choose another folder")
-    out.mkdir(parents=True, exist_ok=True)
-    lock = locked(out / "lock", f"--out {out}")
-    folders = [(out, settings), *((out / name, own) for name, own in parts)]
-    try:
-        for folder, own in folders:
-            check_same(folder / SETTINGS, own, f"--out {folder}")
-        for folder, own in folders:
-            folder.mkdir(exist_ok=True)
-            keep(folder / SETTINGS, own, f"--out {folder}")
-    except (ValueError, OSError):
-        lock.close()
-        raise
-    return lock
 
 
 def own_folder(name: str) -> Path:
@@ -78,9 +72,8 @@ def locked(path: Path, subject: str) -> Any:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         lock.close()
-        raise ValueError(
-            f"{subject} is in use by another process: stop it, or choose another --out"
-        ) from None
+        remedy = "stop it, or choose another --out"
+        raise ValueError(f"{subject} is in use by another process: {remedy}") from None
     return lock
 
 
@@ -89,18 +82,17 @@ def check_same(saved: Path, settings: msgspec.Struct, subject: str) -> None:
     subject: the work with these settings."""
     if not saved.is_file():
         return
-    current = msgspec.json.decode(msgspec.json.encode(settings))
+    now = msgspec.json.decode(msgspec.json.encode(settings))
     try:
         before = msgspec.json.decode(saved.read_bytes(), type=dict[str, Any])
     except msgspec.DecodeError as error:
-        raise ValueError(
-            f"{saved} holds no settings ({error}): restore it from a copy, or choose another --out"
-        ) from None
-    for key in sorted({*current, *before}):
-        if before.get(key) != current.get(key):
+        remedy = "restore it from a copy, or choose another --out"
+        raise ValueError(f"{saved} holds no settings ({error}): {remedy}") from None
+    for key in sorted({*now, *before}):
+        if (old := before.get(key)) != (new := now.get(key)):
+            remedy = "give the same settings, or choose another --out"
             raise ValueError(
-                f"{subject} was begun with {key} = {before.get(key)!r}, now it is {current.get(key)!r}:"
-                " give the same settings, or choose another --out"
+                f"{subject} was begun with {key} = {old!r}, now it is {new!r}: {remedy}"
             )
 
 

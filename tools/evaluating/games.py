@@ -1,28 +1,97 @@
-"""The command coppice evaluate measures a player on the tasks that an environment makes, with
+"""The command coppice evaluate measures a policy on the tasks that an environment makes, with
 intervals, in one process."""
 
 import argparse
+import inspect
+import random
 import sys
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
+from coppice.actors.engines.endpoint import EndpointText
 from coppice.actors.environments import registry
-from coppice.actors.environments.base import HELD_OUT_SEEDS, Task
+from coppice.actors.environments.base import HELD_OUT_SEEDS, POLICY, Environment, Task
+from coppice.actors.environments.game import Game
 from coppice.common.atomic import write_whole
 from coppice.common.options import command_parser
-from coppice.judges.serve import PLAYERS
-from coppice.scheduler.evaluation.evaluation import summarise
+from coppice.judges.base import Player as Opponent
+from coppice.judges.base import PlugIn
+from coppice.judges.serve import BUILT_IN, PLAYERS, make_worker
+from coppice.scheduler.config import UNJUDGED, SchedulerConfig
+from coppice.scheduler.evaluation.evaluation import BASELINES, lists_replies, measured
 from coppice.scheduler.growth import strategies
 from coppice.scheduler.growth.context import Context
 from coppice.scheduler.growth.tree import Tree
 from coppice.tools.evaluating import examination, players
-from coppice.tools.evaluating.examination import Examination, Measured, Prepared, Row
-from coppice.tools.evaluating.in_process import Seat, config_of, without_model
-from coppice.tools.evaluating.match import NO_MODEL, SIMULATIONS, Match, Settings, prepare
+from coppice.tools.evaluating.examination import (
+    Evaluation,
+    PolicyRow,
+    Prepared,
+    SampleMean,
+    sample_mean,
+)
+from coppice.tools.evaluating.in_process import ResumedCalls, config_of
+from coppice.tools.evaluating.players import MeasuredPolicy, RunPolicy, key_values
+from coppice.wire.messages import GenerateRequest, GenerateResult, Sample
+
+NO_MODEL = {name.removesuffix("_legal_move"): name for name in BASELINES}
+"""The players of --baseline, by their names on the command line."""
+SIMULATIONS = 1000
+"""The simulations per move of the fixed opponent (methods.md 3.2)."""
+
+
+class MatchSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything on which the result depends, saved as OUT/evaluation.json; a resumed evaluation
+    must have the same settings.
+
+    source: the model folder, the run, the endpoint's URL or the baseline. weights: the digest of
+    local weights. sides: "half each", or "as drawn" by the environment's option second. opponents:
+    those that are served, with their options. oracle: "" for none.
+    """
+
+    environment: str
+    options: dict[str, Any]
+    player: str
+    source: str
+    model: str = ""
+    version: int = 0
+    weights: str = ""
+    fields: dict[str, Any] = {}
+    games: int
+    seed: int
+    seeds: int
+    temperature: float
+    top_p: float
+    top_k: int
+    max_tokens: int
+    thinking: bool
+    sides: str
+    opponents: dict[str, dict[str, Any]]
+    oracle: str
+    oracle_options: dict[str, Any]
+
+
+class HalfEach:
+    """A game in which the opponent begins every second task, so exactly half of an even number of
+    consecutive seeds."""
+
+    def __init__(self, environments: Sequence[Game]):
+        self.environments = environments
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.environments[0], name)
+
+    def initial(self, task: Task) -> Any:
+        """The first state. The seed of the task decides the player's side."""
+        return self.environments[task.seed % 2].initial(task)
+
+    def measures(self, task: Task, turns: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
+        """The measures for the side that was played."""
+        return self.environments[task.seed % 2].measures(task, turns)
 
 
 class SeedResult(msgspec.Struct, frozen=True):
@@ -30,14 +99,14 @@ class SeedResult(msgspec.Struct, frozen=True):
 
     seed: int
     games: int
-    measures: dict[str, Measured]
+    measures: dict[str, SampleMean]
 
 
-class Result(msgspec.Struct, frozen=True):
+class GamesResult(msgspec.Struct, frozen=True):
     """OUT/result.json. seconds, generated_tokens, engine: summed over all sessions that were not
     killed."""
 
-    settings: Settings
+    settings: MatchSettings
     headline: str
     overall: SeedResult
     by_seed: list[SeedResult]
@@ -64,8 +133,8 @@ def parser() -> argparse.ArgumentParser:
         EXAMPLES,
         "coppice evaluate ENV PLAYER [options]",
     )
-    known = f"one of {', '.join(registry.KNOWN)}, or module:Class"
-    parser.add_argument("environment", metavar="ENV", help=known)
+    games = f"one of {', '.join(registry.KNOWN)}, or module:Class"
+    parser.add_argument("environment", metavar="ENV", help=games)
     one = parser.add_argument_group("player").add_mutually_exclusive_group(required=True)
     add = one.add_argument
     add("--model", metavar="NAME", help="a model folder, a built-in name or a hub id")
@@ -98,65 +167,204 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-class Games(Examination[Result]):
+# ----------------------------------------------------------------------------------------------
+# the match of a command line
+
+
+def prepare(flags: argparse.Namespace) -> Prepared:
+    """The evaluation of a command line. Raises ValueError, OSError or MemoryError with the
+    remedy."""
+    players.check(flags, "games", "seeds")
+    if flags.baseline and (flags.temperature or flags.max_tokens):
+        useless = "--temperature and --max-tokens have no effect with --baseline"
+        raise ValueError(f"{useless}: leave them out")
+    if flags.oracle_option and not flags.oracle:
+        raise ValueError("--oracle-option has no effect with --no-oracle")
+    run = players.read_run(flags.run, flags.version) if flags.run else None
+    options = key_values("--option", flags.option)
+    same = run is not None and run.scheduler.environment == flags.environment
+    # the run's own prompt, but the fixed opponents, because results must be comparable
+    if run is not None and same:
+        own = run.scheduler.options | run.scheduler.scheduler.evaluation.options
+        options = {k: v for k, v in own.items() if k not in ("opponents", "second")} | options
+    environment = _environment(flags.environment, options)
+    options, opponents, workers = _opponents(flags, environment, options)
+    parameters = inspect.signature(type(environment).__init__).parameters
+    halves = "second" in parameters and "second" not in options
+    environment = _environment(flags.environment, options)
+    if halves:
+        each = [_environment(flags.environment, options | {"second": side}) for side in (0.0, 1.0)]
+        environment: Any = HalfEach(each)
+    outcome, name = environment.outcome_judge, environment.name
+    oracle = name if flags.oracle and name in BUILT_IN and not outcome else ""
+    oracle_options = key_values("--oracle-option", flags.oracle_option)
+    if oracle_options and not (oracle or outcome):
+        lacking = f"{flags.environment} has no built-in oracle or judge"
+        raise ValueError(f"--oracle-option has no effect: {lacking}")
+    judges = [_worker(one, oracle_options, "--oracle-option") for one in (oracle, outcome) if one]
+    speakers = {*environment.speakers} - {POLICY}
+    spoken = key_values("--speaker-option", flags.speaker_option)
+    if spoken and not speakers:
+        lacking = f"{flags.environment} asks no served speaker"
+        raise ValueError(f"--speaker-option has no effect: {lacking}")
+    opponents |= dict.fromkeys(sorted(speakers), spoken)
+    workers += [_worker(one, spoken, "--speaker-option") for one in sorted(speakers)]
+    default = run.scheduler.scheduler if run is not None and same else SchedulerConfig()
+    policy = _policy(flags, run, environment)
+    settings = MatchSettings(
+        environment=flags.environment, options=options, games=flags.games, seed=flags.seed,
+        seeds=flags.seeds, temperature=flags.temperature, top_p=flags.top_p, top_k=flags.top_k,
+        max_tokens=flags.max_tokens or default.max_action_tokens,
+        thinking=default.thinking and not flags.no_thinking,
+        sides="half each" if halves else "as drawn", opponents=opponents, oracle=oracle,
+        oracle_options=oracle_options, **policy.described,
+    )  # fmt: skip
+    config = config_of(settings, judges[0].name if oracle else UNJUDGED, strategy="chain")
+    row = PolicyRow("", settings, policy, environment, config)
+    work = lambda out: GamesEvaluation(row, [*workers, *judges], out, flags.concurrency).run()  # noqa: E731
+    return Prepared(name, settings, work, lines, "played")
+
+
+def _environment(name: str, options: dict[str, Any]) -> Any:
+    try:
+        environment = registry.load(name, options)
+    except ValueError as error:
+        said = str(error).replace("data.environment = ", "ENV ")
+        raise ValueError(said.replace("data.options", "--option")) from None
+    if not registry.makes_tasks(environment):
+        expected = "an environment that makes its own tasks (a game)"
+        raise ValueError(f"ENV {name!r} reads task files: expected {expected}")
+    return environment
+
+
+def _opponents(
+    flags: argparse.Namespace, environment: Environment, options: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, dict[str, Any]], list[PlugIn]]:
+    """The environment's options with its opponents, the options of the served opponents, and the
+    workers that serve them."""
+    if not hasattr(environment, "opponents"):
+        for flag in ("opponent", "simulations"):
+            if getattr(flags, flag) is not None:
+                raise ValueError(f"--{flag} has no effect: {flags.environment} has no opponent")
+        return options, {}, []
+    if "opponents" in options and flags.opponent:
+        raise ValueError("--opponent and --option opponents: give one of them")
+    mcts, own = f"{environment.name}_mcts", f"{environment.name}_{flags.opponent}"
+    chosen = own if own in PLAYERS else flags.opponent or mcts
+    names = list(options.get("opponents", [chosen]))
+    simulations = {"simulations": flags.simulations or SIMULATIONS}
+    served = {name: simulations if name == mcts else {} for name in names if name != "random"}
+    workers = [_worker(name, one, "--opponent") for name, one in served.items()]
+    if flags.simulations is not None and mcts not in served:
+        raise ValueError(f"--simulations has no effect with the opponents {sorted(names)}")
+    default = {workers[0].name if workers else "random": 1.0}
+    return {"opponents": default} | options, served, workers
+
+
+def _worker(spec: str, options: dict[str, Any], flag: str) -> PlugIn:
+    try:
+        worker = make_worker(spec, options)
+    except (ValueError, ImportError, AttributeError) as error:
+        raise ValueError(f"{flag} {spec}: {error}") from None
+    if flag == "--opponent" and not isinstance(worker, Opponent):
+        expected = f"random, one of {sorted(PLAYERS)}, or module:Class"
+        raise ValueError(f"--opponent {spec} is no opponent: expected {expected}")
+    return worker
+
+
+def _policy(
+    flags: argparse.Namespace, run: RunPolicy | None, environment: Environment
+) -> MeasuredPolicy:
+    if flags.baseline:
+        if not lists_replies(environment):
+            lacking = f"{flags.environment} lists no replies to choose from (Environment.replies)"
+            raise ValueError(f"--baseline: {lacking}")
+        text: Any = EndpointText()  # stands for a Text
+        described = {"player": "baseline", "source": flags.baseline}
+        return MeasuredPolicy(flags.baseline, described, text, lambda: None)
+    if run is not None:
+        return players.of_run(flags.run, run, flags)
+    if flags.model:
+        return players.of_model(flags.model, flags)
+    if not environment.fresh:
+        raise ValueError(f"--endpoint: {flags.environment} shows no fresh prompt each turn")
+    return players.of_endpoint(flags)
+
+
+# ----------------------------------------------------------------------------------------------
+# the games
+
+
+class GamesEvaluation(Evaluation):
     """The games of one match in one folder."""
 
     unit, done = "games", "played"
 
-    def __init__(self, match: Match, out: Path, concurrency: int):
-        s, self.match = match.settings, match
-        make: Any = match.environment
-        tasks = [("", make.task(s.seed + number)) for number in range(s.games * s.seeds)]
-        super().__init__(out, tasks, concurrency, match.workers)
+    def __init__(self, row: PolicyRow, workers: Sequence[PlugIn], out: Path, concurrency: int):
+        s, make, self.row = row.settings, row.environment, row
+        seeds = range(s.seed, s.seed + s.games * s.seeds)
+        super().__init__(out, [("", make.task(seed)) for seed in seeds], concurrency, workers)  # pyright: ignore[reportAttributeAccessIssue]
 
-    async def play(self) -> Result:
+    async def play(self) -> GamesResult:
         """Play the games that are not played yet."""
-        s, environment = self.match.settings, self.match.environment
-        config = config_of(s, self.match.judge, strategy="chain")
-        examined = await self.examine(Row("", s, self.match.player, environment, config))
-        games = [game for game in examined.outcomes if game is not None]
+        s: MatchSettings = self.row.settings
+        examined = await self.examine(self.row)
+        games, costs = [game for game in examined.outcomes if game is not None], examined.costs
         by_seed = []
         for first in range(s.seed, s.seed + s.games * s.seeds, s.games):
             ours = [game for game in games if first <= game[0].seed < first + s.games]
             by_seed.append(self._measured(first, ours))
-        spent = examined.spent
-        result = Result(
-            s, environment.headline, self._measured(s.seed, games), by_seed, examined.undone,
-            spent.seconds, int(spent.engine.get("decoded_tokens", 0)), spent.engine,
+        result = GamesResult(
+            s, self.row.environment.headline, self._measured(s.seed, games), by_seed,
+            examined.undone, costs.seconds, int(costs.engine.get("decoded_tokens", 0)),
+            costs.engine,
         )  # fmt: skip
         write_whole(self.out / "result.json", result)
         return result
 
-    async def grow(self, row: Row, of: str, context: Context, seat: Seat) -> None:
+    async def grow(self, row: PolicyRow, of: str, context: Context, calls: ResumedCalls) -> None:
         """Play a game."""
-        if self.match.settings.player == "baseline":
-            name = NO_MODEL[self.match.settings.source]
-            seat.generate = without_model(
-                name, row.environment, row.player.text, context.task, context.tree
-            )
-        if seat.generate is not None or row.environment.speakers:
+        if row.settings.player == "baseline":
+            self._without_model(context, calls)
+        if calls.generate is not None or row.environment.speakers:
             # A baseline makes the same moves again by itself; a partner's replies would not be the
             # same again, so an interrupted conversation begins anew.
-            seat.said.clear()
+            calls.said.clear()
         await context.plant()
         await strategies.load("chain")(context.tree, context)
+
+    def _without_model(self, context: Context, calls: ResumedCalls) -> None:
+        """Let a baseline (scheduler/evaluation/evaluation.py) reply in the state at the tip of the
+        tree."""
+        environment, task, tree = self.row.environment, context.task, context.tree
+        name = NO_MODEL[self.row.settings.source]
+        rng = random.Random(f"{name}/{task.id}")
+
+        async def generate(request: GenerateRequest) -> GenerateResult:
+            state = environment.initial(task)  # a partner may speak before the tree has a state
+            if tree.nodes and (kept := tree.tip().state):
+                state = msgspec.convert(kept, type(state))
+            tokens = self.row.policy.text.encode(BASELINES[name](environment.replies(state), rng))
+            n = len(tokens)
+            sample = Sample(tokens, np.zeros(n, np.float32), np.zeros(n, np.int32), "stop")
+            return GenerateResult([sample], len(request.tokens), 0)
+
+        calls.generate = generate
 
     def outcome(self, task: Task, tree: Tree | None) -> tuple[Task, Tree] | None:
         """The game."""
         return (task, tree) if tree is not None else None
 
     def _measured(self, seed: int, games: list[tuple[Task, Tree]]) -> SeedResult:
-        environment, counts = self.match.environment, Counter[str]()
+        values: dict[str, list[float]] = {}
         for task, tree in games:
-            turns = [{**action.scores, "forced": float(action.forced)} for action in tree.actions()]
-            measures = environment.measures(task, turns)
-            counts.update({name: len(values) for name, values in measures.items()})
-        estimates = summarise(self.match.settings.version, environment, games).measures.items()
-        measured = {n: Measured(e.mean, e.half, counts[n]) for n, e in estimates if counts[n]}
-        return SeedResult(seed, len(games), measured)
+            for name, several in measured(self.row.environment, task, tree).items():
+                values.setdefault(name, []).extend(several)
+        measures = {name: sample_mean(found) for name, found in sorted(values.items()) if found}
+        return SeedResult(seed, len(games), measures)
 
 
-def lines(result: Result) -> str:
+def lines(result: GamesResult) -> str:
     """The result as a table: the overall measures, and the means of each set of tasks if there are
     several sets."""
     s, measures = result.settings, result.overall.measures
@@ -165,39 +373,23 @@ def lines(result: Result) -> str:
     for name in sorted(measures, key=lambda name: (name != result.headline, name)):
         means = [f"{one.measures[name].mean:.3f}" if name in one.measures else "-" for one in each]
         rows.append([name, str(measures[name]), str(measures[name].n), *means])
-    printed = [f"{s.environment}, {result.overall.games} games, {_player(s)}{_against(s)}"]
-    printed += examination.table(rows)
-    for task, reason in list(result.unplayed.items())[:3]:
-        printed.append(f"not played: {task}: {reason}")
+    how = "greedy" if s.temperature == 0 else f"temperature {s.temperature:g}"
+    sources = {"run": f"{s.source} version {s.version}", "endpoint": f"{s.model} at {s.source}"}
+    who = f"{s.player} {sources.get(s.player, s.source)}"
+    who += "" if s.player == "baseline" else f", {how}"
+    if "opponents" in s.options:
+        served = [(name, s.opponents.get(name, {})) for name in s.options["opponents"]]
+        shown = [" ".join([name, *(f"{k}={v}" for k, v in own.items())]) for name, own in served]
+        who += f", against {' or '.join(shown)}"
+    printed = [f"{s.environment}, {result.overall.games} games, {who}", *examination.table(rows)]
+    printed += [f"not played: {task}: {why}" for task, why in list(result.unplayed.items())[:3]]
     if len(result.unplayed) > 3:
         printed.append(f"not played: {len(result.unplayed) - 3} more, see result.json")
     printed.append(f"{result.seconds:.0f} s, {result.generated_tokens} generated tokens")
     return "\n".join(printed)
 
 
-def _player(s: Settings) -> str:
-    if s.player == "baseline":
-        return f"baseline {s.source}"
-    how = "greedy" if s.temperature == 0 else f"temperature {s.temperature:g}"
-    names = {"run": f"{s.source} version {s.version}", "endpoint": f"{s.model} at {s.source}"}
-    return f"{s.player} {names.get(s.player, s.source)}, {how}"
-
-
-def _against(s: Settings) -> str:
-    if "opponents" not in s.options:
-        return ""
-    options = {name: s.opponents.get(name, {}).items() for name in s.options["opponents"]}
-    shown = [" ".join([name, *(f"{k}={v}" for k, v in more)]) for name, more in options.items()]
-    return f", against {' or '.join(shown)}"
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command. Returns its exit status."""
-
-    def prepared(flags: argparse.Namespace) -> Prepared:
-        match = prepare(flags)
-        begin = lambda out: Games(match, out, flags.concurrency)  # noqa: E731
-        return Prepared(match.environment.name, match.settings, begin, lines, "played")
-
     arguments = sys.argv[1:] if arguments is None else arguments
-    return examination.run("coppice evaluate", parser(), prepared, arguments)
+    return examination.run("coppice evaluate", parser(), prepare, arguments)

@@ -20,7 +20,7 @@ class _Scheduler(msgspec.Struct, frozen=True):
     budget: int = 3
 
 
-class Process(msgspec.Struct, frozen=True):
+class PlayedRun(msgspec.Struct, frozen=True):
     """The fields of RUN/processes/scheduler.json that say what a run plays, also one of an earlier
     release."""
 
@@ -32,7 +32,7 @@ class Process(msgspec.Struct, frozen=True):
     scheduler: _Scheduler = _Scheduler()
 
 
-def process(folder: Path) -> Process:
+def process(folder: Path) -> PlayedRun:
     """Return what a run plays. Raises FileNotFoundError or ValueError if ``folder`` is not a run's."""
     path = folder / "processes" / "scheduler.json"
     if not path.is_file():
@@ -40,7 +40,7 @@ def process(folder: Path) -> Process:
             f"{folder} has no processes/scheduler.json: expected the folder of a run"
         )
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Process)
+        return msgspec.json.decode(path.read_bytes(), type=PlayedRun)
     except msgspec.DecodeError as error:
         raise ValueError(f"{path}: {error}; expected what coppice launch wrote") from None
 
@@ -57,7 +57,7 @@ def turns(folder: Path, row: TreeRow, tree: Tree) -> list[tuple[Node, JudgedTurn
     return [(node, turn(environment, tree, node, task, of.scheduler.budget)) for node in actions]
 
 
-def _tasks(of: Process, environment: Environment, row: TreeRow) -> Iterator[Task]:
+def _tasks(of: PlayedRun, environment: Environment, row: TreeRow) -> Iterator[Task]:
     if registry.makes_tasks(environment):
         generated = GeneratedTasks(environment.task, of.seed)  # pyright: ignore[reportAttributeAccessIssue]
         yield from (

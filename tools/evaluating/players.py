@@ -41,7 +41,9 @@ def add_players(parser: argparse.ArgumentParser) -> None:
     add("--timeout", type=float, help="seconds of one attempt (default: 300)")
     add("--attempts", type=int, help="attempts of one request (default: 6)")
     add = parser.add_argument_group("with --model or --run").add_argument
-    version = "of --run: this version, or best (on its held-out tasks), instead of the newest; 0 is the start"
+    version = (
+        "of --run: a number (0: the start), or best on its held-out tasks (default: the newest)"
+    )
     add("--version", type=versions.argument, metavar="VERSION", help=version)
     thinking = "ask a chat template that knows the switch for none"
     add("--no-thinking", action="store_true", help=thinking)
@@ -50,25 +52,21 @@ def add_players(parser: argparse.ArgumentParser) -> None:
     add("--max-context", type=int, help=context)
     add = parser.add_argument_group("actions").add_argument
     add("--temperature", type=float, default=0.0, help="0, the default, is greedy")
-    nucleus = (
-        "sample from the likeliest tokens of this total probability (default: %(default)s, all)"
-    )
+    nucleus = "sample from the likeliest tokens of this total probability (default: 1, all)"
     add("--top-p", type=float, default=1.0, help=nucleus)
-    top = "sample from so many likeliest tokens (default: %(default)s, all)"
+    top = "sample from this number of likeliest tokens (default: 0, all)"
     add("--top-k", type=int, default=0, help=top)
     most = "tokens of one action, at most (default: the run's, else 500)"
     add("--max-tokens", type=int, help=most)
 
 
 _POSITIVE = ("concurrency", "timeout", "attempts", "max_tokens", "threads", "max_context")
-_LOCAL = ("model", "run")
 _NEEDS = {
-    **dict.fromkeys(
-        ("endpoint_model", "api_key_env", "endpoint_field", "timeout", "attempts"), ("endpoint",)
-    ),
-    **{"version": ("run",), "threads": _LOCAL, "max_context": _LOCAL, "no_thinking": _LOCAL},
+    ("endpoint",): ("endpoint_model", "api_key_env", "endpoint_field", "timeout", "attempts"),
+    ("run",): ("version",),
+    ("model", "run"): ("threads", "max_context", "no_thinking"),
 }
-"""Flags that have an effect only with one of other flags."""
+"""Flags, and those that have an effect only with one of them."""
 
 
 def check(flags: argparse.Namespace, *positive: str) -> None:
@@ -77,31 +75,29 @@ def check(flags: argparse.Namespace, *positive: str) -> None:
     for name in (*positive, *_POSITIVE):
         value = getattr(flags, name)
         if value is not None and value <= 0:
-            raise ValueError(f"{flag(name)} {value}: expected more than 0")
-    if not (flags.temperature == 0 or flags.temperature >= 1e-3):
-        raise ValueError(
-            f"--temperature {flags.temperature}: expected 0 (greedy) or at least 0.001"
-        )
+            raise ValueError(f"{_flag(name)} {value}: expected more than 0")
+    t, top = flags.temperature, (flags.top_p, flags.top_k)
+    if not (t == 0 or t >= 1e-3):
+        raise ValueError(f"--temperature {t}: expected 0 (greedy) or at least 0.001")
     if not 0 < flags.top_p <= 1 or flags.top_k < 0 or flags.seed < 0:
-        raise ValueError(
-            "--top-p: expected above 0 and at most 1; --top-k and --seed: expected 0 or more"
-        )
-    if flags.temperature == 0 and (flags.top_p, flags.top_k) != (1.0, 0):
+        expected = "expected above 0 and at most 1; --top-k and --seed: expected 0 or more"
+        raise ValueError(f"--top-p: {expected}")
+    if t == 0 and top != (1.0, 0):
         raise ValueError("--top-p and --top-k have no effect with --temperature 0: leave them out")
     if flags.endpoint and not flags.endpoint_model:
         raise ValueError("--endpoint needs --endpoint-model, the name of a model served there")
-    for name, needed in _NEEDS.items():
-        given = getattr(flags, name) not in (None, [], False)
+    for needed, names in _NEEDS.items():
+        given = [name for name in names if getattr(flags, name) not in (None, [], False)]
         if given and not any(getattr(flags, one) for one in needed):
-            raise ValueError(f"{flag(name)} has no effect without {' or '.join(map(flag, needed))}")
+            one_of = " or ".join(map(_flag, needed))
+            raise ValueError(f"{_flag(given[0])} has no effect without {one_of}")
 
 
-def flag(name: str) -> str:
-    """The flag of a value's name."""
+def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def table(name: str, texts: list[str]) -> dict[str, Any]:
+def key_values(name: str, texts: list[str]) -> dict[str, Any]:
     """The KEY=VALUE texts of the flag ``name``. A value is read as TOML; a bare word is a string.
     Raises ValueError."""
     try:
@@ -114,7 +110,7 @@ def table(name: str, texts: list[str]) -> dict[str, Any]:
 # runs
 
 
-class Trained(msgspec.Struct, frozen=True):
+class RunPolicy(msgspec.Struct, frozen=True):
     """A run folder as a player: its process files, and the weights to load (None: the weights of
     its model folder)."""
 
@@ -122,36 +118,20 @@ class Trained(msgspec.Struct, frozen=True):
     actor: ActorProcess
     load: LoadRequest | None
 
-    @property
-    def version(self) -> int:
-        """The version of the weights; 0 is the model folder's."""
-        return self.load.version if self.load else 0
 
-    @property
-    def weights(self) -> str:
-        """The digest of the weights, as published or of the model folder."""
-        return self.load.digest if self.load else weights_digest(self.actor.model)
-
-
-def read_run(run: Path, version: int | str | None) -> Trained:
+def read_run(run: Path, version: int | str | None) -> RunPolicy:
     """The run with one version (None: the newest, "best": on its held-out tasks). Raises ValueError
     or FileNotFoundError."""
-    folder = run / "processes"
-    if not (folder / "scheduler.json").is_file():
-        raise FileNotFoundError(
-            f"--run {run}: no processes/scheduler.json there; expected the folder of a run"
-        )
-    scheduler = saved(folder / "scheduler.json", SchedulerProcess)
-    actor = saved(folder / "actor-0.json", ActorProcess)
+    if not (run / "processes" / "scheduler.json").is_file():
+        missing = "no processes/scheduler.json there; expected the folder of a run"
+        raise FileNotFoundError(f"--run {run}: {missing}")
+    scheduler = saved(run / "processes" / "scheduler.json", SchedulerProcess)
+    actor = saved(run / "processes" / "actor-0.json", ActorProcess)
     number, weights = versions.chosen(run, version)
-    load = None
-    if weights is not None:
-        load = LoadRequest(
-            number,
-            str(weights.resolve()),
-            saved(weights / published.NAME, published.Manifest).digest,
-        )
-    return Trained(scheduler, actor, load)
+    if weights is None:
+        return RunPolicy(scheduler, actor, None)
+    proof = saved(weights / published.NAME, published.Manifest).digest
+    return RunPolicy(scheduler, actor, LoadRequest(number, str(weights.resolve()), proof))
 
 
 _Read = TypeVar("_Read")
@@ -164,17 +144,14 @@ def saved(path: Path, kind: type[_Read]) -> _Read:
         return msgspec.json.decode(path.read_bytes(), type=kind)
     except (OSError, msgspec.DecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise ValueError(
-            f"--run: {path}: {reason}; expected a file that a run wrote: copy the run folder again, or measure another run or version"
-        ) from None
+        remedy = "copy the run folder again, or measure another run or version"
+        wanted = f"expected a file that a run wrote: {remedy}"
+        raise ValueError(f"--run: {path}: {reason}; {wanted}") from None
 
 
 def weights_digest(folder: str) -> str:
-    """A digest that changes when other weights replace those in a model folder.
-
-    It is computed from the contents of the files, or from their names, sizes and times if the files
-    are large.
-    """
+    """A digest of the weights in a model folder: of the contents of its files, or of their names,
+    sizes and times if the files are large."""
     files = sorted(Path(folder).glob("*.safetensors"))
     small = sum(file.stat().st_size for file in files) <= _READ_WHOLE
     total = hashlib.sha256()
@@ -188,10 +165,10 @@ def weights_digest(folder: str) -> str:
 
 
 # ----------------------------------------------------------------------------------------------
-# players
+# policies
 
 
-class Player(msgspec.Struct, frozen=True):
+class MeasuredPolicy(msgspec.Struct, frozen=True):
     """Who is measured, not started yet.
 
     name: a short one. described: its part of the settings. make: makes its engine, None without a
@@ -207,7 +184,7 @@ class Player(msgspec.Struct, frozen=True):
     own: SchedulerProcess | None = None
 
 
-def of_model(name: str, flags: argparse.Namespace) -> Player:
+def of_model(name: str, flags: argparse.Namespace) -> MeasuredPolicy:
     """The player of --model. Raises ValueError."""
     from coppice.tools.defaults.models import ensure_model
     from coppice.tools.defaults.settings import cache_folder  # these import torch
@@ -215,26 +192,28 @@ def of_model(name: str, flags: argparse.Namespace) -> Player:
     try:
         folder = str(ensure_model(name, cache_folder()))
     except (FileNotFoundError, ValueError) as error:
-        raise ValueError(
-            f"--model {name}: {str(error).removeprefix(f'model.name = {name!r}: ')}"
-        ) from None
+        reason = str(error).removeprefix(f"model.name = {name!r}: ")
+        raise ValueError(f"--model {name}: {reason}") from None
     config = _local(ActorsConfig(max_context=MAX_CONTEXT), flags)
     described = {"player": "model", "source": folder, "weights": weights_digest(folder)}
-    return Player(
+    return MeasuredPolicy(
         _short(Path(name).name or Path(folder).resolve().name), described, Text(folder),
         lambda: _engine(folder, config), config.max_context,
     )  # fmt: skip
 
 
-def of_run(path: Path, run: Trained, flags: argparse.Namespace, least_context: int = 0) -> Player:
+def of_run(
+    path: Path, run: RunPolicy, flags: argparse.Namespace, least_context: int = 0
+) -> MeasuredPolicy:
     """The player of --run. least_context: a lower bound of the context, unless a flag gives it."""
     folder, own = run.actor.model, run.actor.actors
     room = max(own.max_context, least_context)
     config = _local(msgspec.structs.replace(own, max_context=room), flags)
-    described = {"player": "run", "source": str(path.resolve()), "model": folder}
-    described |= {"version": run.version, "weights": run.weights}
-    return Player(
-        _short(f"{path.resolve().name}-v{run.version}"), described, Text(folder),
+    described: dict[str, Any] = {"player": "run", "source": str(path.resolve()), "model": folder}
+    described |= {"version": run.load.version if run.load else 0}
+    described |= {"weights": run.load.digest if run.load else weights_digest(folder)}
+    return MeasuredPolicy(
+        _short(f"{path.resolve().name}-v{described['version']}"), described, Text(folder),
         lambda: _engine(folder, config), config.max_context, run.load, run.scheduler,
     )  # fmt: skip
 
@@ -243,25 +222,27 @@ def of_endpoint(
     flags: argparse.Namespace,
     engine: type[EndpointEngine] = EndpointEngine,
     text: type[EndpointText] = EndpointText,
-) -> Player:
+) -> MeasuredPolicy:
     """The player of --endpoint. Raises ValueError."""
     parts = urlsplit(flags.endpoint)
     good = parts.scheme in ("http", "https") and parts.hostname and not parts.query
     if not good or "@" in parts.netloc:
-        raise ValueError(
-            "--endpoint: expected http(s)://host[:port]/v1, without a key (see --api-key-env)"
-        )
-    more = {"timeout_s": flags.timeout, "attempts": flags.attempts}
-    more |= {"api_key_env": flags.api_key_env}
+        expected = "http(s)://host[:port]/v1, without a key (see --api-key-env)"
+        raise ValueError(f"--endpoint: expected {expected}")
+    more = {
+        "timeout_s": flags.timeout,
+        "attempts": flags.attempts,
+        "api_key_env": flags.api_key_env,
+    }
     reached = Reached(
         flags.endpoint, flags.endpoint_model, concurrency=flags.concurrency,
-        fields=table("--endpoint-field", flags.endpoint_field),
+        fields=key_values("--endpoint-field", flags.endpoint_field),
         **{key: value for key, value in more.items() if value is not None},
     )  # fmt: skip
     described = {"player": "endpoint", "source": flags.endpoint, "model": reached.model}
     described |= {"fields": reached.fields}
     shown: Any = text()  # stands for a Text
-    return Player(_short(reached.model), described, shown, lambda: engine(reached))
+    return MeasuredPolicy(_short(reached.model), described, shown, lambda: engine(reached))
 
 
 def _short(name: str) -> str:

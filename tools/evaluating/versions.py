@@ -29,16 +29,12 @@ def chosen(run: Path, version: int | str | None) -> tuple[int, Path | None]:
         kept = {record[0].version: record[1]} | kept
     if version == BEST:
         if record is None:
-            raise ValueError(
-                f"--version best: {run} has no held-out evaluation that was kept (scheduler.evaluation)"
-            )
-        # Not kept[version]: a run that was resumed from a checkpoint may have trained another
-        # version of that number.
+            lacks = "has no held-out evaluation that was kept (scheduler.evaluation)"
+            raise ValueError(f"--version best: {run} {lacks}")
+        # Not kept[version]: a resumed run may have trained another version of that number.
         return record[0].version, record[1] if record[0].version else None
     number = max(kept, default=0) if version is None else int(version)
     if number and number not in kept:
-        best_one = f", best {record[0].version}" if record is not None else ""
-        raise ValueError(
-            f"--version {number}: {run} holds {sorted(kept)} (the newest learner.keep{best_one}), and 0"
-        )
+        which = "the newest learner.keep" + (f", best {record[0].version}" if record else "")
+        raise ValueError(f"--version {number}: {run} holds {sorted(kept)} ({which}), and 0")
     return number, kept.get(number)

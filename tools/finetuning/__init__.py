@@ -1,2 +1,1 @@
-"""coppice sft makes a fine-tuned judge or a benchmark: trajectories of runs -> labels of two judges
--> review -> rows or benchmark."""
+"""coppice sft makes a fine-tuned judge: runs -> labels of two judges -> review -> rows."""

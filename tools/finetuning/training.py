@@ -50,13 +50,13 @@ def _train(options: argparse.Namespace, folder: Path) -> None:
         print(f"{long} of {len(examples)} rows are longer than {limit} tokens and left out")
     learnt, held_out = split(kept, options.held_out, options.seed)
     if not learnt:
-        raise ValueError(
-            f"{options.rows}: no row is left to learn from ({len(examples)} read, {long} too long, {len(held_out)} held out)"
-        )
+        counts = f"{len(examples)} read, {long} too long, {len(held_out)} held out"
+        raise ValueError(f"{options.rows}: no row is left to learn from ({counts})")
     steps = options.steps or math.ceil(options.epochs * len(learnt) / options.batch)
     recipe = Recipe(
-        steps=steps, batch=options.batch, lr=options.lr, schedule=options.schedule, warmup=round(options.warmup_ratio * steps),
-        shuffle=options.seed, lora_rank=options.lora_rank, lora_alpha=options.lora_alpha, packing=options.packing,
+        steps=steps, batch=options.batch, lr=options.lr, schedule=options.schedule,
+        warmup=round(options.warmup_ratio * steps), shuffle=options.seed,
+        lora_rank=options.lora_rank, lora_alpha=options.lora_alpha, packing=options.packing,
         forward_tokens=options.forward_tokens,
     )  # fmt: skip
     sizes = f"{len(learnt)} rows, {len(held_out)} held out"
@@ -65,9 +65,8 @@ def _train(options: argparse.Namespace, folder: Path) -> None:
         losses = fine_tune.train(model, learnt, folder, recipe, options.threads, held_out)
     except OutOfMemoryError as error:
         reason = str(error).split("\n")[0]
-        raise MemoryError(
-            f"{reason}: train adapters (--lora-rank 16), or less at once (--forward-tokens)"
-        ) from None
+        remedy = "train adapters (--lora-rank 16), or less at once (--forward-tokens)"
+        raise MemoryError(f"{reason}: {remedy}") from None
     counts = {"rows": len(learnt), "held_out_rows": len(held_out), "too_long": long}
     write_whole(folder / "sft.json", counts | {"recipe": recipe, "losses": losses})
 
@@ -78,10 +77,8 @@ def _check_new(out: Path) -> None:
 
 
 def _check(options: argparse.Namespace) -> None:
-    positive, shares = (
-        ("batch", "lr", "epochs", "steps", "threads", "max_tokens"),
-        ("held_out", "warmup_ratio"),
-    )
+    positive = ("batch", "lr", "epochs", "steps", "threads", "max_tokens")
+    shares = ("held_out", "warmup_ratio")
     for name in (*positive, *shares, "lora_rank", "forward_tokens"):
         value, said = getattr(options, name), f"--{name.replace('_', '-')}"
         if value is None:
@@ -118,17 +115,14 @@ def read_rows(path: Path, text: "Text", end: Sequence[int] = ()) -> "list[Exampl
     expected = "{prompt, completion} or {messages, completion} (docs/sft.md)"
     for number, row in jsonl.lines(path, _Row, expected, "--rows"):
         if bool(row.prompt) == bool(row.messages):
-            raise ValueError(
-                f"{path}:{number}: {'both' if row.prompt else 'neither'} of prompt and messages; expected {expected}"
-            )
+            which = f"{'both' if row.prompt else 'neither'} of prompt and messages"
+            raise ValueError(f"{path}:{number}: {which}; expected {expected}")
         chat = msgspec.to_builtins(row.messages) or [{"role": "user", "content": row.prompt}]
-        prompt, completion = (
-            text.encode(part).tolist() for part in (text.prompt(chat), row.completion)
-        )
+        prompt = text.encode(text.prompt(chat)).tolist()
+        completion = text.encode(row.completion).tolist()
         if not completion:
-            raise ValueError(
-                f"{path}:{number}: the completion is empty: expected a text to learn; remove that line"
-            )
+            empty = "the completion is empty: expected a text to learn; remove that line"
+            raise ValueError(f"{path}:{number}: {empty}")
         examples.append(Example(prompt + completion + list(end), len(prompt), row.group))
     if not examples:
         raise ValueError(f"{path} holds no example: expected lines of {expected}")

@@ -7,27 +7,14 @@ must be determined by its seed and its actions, which a contract test holds of e
 """
 
 import re
-import threading
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from coppice.actors.environments.base import SPLIT, Action, Environment, Task, Tools, Transition
-from coppice.actors.environments.others.in_other_python.worker import (
-    Games,
-    Refused,
-    Turned,
-    random_state,
-    set_random_state,
-)
+from coppice.actors.environments.others.in_other_python.worker import ActionRefused, Turned
 from coppice.common.numbers import Count
-
-_PLAYING = threading.RLock()
-"""Held while a game is played: first states are made in threads, and there is one random state of
-the process."""
-KEPT = 256
-"""Games in a cache."""
 
 
 class Played(msgspec.Struct, frozen=True):
@@ -61,8 +48,8 @@ class Mutable(Environment):
         self._block = re.compile(f"<{self.tag}>(.*?)</{self.tag}>", re.DOTALL)
 
     async def ask(self, seed: int, actions: tuple[str, ...], action: str | None) -> Turned:
-        """Return what stands after an action, or before it if it is None. Raises Refused if the
-        library refuses it."""
+        """Return what stands after an action, or before it if it is None. Raises ActionRefused if
+        the library refuses it."""
         raise NotImplementedError
 
     async def others(
@@ -108,14 +95,13 @@ class Mutable(Environment):
             return self.outgrown(state)
         try:
             turned = await self.ask(state.seed, state.actions, action.argument)
-        except Refused:
+        except ActionRefused:
             return self.outgrown(state)
         actions = (*state.actions, action.argument)
         moved = msgspec.structs.replace(state, actions=actions)
         turned, actions = await self.others(moved, turned, tools)
-        after = Played(
-            state.seed, turned.seen, actions, state.earned + turned.reward, state.turns + 1
-        )
+        earned, turns = state.earned + turned.reward, state.turns + 1
+        after = Played(state.seed, turned.seen, actions, earned, turns)
         if not turned.done and after.turns < self.horizon:
             return Transition(after, turned.seen, False, reward=turned.reward)
         success = after.earned > 0 if turned.success is None else turned.success
@@ -126,40 +112,3 @@ class Mutable(Environment):
         """Return the end of an episode that cannot go on: what it has earned so far, and no
         success."""
         return Transition(state, "", True, state.earned, {"success": 0.0}, 0.0)
-
-
-class InThisPython(Mutable):
-    """An adapter whose library is in this process. A subclass writes ``begin`` and ``turn``, and
-    says in ``copies`` whether a game can be copied."""
-
-    copies = True
-
-    def __init__(self, horizon: Count):
-        super().__init__(horizon)
-        self.games = Games(self.begin, self.turn, self.copies, KEPT)
-
-    def begin(self, seed: int) -> tuple[Any, Turned]:
-        """Return a new game, reset with ``seed``, and what its first player sees."""
-        raise NotImplementedError
-
-    def turn(self, game: Any, action: str) -> Turned:
-        """Play an action, which changes the game. Raises ValueError if the library refuses it."""
-        raise NotImplementedError
-
-    def stands(self, seed: int, actions: tuple[str, ...], action: str | None) -> Turned:
-        """Like ``ask``. The random state of the process stays as it was."""
-        with _PLAYING:
-            before = random_state()
-            try:
-                return self.games.answer(seed, actions, action)
-            finally:
-                set_random_state(before)
-
-    async def ask(self, seed: int, actions: tuple[str, ...], action: str | None) -> Turned:
-        return self.stands(seed, actions, action)
-
-    def initial(self, task: Task) -> Played:
-        return Played(task.seed, self.stands(task.seed, (), None).seen)
-
-    async def open(self, state: Played, tools: Tools) -> Played:
-        return state

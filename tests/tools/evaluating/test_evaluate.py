@@ -24,11 +24,11 @@ from hypothesis import strategies as st
 from coppice.actors.config import ActorProcess, ActorsConfig
 from coppice.actors.engines.endpoint import EndpointEngine, EndpointText, whole
 from coppice.actors.environments.base import HELD_OUT_SEEDS, SPLIT
-from coppice.actors.environments.sotopia.conversation import DIMENSIONS
+from coppice.actors.environments.sotopia.environment import DIMENSIONS
 from coppice.common.http import Reached
 from coppice.scheduler.config import SchedulerConfig, SchedulerProcess
 from coppice.scheduler.ledger.journal import Journal
-from coppice.tools.evaluating.examination import Ledger, Spent
+from coppice.tools.evaluating.examination import EvaluationCosts, total_costs
 from coppice.tools.evaluating.folder import claim
 from coppice.tools.evaluating.games import main
 from coppice.tools.inspecting.dump import main as dump
@@ -505,13 +505,13 @@ def test_torn_files_are_mended_or_named(tmp_path: Path) -> None:
     (tmp_path / "sessions.jsonl").write_bytes(
         b'{"games":1,"seconds":2,"engine":{"x":3}}\n{"games":1,"sec'
     )
-    assert Ledger(tmp_path, "games", 0.0).total() == Spent(2, {"x": 3})
+    assert total_costs(tmp_path / "sessions.jsonl") == EvaluationCosts(2, {"x": 3})
     with (tmp_path / "sessions.jsonl").open("ab") as file:
         file.write(b"{}\n")
     with pytest.raises(
         InfrastructureFault, match=r"sessions\.jsonl:2 is no session.*remove that line"
     ):
-        Ledger(tmp_path, "games", 0.0).total()
+        total_costs(tmp_path / "sessions.jsonl")
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "evaluation.json").write_bytes(b'{"games"')
     with pytest.raises(

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from coppice.judges.base import Judge
 from coppice.judges.pprm import messages, read_templates
-from coppice.tools.evaluating.judge_bench import build, evaluate, record
+from coppice.research import process_bench as build
+from coppice.tools.evaluating.judge_bench import evaluate, record
 from coppice.tools.evaluating.judge_bench.evaluate import SHIPPED, baseline, main, measure
-from coppice.tools.evaluating.judge_bench.judging import Answer, Answers
+from coppice.tools.evaluating.judge_bench.judging import Answers, StepAnswer
 from coppice.tools.evaluating.judge_bench.record import Item, Labelled, Trajectory
 from coppice.wire.faults import InfrastructureFault
 from coppice.wire.messages import JudgedTurn, Judgement
@@ -531,12 +532,12 @@ def test_the_shipped_set_is_consistent_small_and_no_class_rules_it() -> None:
 
 def test_a_torn_answer_is_asked_again(tmp_path: Path) -> None:
     path = tmp_path / "answers.jsonl"
-    Answers(path).add(Answer("j", "a#1", 0.5))
+    Answers(path).add(StepAnswer("j", "a#1", 0.5))
     with path.open("ab") as file:
         file.write(b'{"judge":"j","ste')
     again = Answers(path)
     assert list(again.found) == [("j", "a#1")]
-    again.add(Answer("j", "a#2", None))
+    again.add(StepAnswer("j", "a#2", None))
     assert len(Answers(path).found) == 2
 
 

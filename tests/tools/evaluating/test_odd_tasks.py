@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 
 from coppice.scheduler.growth.tree import Tree
-from coppice.tools.evaluating.examination import HOPELESS, Tasks
+from coppice.tools.evaluating.examination import HOPELESS, JournaledTasks
 from coppice.wire.faults import InfrastructureFault
 from coppice.wire.messages import Sample
 
 
 async def test_an_odd_exception_gives_up_its_task_with_the_traceback(tmp_path: Path) -> None:
-    tasks = Tasks(tmp_path, 3, "games", "played", 1)
+    tasks = JournaledTasks(tmp_path, 3, "games", "played", 1)
 
     async def grow(tree: Tree, said: list[Sample]) -> None:
         if tree.id == 1:
@@ -25,7 +25,7 @@ async def test_an_odd_exception_gives_up_its_task_with_the_traceback(tmp_path: P
 
 
 async def test_tasks_that_all_raise_give_up_the_evaluation(tmp_path: Path) -> None:
-    tasks = Tasks(tmp_path, HOPELESS, "games", "played", 1)
+    tasks = JournaledTasks(tmp_path, HOPELESS, "games", "played", 1)
 
     async def grow(tree: Tree, said: list[Sample]) -> None:
         raise KeyError("board")
@@ -37,7 +37,7 @@ async def test_tasks_that_all_raise_give_up_the_evaluation(tmp_path: Path) -> No
 
 
 async def test_a_full_disk_ends_the_evaluation(tmp_path: Path) -> None:
-    tasks = Tasks(tmp_path, 1, "games", "played", 1)
+    tasks = JournaledTasks(tmp_path, 1, "games", "played", 1)
 
     async def grow(tree: Tree, said: list[Sample]) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")

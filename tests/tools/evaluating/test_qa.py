@@ -31,8 +31,8 @@ from coppice.scheduler.evaluation.evaluation import Estimate
 from coppice.scheduler.growth.tasks import held_out
 from coppice.scheduler.growth.tree import Tree
 from coppice.scheduler.ledger.journal import Journal
-from coppice.tools.evaluating.examination import Measured
-from coppice.tools.evaluating.qa.evaluation import Result, macro, notes, settings_of
+from coppice.tools.evaluating.examination import SampleMean
+from coppice.tools.evaluating.qa.evaluation import QaTable, macro, notes, settings_of
 from coppice.tools.evaluating.qa.main import main
 from coppice.tools.evaluating.qa.methods import PROMPTS as QA_PROMPTS
 from coppice.tools.evaluating.qa.methods import filled
@@ -162,9 +162,9 @@ def test_tokens_are_counted_by_who_wrote_them() -> None:
 
 
 def test_the_macro_mean_is_of_sets_and_its_interval_of_theirs() -> None:
-    sets = [{"em": Measured(0.5, 0.3, 10)}, {"em": Measured(0.1, 0.4, 1000)}]
+    sets = [{"em": SampleMean(0.5, 0.3, 10)}, {"em": SampleMean(0.1, 0.4, 1000)}]
     assert macro(sets) == {"em": Estimate(0.3, pytest.approx(0.25))}  # pyright: ignore
-    assert macro([{"em": Measured(0.5, 0.3, 10)}, {}]) == {}, (
+    assert macro([{"em": SampleMean(0.5, 0.3, 10)}, {}]) == {}, (
         "a measure that one set lacks has no mean"
     )
 
@@ -204,7 +204,7 @@ def test_a_row_that_cannot_work_is_counted_and_does_not_end_its_set(tmp_path: Pa
     )
     ((small,),) = (one.notes[1:] for one in read_sets([f"x={path}"], 9, 0))
     assert small == "x: 9 questions are asked for and 1 are there, so all of them are used"
-    (said,) = notes(Result(settings_of([found], 0), []))
+    (said,) = notes(QaTable(settings_of([found], 0), []))
     told = "3 evidence or hops, 1 no question, 1 no gold answer, 1 not JSON"
     assert said == f"x: 6 rows of its file cannot be used: {told}"
 

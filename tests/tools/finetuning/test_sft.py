@@ -17,18 +17,19 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from coppice.actors.environments.search_qa.environment import SearchQA, State
+from coppice.actors.environments.search_qa.environment import SearchQA, SearchState
 from coppice.actors.environments.search_qa.environment import Step as PastStep
 from coppice.judges.base import Judge
 from coppice.judges.pprm import parse_final_score
 from coppice.learner.fine_tune import Example, Recipe, Student, batch_of, fine_tune, rate
+from coppice.research import process_bench
 from coppice.scheduler.growth.text import Text
 from coppice.scheduler.growth.tree import Tree
 from coppice.scheduler.ledger.journal import Journal
 from coppice.tools.evaluating.folder import locked
 from coppice.tools.evaluating.judge_bench import evaluate, record
-from coppice.tools.evaluating.judge_bench.judging import Answer, Answers
-from coppice.tools.evaluating.judge_bench.record import Labelled, Step, Trajectory
+from coppice.tools.evaluating.judge_bench.judging import Answers, StepAnswer
+from coppice.tools.evaluating.judge_bench.record import Labelled, RecordedStep, Trajectory
 from coppice.tools.finetuning.command import main, parser
 from coppice.tools.finetuning.judge import label
 from coppice.tools.finetuning.judge.label import read_corrections, two_lines
@@ -81,9 +82,9 @@ def tree_of(number: int, name: str, searches: Sequence[int]) -> Tree:
     """A tree whose trajectories search so often and then answer; the first rightly, the others
     wrongly."""
     tree, nothing = Tree(number, name), np.zeros(1, np.int32)
-    root = tree.add(None, "prompt", nothing, "PROMPT", state=plain(State(QUESTION)))
+    root = tree.add(None, "prompt", nothing, "PROMPT", state=plain(SearchState(QUESTION)))
     for trajectory, count in enumerate(searches):
-        state, node = State(QUESTION), root
+        state, node = SearchState(QUESTION), root
         for i in range(count):
             node = tree.add(node, "action", nothing, action(i), chosen=True, trajectory=trajectory)
             past = PastStep(f"think {i}", f"query {i}", found(i))
@@ -103,7 +104,7 @@ def found(i: int) -> str:
     return f"\n<information>Doc 1(Title: T{i}) F: v</information>\n"
 
 
-def plain(state: State) -> Any:
+def plain(state: SearchState) -> Any:
     return msgspec.to_builtins(state)
 
 
@@ -111,7 +112,7 @@ def test_a_trajectory_holds_every_turn_but_the_last_as_a_judge_sees_it(
     run: Path, tmp_path: Path, capsys: Any
 ) -> None:
     assert main(["collect", str(run), "--out", str(tmp_path / "t.jsonl")]) == 0
-    first, second = record.read(tmp_path / "t.jsonl", Trajectory[Step])
+    first, second = record.read(tmp_path / "t.jsonl", Trajectory[RecordedStep])
     assert (first.id, first.outcome, len(first.steps)) == ("run-0-0", 1, 1)
     assert (second.id, second.outcome, len(second.steps)) == ("run-0-1", 0, 2)
     assert (first.question, first.golden_answers, first.data_source) == (
@@ -126,7 +127,7 @@ def test_a_trajectory_holds_every_turn_but_the_last_as_a_judge_sees_it(
     ]
     assert [step.response for step in second.steps] == [action(0) + found(0), action(1) + found(1)]
     turn = record.judged_turn(second, second.steps[1])
-    state = State(QUESTION, (PastStep("think 0", "query 0", found(0)),))
+    state = SearchState(QUESTION, (PastStep("think 0", "query 0", found(0)),))
     environment = SearchQA("short", 2)
     expected = environment.judged(task_of(second), state, environment.read(state, action(1)), 2, 3)
     assert turn == msgspec.structs.replace(
@@ -138,7 +139,7 @@ def test_a_trajectory_holds_every_turn_but_the_last_as_a_judge_sees_it(
         assert f"skipped: {reason}" in said
 
 
-def task_of(one: Trajectory[Step]) -> Any:
+def task_of(one: Trajectory[RecordedStep]) -> Any:
     from coppice.actors.environments.base import Task
 
     return Task("t1", one.question, one.golden_answers, one.evidence)
@@ -166,6 +167,11 @@ def test_what_is_no_search_run_is_refused(run: Path, tmp_path: Path, capsys: Any
     )
     assert main(["collect", str(run), *out]) == 2
     assert "expected one of search_qa" in capsys.readouterr().err
+
+
+def command(arguments: list[str]) -> int:
+    """Run coppice sft, or coppice dev process-bench for "bench"."""
+    return process_bench.main(arguments[1:]) if arguments[0] == "bench" else main(arguments)
 
 
 def test_no_command_writes_over_what_it_reads(run: Path, tmp_path: Path, capsys: Any) -> None:
@@ -198,7 +204,7 @@ def test_no_command_writes_over_what_it_reads(run: Path, tmp_path: Path, capsys:
         (["collect", str(run), "--out", f"{run}/journal.sqlite"], f"lies in {run}, which this command reads"),
         (["collect", str(run), "--out", f"{tmp_path}/train.jsonl"], "train.jsonl would write over"),
     ):  # fmt: skip
-        assert main(arguments) == 2, arguments
+        assert command(arguments) == 2, arguments
         assert message in capsys.readouterr().err
         assert {
             path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()
@@ -237,7 +243,7 @@ def test_what_cannot_be_written_is_said_before_the_work(tmp_path: Path, capsys: 
     assert [path.name for path in tmp_path.iterdir()] == ["t.jsonl"]
 
 
-def graded(one: Trajectory[Step], response: str) -> Any:
+def graded(one: Trajectory[RecordedStep], response: str) -> Any:
     step = Labelled(
         context=one.question, response=response, score_a=1, score_b=1, score=1, target=JUDGEMENT
     )
@@ -251,17 +257,17 @@ def test_runs_of_one_name_make_one_benchmark_when_collected_with_a_prefix(run: P
         (run, twin, twin), files, ([], [], ["--prefix", "other-"]), strict=True
     ):
         assert main(["collect", str(folder), "--out", file, *more]) == 0
-        found = record.read(Path(file), Trajectory[Step])
+        found = record.read(Path(file), Trajectory[RecordedStep])
         record.write(Path(file), [graded(one, f"{file} {one.id}") for one in found])
     out = ["--out", str(tmp_path / "made.jsonl")]
-    for command in (["bench", "--size", "9"], ["rows"]):
+    for words in (["bench", "--size", "9"], ["rows"]):
         capsys.readouterr()
-        assert main([*command, files[0], files[1], *out]) == 2
+        assert command([*words, files[0], files[1], *out]) == 2
         said = capsys.readouterr().err
         assert f"the id 'run-0-0' is in {files[0]} and in {files[1]}: ids are unique" in said
         assert "--prefix (coppice sft collect)" in said
-        assert main([*command, files[0], files[2], *out]) == 0
-    assert main(["bench", "--size", "9", files[0], files[2], *out]) == 0
+        assert command([*words, files[0], files[2], *out]) == 0
+    assert command(["bench", "--size", "9", files[0], files[2], *out]) == 0
     made = record.read(tmp_path / "made.jsonl", record.Item)
     assert {item.id for item in made} == {"run-0-0", "run-0-1", "other-run-0-0", "other-run-0-1"}
 
@@ -270,8 +276,8 @@ def test_runs_of_one_name_make_one_benchmark_when_collected_with_a_prefix(run: P
 # labelling
 
 
-def trajectory(name: str, count: int) -> Trajectory[Step]:
-    steps = [Step(context=QUESTION, response=f"{name} {i}") for i in range(1, count + 1)]
+def trajectory(name: str, count: int) -> Trajectory[RecordedStep]:
+    steps = [RecordedStep(context=QUESTION, response=f"{name} {i}") for i in range(1, count + 1)]
     return Trajectory(
         id=name, data_source="d", question=QUESTION, golden_answers=["g"], outcome=1, steps=steps
     )
@@ -284,7 +290,7 @@ def answered(
     for step, pair in scores.items():
         for judge, score in zip("ab", pair, strict=True):
             answers.add(
-                Answer(
+                StepAnswer(
                     judge, step, score, text if judge == "a" else JUDGEMENT.replace("3,4", "1,2")
                 )
             )
@@ -462,20 +468,15 @@ def test_balanced_rows_are_half_of_good_steps_and_half_of_bad_ones(tmp_path: Pat
 
 def test_a_benchmark_is_built_from_files(tmp_path: Path, capsys: Any) -> None:
     labelled_file(tmp_path)
-    command = [
-        "bench",
-        str(tmp_path / "l.jsonl"),
-        *"--size 2 --out".split(),
-        str(tmp_path / "b.jsonl"),
-    ]
-    assert main(command) == 0
-    assert len(record.read(tmp_path / "b.jsonl", record.Item)) == 2
-    report = json.loads((tmp_path / "b.report.json").read_text())
-    assert report["taken"]["correct_good"] == 1
+    made, pool = tmp_path / "b.jsonl", str(tmp_path / "l.jsonl")
+    build = ["bench", pool, "--size", "2", "--out", str(made)]
+    assert command(build) == 0
+    assert len(record.read(made, record.Item)) == 2
+    assert json.loads((tmp_path / "b.report.json").read_text())["taken"]["correct_good"] == 1
     assert "1 correct_bad" in capsys.readouterr().out
-    assert main([*command, "--exclude", str(tmp_path / "l.jsonl")]) == 2
+    assert command([*build, "--exclude", pool]) == 2
     assert "no trajectory is left" in capsys.readouterr().err
-    assert main([*command, "--threshold", "best"]) == 2
+    assert command([*build, "--threshold", "best"]) == 2
 
 
 # ----------------------------------------------------------------------------------------------

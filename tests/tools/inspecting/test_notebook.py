@@ -78,7 +78,7 @@ def test_frames_and_records_are_data_frames(run: Path) -> None:
 
 
 def test_turns_through_another_scheme(run: Path) -> None:
-    opened = notebook.Run(run)
+    opened = notebook.OpenedRun(run)
     own, other = opened.advantages(), opened.advantages("slate")
     assert own["advantage"].to_list() == opened.nodes.filter(ACTION)["advantage"].to_list()
     assert own.join(other, on=["tree", "node"]).height == 6
@@ -89,8 +89,8 @@ def test_turns_through_another_scheme(run: Path) -> None:
 def test_the_weight_of_a_turn_is_what_the_correction_makes_of_its_ratios(
     run: Path, level: str
 ) -> None:
-    opened = notebook.Run(run)
-    with opened._journal() as (journal, rows):
+    opened = notebook.OpenedRun(run)
+    with opened.journal() as (journal, rows):
         _, newest = replay.newest(journal, rows, run)
     plain, cut = opened.weights("none", level), opened.weights("tis", level, upper=0.5)
     for row, upper in zip(plain.iter_rows(named=True), cut.iter_rows(named=True), strict=True):
@@ -105,7 +105,7 @@ def test_the_weight_of_a_turn_is_what_the_correction_makes_of_its_ratios(
 
 
 def test_a_judge_scores_the_actions_of_a_tree(run: Path) -> None:
-    opened = notebook.Run(run)
+    opened = notebook.OpenedRun(run)
     scores = opened.judge("exact_match", tree=1)
     assert scores["node"].to_list() == [1, 2, 3]
     assert scores["outcome"].to_list() == [1.0, 0.0, 0.0]

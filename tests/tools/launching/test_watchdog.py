@@ -164,7 +164,7 @@ def test_the_stacks_of_an_endless_loop_and_of_a_deadlock_are_read_from_the_log(
     assert process.stdout is not None
     try:
         assert process.stdout.readline() == b"ready\n"
-        doing, text = watchdog.asked(process.pid, log)
+        doing, text = watchdog.activity(process.pid, log)
         places = where(text)
         main, other = places.split(", ")
         assert main.startswith(f"{tmp_path.name}/judge.py:")

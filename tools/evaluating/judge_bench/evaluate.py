@@ -6,7 +6,6 @@ read counts as wrong.
 """
 
 import argparse
-import functools
 import random
 import sys
 from collections.abc import Callable, Sequence
@@ -17,11 +16,10 @@ import msgspec
 
 from coppice.common.atomic import write_whole
 from coppice.common.options import command_parser, option
-from coppice.scheduler.evaluation.evaluation import estimate
 from coppice.tools.evaluating import examination
-from coppice.tools.evaluating.examination import Measured, Prepared
+from coppice.tools.evaluating.examination import Prepared, SampleMean, repeated, sample_mean
 from coppice.tools.evaluating.judge_bench import judging, record
-from coppice.tools.evaluating.judge_bench.judging import JudgeSpec, Session
+from coppice.tools.evaluating.judge_bench.judging import JudgeSpec
 from coppice.tools.evaluating.judge_bench.record import CATEGORIES, THRESHOLD, Graded, Item
 
 COMMAND = "coppice evaluate nvprocess"
@@ -29,7 +27,7 @@ SHIPPED = Path(__file__).parent / "nvprocess-small.jsonl"
 BASELINES = ("majority", "random", "first-turn", "constant")
 
 
-class Settings(msgspec.Struct, frozen=True):
+class BenchSettings(msgspec.Struct, frozen=True):
     """OUT/evaluation.json: the settings that a resumed evaluation must share with the first."""
 
     bench: str
@@ -37,18 +35,18 @@ class Settings(msgspec.Struct, frozen=True):
     judges: list[JudgeSpec]
 
 
-class Row(msgspec.Struct, frozen=True):
+class JudgeRow(msgspec.Struct, frozen=True):
     """The result of one judge. valid: the share of outputs that could be read. by_category,
     by_steps: the accuracy on parts of the set."""
 
     judge: str
-    accuracy: Measured
+    accuracy: SampleMean
     valid: float
-    by_category: dict[str, Measured]
-    by_steps: dict[str, Measured]
+    by_category: dict[str, SampleMean]
+    by_steps: dict[str, SampleMean]
 
 
-class Result(msgspec.Struct, frozen=True):
+class BenchResult(msgspec.Struct, frozen=True):
     """OUT/result.json."""
 
     bench: str
@@ -56,7 +54,7 @@ class Result(msgspec.Struct, frozen=True):
     steps: int
     good_steps: int
     threshold: float
-    rows: list[Row]
+    rows: list[JudgeRow]
 
 
 # ----------------------------------------------------------------------------------------------
@@ -65,13 +63,13 @@ class Result(msgspec.Struct, frozen=True):
 
 def measure(
     judge: str, items: Sequence[Item], scores: dict[str, float | None], threshold: float
-) -> Row:
+) -> JudgeRow:
     """The row of a judge. scores: by step; None is an output that could not be read."""
     labels = {n: record.label(s, threshold) for n, s in scores.items() if s is not None}
     return _row(judge, items, labels.get)
 
 
-def baseline(kind: str, items: Sequence[Item], threshold: float) -> Row:
+def baseline(kind: str, items: Sequence[Item], threshold: float) -> JudgeRow:
     """The row of a rule without a judge. "majority": always the more frequent label. "random": a
     fair coin per step.
 
@@ -100,29 +98,28 @@ def _steps(items: Sequence[Item]) -> list[tuple[Item, str, Graded]]:
     ]
 
 
-def _row(judge: str, items: Sequence[Item], verdict: Callable[[str], int | None]) -> Row:
+def _row(judge: str, items: Sequence[Item], verdict: Callable[[str], int | None]) -> JudgeRow:
     """Make the row of a judge. verdict: the label that the judge gives to a step, or None."""
     steps = _steps(items)
     labels = {name: verdict(name) for _, name, _ in steps}
     right = [(item, float(labels[name] == step.label)) for item, name, step in steps]
     valid = sum(label is not None for label in labels.values()) / len(labels)
 
-    def parts(holds: dict[str, Callable[[Item], bool]]) -> dict[str, Measured]:
+    def parts(holds: dict[str, Callable[[Item], bool]]) -> dict[str, SampleMean]:
         measured = {}
         for name, one in holds.items():
             if values := [value for item, value in right if one(item)]:
-                accuracy = estimate(values)
-                measured[name] = Measured(accuracy.mean, accuracy.half, len(values))
+                measured[name] = sample_mean(values)
         return measured
 
     (accuracy,) = parts({"": lambda item: True}).values()
     by_category = {name: lambda item, name=name: item.category == name for name in CATEGORIES}
     single, multi = lambda item: len(item.steps) == 1, lambda item: len(item.steps) > 1
     by_steps = parts({"single-step": single, "multi-step": multi})
-    return Row(judge, accuracy, valid, parts(by_category), by_steps)
+    return JudgeRow(judge, accuracy, valid, parts(by_category), by_steps)
 
 
-def table(result: Result) -> str:
+def table(result: BenchResult) -> str:
     """The result as a table for the terminal."""
     parts = [*result.rows[0].by_category, *result.rows[0].by_steps]
     cells = [["judge", "accuracy ±95%", "valid", *parts]]
@@ -130,7 +127,8 @@ def table(result: Result) -> str:
         each = {**row.by_category, **row.by_steps}
         shown = [str(row.accuracy), f"{row.valid:.3f}", *(str(each[name]) for name in parts)]
         cells.append([row.judge, *shown])
-    head = f"{result.bench}: {result.items} trajectories, {result.steps} steps, {result.good_steps} of them good (threshold {result.threshold:g})"
+    good = f"{result.good_steps} of them good (threshold {result.threshold:g})"
+    head = f"{result.bench}: {result.items} trajectories, {result.steps} steps, {good}"
     return "\n".join([head, *examination.table(cells)])
 
 
@@ -161,9 +159,8 @@ class _Judge(argparse.Action):
 def add_deadline(parser: argparse.ArgumentParser) -> None:
     """Add --deadline, the time that a judge may take for one step."""
     words = "seconds for one step with all its attempts (default: %(default)g)"
-    parser.add_argument(
-        "--deadline", type=float, default=judging.DEADLINE_S, metavar="SECONDS", help=words
-    )
+    seconds = judging.DEADLINE_S
+    parser.add_argument("--deadline", type=float, default=seconds, metavar="SECONDS", help=words)
 
 
 def check_deadline(seconds: float) -> None:
@@ -180,24 +177,16 @@ def check_threshold(threshold: float) -> None:
 
 def judges_of(flags: argparse.Namespace) -> list[JudgeSpec]:
     """The judges of a command line. Raises ValueError if two have the same name."""
-    judges = [
-        JudgeSpec(one["name"] or _title(one["spec"], one["options"]), one["spec"], one["options"])
-        for one in flags.judges
-    ]
-    names = [one.name for one in judges]
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ValueError(f"two judges are called {twice[0]!r}: tell them apart with --name")
+    judges = []
+    for one in flags.judges:
+        options: dict[str, Any] = one["options"]
+        tables = [value for value in options.values() if isinstance(value, dict)]
+        title = [one["spec"], *(str(value["model"]) for value in tables if "model" in value)]
+        title += [f"{k}={value}" for k, value in options.items() if not isinstance(value, dict)]
+        judges.append(JudgeSpec(one["name"] or " ".join(title), one["spec"], options))
+    if twice := repeated([one.name for one in judges]):
+        raise ValueError(f"two judges are called {twice!r}: tell them apart with --name")
     return judges
-
-
-def _title(spec: str, options: dict[str, Any]) -> str:
-    plain = [f"{key}={value}" for key, value in options.items() if not isinstance(value, dict)]
-    models = [
-        str(value["model"])
-        for value in options.values()
-        if isinstance(value, dict) and "model" in value
-    ]
-    return " ".join([spec, *models, *plain])
 
 
 EXAMPLES = """\
@@ -234,55 +223,18 @@ def baselines_of(flags: argparse.Namespace) -> list[str]:
     """The baselines of a command line, after "majority". Raises ValueError for an unknown one."""
     kinds = ["majority"]
     for kind, *values in flags.baseline:
+        name = " ".join([kind, *values])
         if kind not in BASELINES or len(values) != (kind == "constant"):
-            raise ValueError(
-                f"--baseline {' '.join([kind, *values])}: expected majority, random, first-turn, or constant S"
-            )
-        if kind == "constant" and not _is_score(values[0]):
-            raise ValueError(
-                f"--baseline constant {values[0]}: expected a score, a number from 0 to 1"
-            )
-        kinds += [" ".join([kind, *values])] if kind != "majority" else []
+            expected = "expected majority, random, first-turn, or constant S"
+            raise ValueError(f"--baseline {name}: {expected}")
+        if kind == "constant":
+            try:
+                check_threshold(float(values[0]))
+            except ValueError:
+                expected = "expected a score, a number from 0 to 1"
+                raise ValueError(f"--baseline {name}: {expected}") from None
+        kinds.append(name)
     return list(dict.fromkeys(kinds))
-
-
-def _is_score(text: str) -> bool:
-    try:
-        return 0 <= float(text) <= 1
-    except ValueError:
-        return False
-
-
-class Bench(Session):
-    """Asks the judges, and measures them and the baselines."""
-
-    def __init__(
-        self, flags: argparse.Namespace, items: list[Item], judges: list[JudgeSpec],
-        baselines: list[str], out: Path,
-    ):  # fmt: skip
-        super().__init__(judges, items, out / "answers.jsonl", flags.deadline, flags.count_failed)
-        self.flags, self.items, self.baselines, self.out = flags, items, baselines, out
-
-    async def play(self) -> Result:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """The accuracy of all judges. Raises Fault as ``Session`` does."""
-        found, threshold = (await super().play()).found, self.flags.threshold
-        rows = [baseline(kind, self.items, threshold) for kind in self.baselines]
-        for one in self.working:
-            answers = {name: found.get((one.name, name)) for name, _ in self.steps}
-            scores = {name: a.score if a is not None else None for name, a in answers.items()}
-            rows.append(measure(one.name, self.items, scores, threshold))
-        steps = [step for item in self.items for step in item.steps]
-        bench = self.flags.bench.name
-        if other := sum(step.label != record.label(step.score, threshold) for step in steps):
-            print(
-                f"{other} of {len(steps)} labels of {bench} were made with another threshold than"
-                f" {threshold:g}: give the threshold of its report (--threshold)",
-                file=sys.stderr,
-            )
-        good = sum(step.label for step in steps)
-        result = Result(bench, len(self.items), len(steps), good, threshold, rows)
-        write_whole(self.out / "result.json", result)
-        return result
 
 
 def prepare(flags: argparse.Namespace) -> Prepared:
@@ -291,9 +243,35 @@ def prepare(flags: argparse.Namespace) -> Prepared:
     check_deadline(flags.deadline)
     items = record.read(flags.bench, Item, "--bench")
     judges, kinds = judges_of(flags), baselines_of(flags)
-    settings = Settings(record.digest(flags.bench), flags.threshold, judging.lasting(judges))
-    begin = functools.partial(Bench, flags, items, judges, kinds)
-    return Prepared("nvprocess", settings, begin, table)
+    settings = BenchSettings(record.digest(flags.bench), flags.threshold, judging.lasting(judges))
+
+    async def work(out: Path) -> BenchResult:
+        answers = await judging.ask_all(
+            judges, items, out / "answers.jsonl", flags.deadline, flags.count_failed
+        )
+        result = _result(flags, items, judges, kinds, answers)
+        write_whole(out / "result.json", result)
+        return result
+
+    return Prepared("nvprocess", settings, work, table)
+
+
+def _result(
+    flags: argparse.Namespace, items: list[Item], judges: list[JudgeSpec], kinds: list[str],
+    answers: judging.Answers,
+) -> BenchResult:  # fmt: skip
+    threshold, bench = flags.threshold, flags.bench.name
+    rows = [baseline(kind, items, threshold) for kind in kinds]
+    for judge in judges:
+        found = {step: a.score for (name, step), a in answers.found.items() if name == judge.name}
+        rows.append(measure(judge.name, items, found, threshold))
+    steps = [step for item in items for step in item.steps]
+    if other := sum(step.label != record.label(step.score, threshold) for step in steps):
+        told = f"{other} of {len(steps)} labels of {bench} were made with another threshold than"
+        remedy = f"{threshold:g}: give the threshold of its report (--threshold)"
+        print(f"{told} {remedy}", file=sys.stderr)
+    good = sum(step.label for step in steps)
+    return BenchResult(bench, len(items), len(steps), good, threshold, rows)
 
 
 def main(arguments: Sequence[str]) -> int:

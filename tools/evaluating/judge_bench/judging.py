@@ -16,7 +16,7 @@ import msgspec
 from coppice.judges.base import Judge, checked
 from coppice.judges.serve import BUILT_IN, make_worker
 from coppice.scheduler.concurrency import gather
-from coppice.tools.evaluating.examination import HOPELESS, Progress
+from coppice.tools.evaluating.examination import HOPELESS, TaskProgress
 from coppice.tools.evaluating.folder import append, cut_torn_tail
 from coppice.tools.evaluating.judge_bench import record
 from coppice.tools.evaluating.judge_bench.record import Trajectory
@@ -26,8 +26,7 @@ from coppice.wire.messages import JudgedTurn
 COLUMN = "process"
 """If a judge has several columns, the score of a step is this one."""
 DEADLINE_S = 900.0
-"""Seconds for one judgement, including the judge's own attempts. A judge that takes longer hangs.
-"""
+"""Seconds for one judgement, including the judge's own attempts. A judge that takes longer hangs."""
 
 
 class JudgeSpec(msgspec.Struct, frozen=True):
@@ -59,26 +58,20 @@ def lasting(judges: Sequence[JudgeSpec]) -> list[JudgeSpec]:
             return value
         return {key: below for key, below in value.items() if key not in REACHED}
 
-    return [
-        JudgeSpec(
-            one.name,
-            one.spec,
-            {key: kept(value) for key, value in one.options.items()},
-            _texts(one, make(one)),
-        )
-        for one in judges
-    ]
+    specs = []
+    for one in judges:
+        judge = make(one)
+        templates: dict[str, str] = getattr(judge, "templates", {})
+        texts = [f"{part}\0{text}" for part, text in sorted(templates.items())]
+        if one.spec not in BUILT_IN and (source := inspect.getsourcefile(type(judge))):
+            texts.append(Path(source).read_text())
+        digest = hashlib.sha256("\0".join(texts).encode()).hexdigest()[:12] if texts else ""
+        options = {key: kept(value) for key, value in one.options.items()}
+        specs.append(JudgeSpec(one.name, one.spec, options, digest))
+    return specs
 
 
-def _texts(spec: JudgeSpec, judge: Judge) -> str:
-    templates: dict[str, str] = getattr(judge, "templates", {})
-    texts = [f"{part}\0{text}" for part, text in sorted(templates.items())]
-    if spec.spec not in BUILT_IN and (source := inspect.getsourcefile(type(judge))):
-        texts.append(Path(source).read_text())
-    return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:12] if texts else ""
-
-
-class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class StepAnswer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A line of the file. score: S/M in [0, 1], None if the output could not be read; text: the
     judge's output."""
 
@@ -91,19 +84,13 @@ class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def make(spec: JudgeSpec) -> Judge:
     """Make the judge. Raises ValueError if it does not exist or does not score a step by one
     number."""
-    worker = make_worker(spec.spec, spec.options)
-    if not isinstance(worker, Judge):
+    judge = make_worker(spec.spec, spec.options)
+    if not isinstance(judge, Judge):
         raise ValueError(f"{spec.spec!r} judges nothing: expected a judge")
-    _column(worker)
-    return worker
-
-
-def _column(judge: Judge) -> str:
-    if COLUMN in judge.columns or len(judge.columns) == 1:
-        return COLUMN if COLUMN in judge.columns else judge.columns[0]
-    raise ValueError(
-        f"judge {judge.name} has the columns {list(judge.columns)}: expected {COLUMN!r}, or one column"
-    )
+    if COLUMN not in judge.columns and len(judge.columns) != 1:
+        columns = f"judge {judge.name} has the columns {list(judge.columns)}"
+        raise ValueError(f"{columns}: expected {COLUMN!r}, or one column")
+    return judge
 
 
 class Answers:
@@ -115,39 +102,37 @@ class Answers:
 
     def __init__(self, path: Path):
         self.path = path
-        self.found: dict[tuple[str, str], Answer] = {}
+        self.found: dict[tuple[str, str], StepAnswer] = {}
         cut_torn_tail(path)
-        if path.is_file():
-            try:
-                self.found = {(a.judge, a.step): a for _, a in record.lines(path, Answer)}
-            except ValueError as error:
-                raise InfrastructureFault(
-                    f"{error}: remove that line, then its step is asked again"
-                ) from None
+        try:
+            lines = record.lines(path, StepAnswer) if path.is_file() else ()
+            self.found = {(a.judge, a.step): a for _, a in lines}
+        except ValueError as error:
+            remedy = "remove that line, then its step is asked again"
+            raise InfrastructureFault(f"{error}: {remedy}") from None
 
-    def add(self, answer: Answer) -> None:
+    def add(self, answer: StepAnswer) -> None:
         """Append an answer to the file."""
         append(self.path, answer)
         self.found[answer.judge, answer.step] = answer
 
 
-class Asking:
-    """Asks one judge about the steps that it has not answered yet. deadline_s: seconds per step.
-    failures: the reasons by step."""
+class _Asking:
+    """Asks one judge about the steps that it has not answered yet. failures: the reasons by step."""
 
     def __init__(self, spec: JudgeSpec, answers: Answers, deadline_s: float):
         self.name, self.judge = spec.name, make(spec)
         self.answers, self.deadline_s = answers, deadline_s
-        self.column = _column(self.judge)
+        columns = self.judge.columns
+        self.column = COLUMN if COLUMN in columns else columns[0]
         self.room = asyncio.Semaphore(self.judge.concurrency)
         self.failures: dict[str, str] = {}
         self.failed_in_a_row = 0
 
     async def all(self, steps: Sequence[tuple[str, JudgedTurn]]) -> None:
-        """Ask about every step. Raises Fault if ``HOPELESS`` steps in a row fail."""
         left = [step for step in steps if (self.name, step[0]) not in self.answers.found]
         before = len(steps) - len(left)
-        self.progress = Progress(len(steps), "steps", before, f"{self.name}: ")
+        self.progress = TaskProgress(len(steps), "steps", before, f"{self.name}: ")
         if left:
             await self.judge.start()
             try:
@@ -159,78 +144,63 @@ class Asking:
         async with self.room:
             # Work that has failed may go on for a moment before it is cancelled.
             if self.failed_in_a_row >= HOPELESS:
-                return
+                return None
             before = self._failed()
             try:
                 async with asyncio.timeout(self.deadline_s):
                     judgements = await self.judge.score([turn])
                 (judgement,), _ = checked(self.judge, [turn], judgements)
             except Fault as fault:
-                self._fail(name, str(fault))
-                return
+                return self._fail(name, str(fault))
             except TimeoutError:
-                self._fail(name, f"no judgement within {self.deadline_s:g} s (--deadline)")
-                return
+                return self._fail(name, f"no judgement within {self.deadline_s:g} s (--deadline)")
             score = judgement.scores.get(self.column)
             if score is None and self._failed() > before:
                 # The judge does not say which of its concurrent steps failed, so all of them are
                 # asked again.
-                self._fail(name, judgement.explanation)
-                return
+                return self._fail(name, judgement.explanation)
             if score is not None and not 0 <= score <= 1:
-                raise DataFault(
-                    f"{self.name} scored {name} {score:g}: expected S/M, a number from 0 to 1"
-                )
+                expected = "expected S/M, a number from 0 to 1"
+                raise DataFault(f"{self.name} scored {name} {score:g}: {expected}")
             self.failed_in_a_row = 0
-            self.answers.add(Answer(self.name, name, score, judgement.explanation.strip()))
-            self.progress.one()
+            self.answers.add(StepAnswer(self.name, name, score, judgement.explanation.strip()))
+            return self.progress.one()
 
     def _failed(self) -> float:
-        stats = getattr(self.judge, "stats", dict)()
-        return stats.get("failed", 0.0)
+        return getattr(self.judge, "stats", dict)().get("failed", 0.0)
 
     def _fail(self, name: str, reason: str) -> None:
         self.failures[name] = reason
         self.failed_in_a_row += 1
         if self.failed_in_a_row >= HOPELESS:
-            raise InfrastructureFault(
-                f"{self.name}: {HOPELESS} steps in a row were not judged; the last: {reason}"
-            )
+            what = f"{self.name}: {HOPELESS} steps in a row were not judged"
+            raise InfrastructureFault(f"{what}; the last: {reason}")
 
 
-class Session:
-    """Asks every judge about every step, as ``tools.evaluating.examination.conduct`` runs it.
-    Answers in the file ``path`` are kept. count_failed: failed steps are no fault."""
+async def ask_all(
+    judges: Sequence[JudgeSpec], records: Sequence[Trajectory[Any]], path: Path,
+    deadline_s: float = DEADLINE_S, count_failed: bool = False,
+) -> Answers:  # fmt: skip
+    """Ask every judge about every step that has no answer in the file ``path``. May be cancelled at
+    any moment and continued later.
 
-    def __init__(
-        self,
-        judges: Sequence[JudgeSpec],
-        records: Sequence[Trajectory[Any]],
-        path: Path,
-        deadline_s: float = DEADLINE_S,
-        count_failed: bool = False,
-    ):
-        self.answers, self.count_failed = Answers(path), count_failed
-        self.working = [Asking(one, self.answers, deadline_s) for one in judges]
-        self.steps = [
-            (record.step_id(r, number), record.judged_turn(r, step))
-            for r in records
-            for number, step in enumerate(r.steps, 1)
-        ]
-
-    async def play(self) -> Answers:
-        """Ask all judges. Raises Fault as ``Asking.all`` does, or naming the first failed step of
-        each judge."""
-        await gather(one.all(self.steps) for one in self.working)
-        failed = [
-            f"judge {one.name}: {len(one.failures)} steps failed, the first is {': '.join(first)}"
-            for one in self.working
-            for first in list(one.failures.items())[:1]
-        ]
-        if failed and not self.count_failed:
-            failed.append("--count-failed counts such steps as wrong")
-            raise InfrastructureFault("\n".join(failed))
-        return self.answers
-
-    async def close(self) -> None:
-        """Does nothing, because ``Asking.all`` closes its judge."""
+    deadline_s: seconds per step. count_failed: failed steps are no fault. Raises Fault if a judge
+    fails at ``HOPELESS`` steps in a row, or naming the first failed step of each judge.
+    """
+    answers = Answers(path)
+    steps = [
+        (record.step_id(r, number), record.judged_turn(r, step))
+        for r in records
+        for number, step in enumerate(r.steps, 1)
+    ]
+    working = [_Asking(one, answers, deadline_s) for one in judges]
+    await gather(one.all(steps) for one in working)
+    failed = []
+    for one in working:
+        for name, reason in list(one.failures.items())[:1]:
+            first = f"{len(one.failures)} steps failed, the first is {name}: {reason}"
+            failed.append(f"judge {one.name}: {first}")
+    if failed and not count_failed:
+        failed.append("--count-failed counts such steps as wrong")
+        raise InfrastructureFault("\n".join(failed))
+    return answers

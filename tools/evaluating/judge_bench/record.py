@@ -49,7 +49,7 @@ class Details(_Record, frozen=True, kw_only=True):
     past_observations: list[str] = []
 
 
-class Step(_Record, frozen=True, kw_only=True):
+class RecordedStep(_Record, frozen=True, kw_only=True):
     """A turn for a judge."""
 
     context: str
@@ -57,26 +57,27 @@ class Step(_Record, frozen=True, kw_only=True):
     turn: Details | None = None
 
 
-class Labelled(Step, frozen=True, kw_only=True):
-    """A turn with the scores of two judges. score: their mean, or a reviewer's score. target: the
-    two-line judgement to learn, or ""."""
+class Scored(RecordedStep, frozen=True, kw_only=True):
+    """A turn with the scores of two judges. score: their mean, or a reviewer's score."""
 
     score_a: Score
     score_b: Score
     score: Score
+
+
+class Labelled(Scored, frozen=True, kw_only=True):
+    """A scored turn. target: the two-line judgement to learn, or ""."""
+
     target: str = ""
 
 
-class Graded(Step, frozen=True, kw_only=True):
+class Graded(Scored, frozen=True, kw_only=True):
     """A turn of the benchmark. label: 1 if the score is above the threshold."""
 
-    score_a: Score
-    score_b: Score
-    score: Score
     label: Literal[0, 1]
 
 
-S = TypeVar("S", bound=Step)
+S = TypeVar("S", bound=RecordedStep)
 
 
 class Trajectory(_Record, Generic[S], frozen=True, kw_only=True):
@@ -114,14 +115,12 @@ def read(path: Path, kind: type[R], flag: str = "") -> list[R]:
     by_id: dict[str, R] = {}
     for number, record in lines(path, kind, flag):
         if record.id in by_id:
-            raise ValueError(
-                f"{path}:{number}: the id {record.id!r} comes a second time: ids are unique"
-            )
+            twice = f"the id {record.id!r} comes a second time"
+            raise ValueError(f"{path}:{number}: {twice}: ids are unique")
         by_id[record.id] = record
     if not by_id:
-        raise ValueError(
-            f"{path} holds no record: expected lines of {_named(kind)} (docs/process-bench.md)"
-        )
+        expected = f"expected lines of {_named(kind)} (docs/process-bench.md)"
+        raise ValueError(f"{path} holds no record: {expected}")
     return list(by_id.values())
 
 
@@ -133,10 +132,9 @@ def read_all(paths: Sequence[Path], kind: type[R]) -> list[R]:
     for path in paths:
         of_file = read(path, kind)
         if twice := next((record.id for record in of_file if record.id in file_of), None):
-            raise ValueError(
-                f"the id {twice!r} is in {file_of[twice]} and in {path}: ids are unique. They begin with the name of the run's"
-                " folder: collect one of the two runs again with a --prefix (coppice sft collect), or leave one file out"
-            )
+            both = f"the id {twice!r} is in {file_of[twice]} and in {path}"
+            again = "collect one of the two runs again with a --prefix (coppice sft collect)"
+            raise ValueError(f"{both}: ids are unique: {again}, or leave one file out")
         file_of |= {record.id: path for record in of_file}
         records += of_file
     return records
@@ -169,24 +167,24 @@ def copied(one: msgspec.Struct, kind: type[T], **more: Any) -> T:
     return kind(**{name: getattr(one, name) for name in shared} | more)
 
 
-def recorded(turn: JudgedTurn) -> Step:
+def recorded(turn: JudgedTurn) -> RecordedStep:
     """A judged turn as a step. The question, the golds and the evidence belong to its trajectory."""
     observation = turn.observation or ""
     details = copied(turn, Details, summary=turn.context)
     context = f"{turn.question}\n\n{turn.transcript}" if turn.transcript else turn.question
-    return Step(context=context, response=turn.response + observation, turn=details)
+    return RecordedStep(context=context, response=turn.response + observation, turn=details)
 
 
-def judged_turn(record: Trajectory[Any], step: Step) -> JudgedTurn:
+def judged_turn(record: Trajectory[Any], step: RecordedStep) -> JudgedTurn:
     """The turn that a judge sees. Without ``turn``, it has only the question, transcript, response,
     golds and evidence."""
     question, between, transcript = step.context.partition(f"{record.question}\n\n")
     if question or not between:  # the bare question, or another wording of it
         question, transcript = step.context, ""
-    known = step.turn or Details(step=1, budget=1)
+    details = step.turn or Details(step=1, budget=1)
     return copied(
-        known, JudgedTurn, question=question or record.question, golds=record.golden_answers,
-        context=known.summary, response=step.response.removesuffix(known.observation or ""),
+        details, JudgedTurn, question=question or record.question, golds=record.golden_answers,
+        context=details.summary, response=step.response.removesuffix(details.observation or ""),
         evidence=record.evidence, transcript=transcript,
     )  # fmt: skip
 

@@ -47,12 +47,8 @@ class ChatEngine(EndpointEngine):
     def _own(self, sample: Sample, forced: bool) -> Sample:
         text = self.text.decode(sample.tokens)
         tokens = self.text.encode(text.split(_OPENING, 1)[-1] if forced else text) + _ITS_OWN
-        return Sample(
-            tokens,
-            np.zeros(len(tokens), np.float32),
-            np.zeros(len(tokens), np.int32),
-            sample.finish,
-        )
+        n = len(tokens)
+        return Sample(tokens, np.zeros(n, np.float32), np.zeros(n, np.int32), sample.finish)
 
     def _messages(self, tokens: np.ndarray) -> list[dict[str, str]]:
         """The prompt's messages, then one message per stretch of the same writer."""
@@ -62,9 +58,8 @@ class ChatEngine(EndpointEngine):
         try:
             messages = msgspec.json.decode(first, type=list[dict[str, str]])
         except msgspec.DecodeError as error:
-            raise DataFault(
-                f"the prefix does not begin with a prompt's messages ({error})"
-            ) from None
+            expected = "the prefix does not begin with a prompt's messages"
+            raise DataFault(f"{expected} ({error})") from None
         for part in parts[1:]:
             role = "assistant" if part[0] >= _ITS_OWN else "user"
             messages.append({"role": role, "content": self.text.decode(part)})

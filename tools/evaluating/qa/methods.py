@@ -90,10 +90,10 @@ async def ask(
 async def say(tree: Tree, ctx: Context, place: Node, stop: Sequence[str] = ANSWERED) -> Node:
     """Let the model continue after ``place``. Returns its text as a node."""
     (sample,), cached = await ctx.services.sample(tree.prefix(place), 1, list(stop))
+    text = ctx.runtime.text.decode(sample.tokens)
     reply = tree.add(
-        place, "action", sample.tokens, ctx.runtime.text.decode(sample.tokens), logprobs=sample.logprobs,
-        versions=sample.versions, sampled=np.ones(len(sample.tokens), bool), finish=sample.finish, cached=cached,
-        chosen=True,
+        place, "action", sample.tokens, text, logprobs=sample.logprobs, versions=sample.versions,
+        sampled=np.ones(len(sample.tokens), bool), finish=sample.finish, cached=cached, chosen=True,
     )  # fmt: skip
     ctx.save([reply])
     return reply

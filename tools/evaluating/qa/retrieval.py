@@ -22,8 +22,8 @@ from coppice.wire.faults import InfrastructureFault
 from coppice.wire.messages import Passage, RetrieveRequest, RetrieveResult
 
 _SCHEMA = """
-CREATE TABLE IF NOT EXISTS passages (
-    retriever TEXT, topk INTEGER, query TEXT, found BLOB, PRIMARY KEY (retriever, topk, query)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS passages (retriever TEXT, topk INTEGER, query TEXT, found BLOB,
+    PRIMARY KEY (retriever, topk, query)) WITHOUT ROWID;
 """
 _WAIT_S = 60.0
 """Seconds to wait while another evaluation writes to the same file."""
@@ -44,9 +44,8 @@ class CachedRetrieval:
             self.db.execute("PRAGMA journal_mode=WAL")
             self.db.executescript(_SCHEMA)
         except (OSError, sqlite3.Error) as error:
-            raise NotStarted(
-                f"--cache {file} is no file of found passages ({error}): name another file"
-            ) from None
+            problem = f"is no file of found passages ({error})"
+            raise NotStarted(f"--cache {file} {problem}: name another file") from None
         self._queries = 0
         self._hot = HotQueries(self, 0, at_once=AT_ONCE)
         self._gate = asyncio.Lock()
@@ -62,9 +61,8 @@ class CachedRetrieval:
                     self._backend = await self._open.enter_async_context(self.opening())
                 except (OSError, ValueError, ImportError, MemoryError) as error:
                     reason = str(error).strip().split("\n")[0]
-                    raise NotStarted(
-                        f"--retriever: {reason}; build the index anew, or give another one"
-                    ) from error
+                    remedy = "build the index anew, or give another one"
+                    raise NotStarted(f"--retriever: {reason}; {remedy}") from error
             return self._backend
 
     @property
@@ -88,9 +86,8 @@ class CachedRetrieval:
         try:
             self.db.executemany("INSERT OR REPLACE INTO passages VALUES (?,?,?,?)", rows)
         except sqlite3.Error as error:
-            raise InfrastructureFault(
-                f"{self.file} could not be written ({error}): free some space"
-            ) from None
+            problem = f"{self.file} could not be written ({error})"
+            raise InfrastructureFault(f"{problem}: free some space") from None
         return found
 
     def _kept(self, topk: int, query: str) -> list[Passage] | None:
@@ -113,16 +110,14 @@ def identity_of(retriever: str) -> str:
     if is_served(retriever):
         return retriever.rstrip("/")
     if "://" in retriever:
-        raise ValueError(
-            f"--retriever {retriever}: expected an index folder, an http(s):// URL, or default"
-        )
+        expected = "an index folder, an http(s):// URL, or default"
+        raise ValueError(f"--retriever {retriever}: expected {expected}")
     try:
         manifest = read_manifest(Path(retriever))
     except (FileNotFoundError, ValueError) as error:
         raise type(error)(f"--retriever {retriever}: {error}") from None
-    return (
-        f"index {manifest.corpus_sha256[:16]} of {manifest.passages} passages by {manifest.encoder}"
-    )
+    corpus, size = manifest.corpus_sha256[:16], manifest.passages
+    return f"index {corpus} of {size} passages by {manifest.encoder}"
 
 
 def opening_of(retriever: str, threads: int) -> Open:

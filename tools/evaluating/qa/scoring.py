@@ -60,9 +60,3 @@ def _said(node: Node, path: Sequence[Node]) -> str:
 def _closing(node: Node) -> str:
     """The closing tag that must be appended to a forced answer, or "" (methods.md 1.4)."""
     return "</answer>" if node.forced and "</answer>" not in node.text else ""
-
-
-def unanswered() -> dict[str, float]:
-    """The scores of a question that could not be finished, for example because its prompt exceeds
-    the context: all are 0."""
-    return dict.fromkeys(("em", "f1", "em_two_blocks", "em_slate", "answered"), 0.0)

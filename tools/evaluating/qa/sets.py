@@ -10,14 +10,17 @@ from pathlib import Path
 
 import msgspec
 
-from coppice.actors.environments.base import Rejected, Task
+from coppice.actors.environments.base import RejectedTask, Task
 from coppice.actors.environments.task_files import load_tasks, too_few, unusable, with_split
+from coppice.tools.evaluating.examination import repeated
 
 HUB = "RUC-NLPIR/FlashRAG_datasets"
 PAPER = ("nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", "bamboogle")
 """The folders of the hub's data set that are the columns of the papers' tables."""
 MULTI_HOP = PAPER[3:]
 """The columns of SLATE's ablations (methods.md 1.6, 1.7)."""
+HOPS = ("one_hop", "two_hop")
+"""The sets of the built-in questions, by the number of hops from 1."""
 SPLITS = ("test", "dev", "validation", "train")
 """A set is evaluated on the first of these splits that it has (methods.md 1.8). The hub usually
 calls a dev split validation."""
@@ -50,42 +53,34 @@ def read_sets(
     """The sets that --set names, each as its fixed subset of ``count`` questions (None: all).
 
     flags: NAME=SOURCE texts. "paper" means the papers' seven sets; no text means the built-in
-    questions by hops, read from ``heldout``. A source is a .jsonl or .parquet file, a hub data set
-    owner/name[:split], or one folder of it, owner/name/folder[:split]. Raises ValueError or
-    FileNotFoundError with the remedy.
+    questions by hops, read from ``heldout`` if given. A source is a .jsonl or .parquet file, a hub
+    data set owner/name[:split], or one folder of it, owner/name/folder[:split]. Raises ValueError
+    or FileNotFoundError with the remedy.
     """
     specs: list[tuple[str, str]] = []
     for text in flags:
-        name, equals, source = text.partition("=")
+        name, _, source = text.partition("=")
         if text == "paper":
             specs += [(name, f"{HUB}/{name}") for name in PAPER]
-        elif not (equals and name and source):
-            raise ValueError(
-                f"--set {text!r}: expected NAME=PATH, NAME=owner/name[/folder][:split], or paper"
-            )
+        elif not (name and source):
+            expected = "NAME=PATH, NAME=owner/name[/folder][:split], or paper"
+            raise ValueError(f"--set {text!r}: expected {expected}")
         else:
             specs.append((name, source))
-    names = [name for name, _ in specs]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise ValueError(f"--set {twice[0]} is given twice: name each set once")
-    if not specs:
-        assert heldout is not None, "the built-in questions were not made"
-        return _by_hops(heldout, count, seed)
-    return [_read(name, source, count, seed) for name, source in specs]
+    if twice := repeated([name for name, _ in specs]):
+        raise ValueError(f"--set {twice} is given twice: name each set once")
+    if specs:
+        return [_read(name, source, count, seed) for name, source in specs]
+    if heldout is None:
+        from coppice.tools.defaults.facts import ensure_facts
+        from coppice.tools.defaults.settings import cache_folder  # imports torch
 
-
-def _by_hops(path: Path, count: int | None, seed: int) -> list[QuestionSet]:
-    tasks, rejected = load_tasks(str(path))
-    words = {1: "one_hop", 2: "two_hop"}
+        heldout = ensure_facts(cache_folder()) / "heldout.jsonl"
+    tasks, rejected = load_tasks(str(heldout))
+    by_hops = {name: [t for t in tasks if t.hops == n] for n, name in enumerate(HOPS, 1)}
     return [
-        QuestionSet(
-            words[hops],
-            "built-in",
-            subset([t for t in tasks if t.hops == hops], count, seed),
-            _counted(rejected),
-        )
-        for hops in sorted(words)
+        QuestionSet(name, "built-in", subset(own, count, seed), _counted(rejected))
+        for name, own in by_hops.items()
     ]
 
 
@@ -99,7 +94,7 @@ def _read(name: str, source: str, count: int | None, seed: int) -> QuestionSet:
     return QuestionSet(name, source, subset(tasks, count, seed), _counted(rejected), notes)
 
 
-def _counted(rejected: Sequence[Rejected]) -> dict[str, int]:
+def _counted(rejected: Sequence[RejectedTask]) -> dict[str, int]:
     """The number of rejected rows by reason, without the details of a reason."""
     return dict(Counter(re.split("[:,(]", row.reason)[0].strip() for row in rejected))
 

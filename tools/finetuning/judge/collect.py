@@ -12,13 +12,12 @@ from pathlib import Path
 import msgspec
 
 from coppice.actors.environments import registry
-from coppice.actors.environments.base import Task
 from coppice.actors.environments.search_qa.environment import SearchQA
 from coppice.actors.environments.task_files import listed, load_tasks
-from coppice.scheduler.growth.tree import Tree
 from coppice.scheduler.ledger.journal import Journal
 from coppice.tools.evaluating import judged
-from coppice.tools.evaluating.judge_bench.record import Step, Trajectory, recorded
+from coppice.tools.evaluating.examination import repeated
+from coppice.tools.evaluating.judge_bench.record import RecordedStep, Trajectory, recorded
 
 
 def task_files(folder: Path) -> list[Path]:
@@ -29,96 +28,76 @@ def task_files(folder: Path) -> list[Path]:
     return [path for path in sources if path.is_file()]
 
 
-class Run:
-    """A run folder with the environment and the tasks that the run had. prefix: the beginning of
-    the trajectories' ids.
-
-    Raises FileNotFoundError or ValueError if the folder is not a search run. ``trajectories`` may
-    be called once: it closes the journal.
-    """
-
-    def __init__(self, folder: Path, split: str, prefix: str = ""):
-        self.folder, self.split, self.name = folder, split, f"{prefix}{folder.name}"
-        process = judged.process(folder)
-        environment = registry.load(process.environment, process.options)
-        if not isinstance(environment, SearchQA):
-            raise ValueError(
-                f"{folder} is a run of {process.environment!r}: expected one of search_qa"
-            )
-        self.environment, self.budget = environment, process.scheduler.budget
-        tasks, _ = load_tasks(process.train if split == "train" else process.heldout)
-        self.tasks = {task.id: task for task in tasks}
-        self.journal = Journal(folder / "journal.sqlite", readonly=True)
-
-    def trajectories(self) -> tuple[list[Trajectory[Step]], Counter[str]]:
-        """Return the chosen trajectories of every closed tree, and the counts of skipped ones by
-        reason."""
-        collected, skipped = [], Counter[str]()
-        for row in self.journal.trees("split=?", self.split):
-            task = self.tasks.get(row.task)
-            if row.status not in ("closed", "replaced"):
-                skipped[f"the tree is {row.status}"] += 1
-            elif task is None:
-                skipped["its question is not in the run's task file"] += 1
-            else:
-                tree = self.journal.tree(row)
-                for number in sorted(
-                    {node.trajectory for node in tree.nodes.values() if node.kind == "action"}
-                ):
-                    trajectory = self._one(tree, number, task)
-                    if isinstance(trajectory, str):
-                        skipped[trajectory] += 1
-                    else:
-                        collected.append(trajectory)
-        self.journal.close()
-        return collected, skipped
-
-    def _one(self, tree: Tree, number: int, task: Task) -> Trajectory[Step] | str:
-        actions = tree.actions(number)
-        if len(actions) < 2:
-            return "it has one turn only: there is nothing to judge"
-        outcome = actions[-1].scores.get("outcome")
-        if outcome is None:
-            return "its last turn has no outcome"
-        turns = [
-            judged.turn(self.environment, tree, node, task, self.budget) for node in actions[:-1]
-        ]
-        if any(turn.observation is None for turn in turns):
-            return "a turn has no observation"
-        return Trajectory(
-            id=f"{self.name}-{tree.id}-{number}",
-            data_source=task.source,
-            question=task.question,
-            golden_answers=task.golds,
-            outcome=1 if outcome >= 1 else 0,
-            steps=[recorded(turn) for turn in turns],
-            evidence=task.evidence,
-        )
-
-
 def collect(
-    folders: Sequence[Path], split: str, prefix: str = ""
-) -> tuple[list[Trajectory[Step]], Counter[str]]:
-    """Return the trajectories of several runs. Raises ValueError if two folders share a name, since
-    ids begin with ``prefix`` and name."""
-    names = [folder.resolve().name for folder in folders]
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ValueError(
-            f"two runs are called {twice[0]!r}, and ids begin with that name: rename one of the folders, or collect them one by one,"
-            " each with a --prefix of its own"
-        )
+    folder: Path, split: str, prefix: str = ""
+) -> tuple[list[Trajectory[RecordedStep]], Counter[str]]:
+    """Return the chosen trajectories of a run's closed trees, whose ids begin with ``prefix`` and
+    the folder's name, and the counts of skipped ones by reason.
+
+    Raises FileNotFoundError or ValueError if the folder is not a search run.
+    """
+    run = judged.process(folder)
+    environment = registry.load(run.environment, run.options)
+    if not isinstance(environment, SearchQA):
+        raise ValueError(f"{folder} is a run of {run.environment!r}: expected one of search_qa")
+    tasks = {
+        task.id: task for task in load_tasks(run.train if split == "train" else run.heldout)[0]
+    }
     collected, skipped = [], Counter[str]()
+    journal = Journal(folder / "journal.sqlite", readonly=True)
+    for row in journal.trees("split=?", split):
+        task = tasks.get(row.task)
+        if row.status not in ("closed", "replaced"):
+            skipped[f"the tree is {row.status}"] += 1
+        elif task is None:
+            skipped["its question is not in the run's task file"] += 1
+        else:
+            tree = journal.tree(row)
+            actions = [node for node in tree.nodes.values() if node.kind == "action"]
+            for number in sorted({node.trajectory for node in actions}):
+                actions = tree.actions(number)
+                outcome = actions[-1].scores.get("outcome")
+                turns = [
+                    judged.turn(environment, tree, node, task, run.scheduler.budget)
+                    for node in actions[:-1]
+                ]
+                if not turns:
+                    skipped["it has one turn only: there is nothing to judge"] += 1
+                elif outcome is None:
+                    skipped["its last turn has no outcome"] += 1
+                elif any(turn.observation is None for turn in turns):
+                    skipped["a turn has no observation"] += 1
+                else:
+                    name = f"{prefix}{folder.name}-{tree.id}-{number}"
+                    collected.append(
+                        Trajectory(
+                            id=name, data_source=task.source, question=task.question,
+                            golden_answers=task.golds, outcome=1 if outcome >= 1 else 0,
+                            steps=[recorded(turn) for turn in turns], evidence=task.evidence,
+                        )
+                    )  # fmt: skip
+    journal.close()
+    return collected, skipped
+
+
+def collect_all(
+    folders: Sequence[Path], split: str, prefix: str = ""
+) -> tuple[list[Trajectory[RecordedStep]], Counter[str]]:
+    """``collect`` several runs. Raises ValueError if two folders share a name, because ids begin
+    with it."""
+    if twice := repeated([folder.resolve().name for folder in folders]):
+        remedy = "rename one of the folders, or collect them one by one, each with a --prefix"
+        raise ValueError(f"two runs are called {twice!r}, with which ids begin: {remedy}")
+    trajectories, skipped = [], Counter[str]()
     for folder in folders:
         try:
-            trajectories, without = Run(folder.resolve(), split, prefix).trajectories()
+            found, without = collect(folder.resolve(), split, prefix)
         except (sqlite3.Error, msgspec.DecodeError) as error:
-            raise ValueError(
-                f"{folder / 'journal.sqlite'} is no journal of a run ({error}): leave it out"
-            ) from None
-        collected += trajectories
+            problem = f"{folder / 'journal.sqlite'} is no journal of a run ({error})"
+            raise ValueError(f"{problem}: leave it out") from None
+        trajectories += found
         skipped += without
-    if not collected:
-        raise ValueError(
-            f"no trajectory of split {split!r} could be used; skipped: {dict(skipped)}"
-        )
-    return collected, skipped
+    if not trajectories:
+        unused = f"no trajectory of split {split!r} could be used"
+        raise ValueError(f"{unused}; skipped: {dict(skipped)}")
+    return trajectories, skipped

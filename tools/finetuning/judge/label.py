@@ -12,7 +12,7 @@ import msgspec
 from coppice.judges.pprm import messages, parse_final_score, read_templates
 from coppice.tools.evaluating.judge_bench import record
 from coppice.tools.evaluating.judge_bench.judging import Answers, JudgeSpec
-from coppice.tools.evaluating.judge_bench.record import Labelled, Step, Trajectory, copied
+from coppice.tools.evaluating.judge_bench.record import Labelled, RecordedStep, Trajectory, copied
 
 MOST_DIFFERENCE = 0.4
 """Two scores that differ by more than this are an anomaly (PPR, A.4)."""
@@ -20,7 +20,7 @@ _ROUNDING = 1e-9
 _SCORES = re.compile(r"(?:Scores:)?\s*<final_score>.*", re.DOTALL)
 
 
-class Settings(msgspec.Struct, frozen=True):
+class LabelSettings(msgspec.Struct, frozen=True):
     """The settings that must not change when an interrupted labelling goes on."""
 
     trajectories: str
@@ -79,7 +79,7 @@ def two_lines(text: str, pair: tuple[int, int] | None = None) -> str:
 
 
 def labelled(
-    trajectories: Sequence[Trajectory[Step]],
+    trajectories: Sequence[Trajectory[RecordedStep]],
     answers: Answers,
     a: str,
     b: str,
@@ -93,7 +93,7 @@ def labelled(
     """
     counts = Counter[str]()
 
-    def label(name: str, step: Step) -> Labelled | None:
+    def label(name: str, step: RecordedStep) -> Labelled | None:
         one, two = (answers.found.get((judge, name)) for judge in (a, b))
         if one is None or two is None:
             counts["not judged"] += 1
@@ -106,9 +106,8 @@ def labelled(
             target = two_lines(one.text) or two_lines(two.text)
             counts["labelled, without a judgement to learn"] += not target
             scores = {"score_a": one.score, "score_b": two.score}
-            return copied(
-                step, Labelled, **scores, score=(one.score + two.score) / 2, target=target
-            )
+            mean = (one.score + two.score) / 2
+            return copied(step, Labelled, **scores, score=mean, target=target)
         return None
 
     return _each_step(trajectories, label, counts), +counts
@@ -116,7 +115,7 @@ def labelled(
 
 def _each_step(
     records: Sequence[Trajectory],
-    change: Callable[[str, Step], Labelled | None],
+    change: Callable[[str, RecordedStep], Labelled | None],
     counts: Counter[str],
 ) -> list[Trajectory[Labelled]]:
     """Change every step, or drop it for None. Trajectories without steps are counted and left out."""
@@ -159,19 +158,16 @@ def read_corrections(path: Path, written: Sequence[Review]) -> dict[str, Correct
         place, text = f"{path}:{number}:", row.correction.strip()
         pair = parse_final_score(f"<final_score>{text}</final_score>") if "<" not in text else None
         if row.id not in by_id:
-            raise ValueError(
-                f"{place} no step {row.id!r} in the labelled file: expected ids as coppice sft label wrote them"
-            )
+            expected = "expected ids as coppice sft label wrote them"
+            raise ValueError(f"{place} no step {row.id!r} in the labelled file: {expected}")
         if changed := [key for key in _SHOWN if getattr(row, key) != getattr(by_id[row.id], key)]:
-            raise ValueError(
-                f"{place} {changed[0]} of {row.id!r} was edited, which has no effect: edit the correction alone"
-            )
+            useless = f"{changed[0]} of {row.id!r} was edited, which has no effect"
+            raise ValueError(f"{place} {useless}: edit the correction alone")
         if row.id in seen:
             raise ValueError(f"{place} the step {row.id!r} comes a second time")
         if text and text != "drop" and pair is None:
-            raise ValueError(
-                f'{place} correction {row.correction!r}: expected "S,M" (whole numbers, 0 <= S <= M, M > 0), "drop" or ""'
-            )
+            expected = 'expected "S,M" (whole numbers, 0 <= S <= M, M > 0), "drop" or ""'
+            raise ValueError(f"{place} correction {row.correction!r}: {expected}")
         seen.add(row.id)
         if text:
             corrections[row.id] = pair

@@ -1,0 +1,219 @@
+"""What each architecture can do, as docs/models.md promises: tiny random models train on forests,
+are published under the names of their folders and are sampled from, or are refused at load."""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import (
+    AutoModelForCausalLM,
+    CohereConfig,
+    DeepseekV3Config,
+    FalconConfig,
+    FalconH1Config,
+    Gemma2Config,
+    Glm4Config,
+    Glm4MoeConfig,
+    GPT2Config,
+    GPTNeoXConfig,
+    GptOssConfig,
+    GraniteConfig,
+    GraniteMoeConfig,
+    GraniteMoeHybridConfig,
+    Lfm2Config,
+    LlamaConfig,
+    MiniMaxConfig,
+    MistralConfig,
+    MixtralConfig,
+    NemotronHConfig,
+    Olmo2Config,
+    Olmo3Config,
+    OlmoeConfig,
+    OlmoHybridConfig,
+    Phi3Config,
+    Qwen2Config,
+    Qwen2MoeConfig,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+    Qwen3NextConfig,
+    SeedOssConfig,
+    SmolLM3Config,
+)
+
+from coppice.actors.config import ActorsConfig
+from coppice.actors.engines import weights
+from coppice.actors.engines.local import LocalEngine
+from coppice.learner.config import LearnerConfig, LoraConfig
+from coppice.learner.forest.selfcheck import PackingError, check
+from coppice.learner.forest.trees import Path as TokenPath
+from coppice.learner.model import model as model_module
+from coppice.learner.model.model import Policy
+from coppice.learner.model.publish import publish
+from coppice.learner.model.ranks import Ranks
+from coppice.wire.messages import GenerateRequest, Sampling
+from tests import tiny
+from tests.learner.forests import forest
+from tests.tiny import SHAPE
+
+SLIDING = ["sliding_attention", "full_attention"]
+MOE = {**SHAPE, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+ROUTED = {
+    **SHAPE, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+    "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+}  # fmt: skip
+DELTA = {
+    "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8, "layer_types": ["linear_attention", "full_attention"],
+}  # fmt: skip
+OLD = {
+    "vocab_size": 260, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4
+}  # fmt: skip
+LATENT = {
+    "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8, "v_head_dim": 8,
+}  # fmt: skip
+SHARED = {"shared_expert_intermediate_size": 32}
+CONFIGS: dict[str, Any] = {
+    "llama": LlamaConfig(**SHAPE),
+    "mistral": MistralConfig(**SHAPE),
+    "qwen2": Qwen2Config(**SHAPE),
+    "qwen3": Qwen3Config(**SHAPE, head_dim=8),
+    "smollm3": SmolLM3Config(**SHAPE),
+    "phi3": Phi3Config(**SHAPE),
+    "olmo2": Olmo2Config(**SHAPE),
+    "olmo3": Olmo3Config(**SHAPE, layer_types=SLIDING, sliding_window=6),
+    "glm4": Glm4Config(**SHAPE, head_dim=8),
+    "granite": GraniteConfig(**SHAPE),
+    "seed_oss": SeedOssConfig(**SHAPE, head_dim=8, residual_dropout=0.1),
+    "gemma3_text": tiny.config("gemma3"),
+    "gpt_neox": GPTNeoXConfig(**OLD, intermediate_size=64),
+    "qwen2_moe": Qwen2MoeConfig(**MOE, **SHARED),
+    "qwen3_moe": Qwen3MoeConfig(**MOE, head_dim=8),
+    "mixtral": MixtralConfig(**SHAPE, num_local_experts=4),
+    "olmoe": OlmoeConfig(**SHAPE, num_experts=4, num_experts_per_tok=2),
+    "granitemoe": GraniteMoeConfig(**SHAPE, num_local_experts=4),
+    "glm4_moe": Glm4MoeConfig(**ROUTED, head_dim=8),
+    "deepseek_v3": DeepseekV3Config(**(ROUTED | LATENT)),
+    "qwen3_next": Qwen3NextConfig(**MOE, **SHARED, **DELTA, head_dim=8),
+    "qwen3_5_text": Qwen3_5TextConfig(**SHAPE, **DELTA, head_dim=8),
+    "qwen3_5_moe_text": Qwen3_5MoeTextConfig(**MOE, **SHARED, **DELTA, head_dim=8),
+    "olmo_hybrid": OlmoHybridConfig(**SHAPE),
+    "minimax": MiniMaxConfig(**SHAPE, num_local_experts=4, head_dim=8),
+    "lfm2": Lfm2Config(**SHAPE, layer_types=["conv", "full_attention"]),
+    "falcon_h1": FalconH1Config(
+        **SHAPE, mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, mamba_d_state=8
+    ),
+    "granitemoehybrid": GraniteMoeHybridConfig(
+        **SHAPE, layer_types=["mamba", "attention"], mamba_n_heads=8, mamba_d_state=8,
+        num_local_experts=0, shared_intermediate_size=64,
+    ),
+    "nemotron_h": NemotronHConfig(**SHAPE, hybrid_override_pattern="M*"),
+    "gpt_oss": GptOssConfig(**SHAPE, head_dim=8, num_local_experts=4, num_experts_per_tok=2),
+    "gemma2": Gemma2Config(**SHAPE, head_dim=8),
+    "cohere": CohereConfig(**SHAPE),
+    "falcon": FalconConfig(**OLD),
+    "gpt2": GPT2Config(vocab_size=260, n_embd=32, n_layer=2, n_head=4, bos_token_id=256),
+}  # fmt: skip
+PAGE = (Path(__file__).parent.parent.parent / "docs" / "models.md").read_text()
+ROWS = {
+    name: cells
+    for name, *cells in re.findall(r"^\| `(\w+)` \| (.+) \| (.+) \| (.+) \|$", PAGE, re.M)
+}
+"""For each architecture: what becomes of whole weights, of LoRA, and of the embedded engine."""
+
+
+def made(folder: Path, kind: str) -> Path:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIGS[kind], dtype=torch.float32)
+    model.save_pretrained(folder)
+    tiny.save_words(folder)
+    return folder
+
+
+def policy(folder: Path, rank: int = 0) -> Policy:
+    config = LearnerConfig(dtype="float32", lora=LoraConfig(rank))
+    return Policy(str(folder), config, 1.0, Ranks(60))
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.inference_mode():
+        return model(torch.arange(12)[None]).logits
+
+
+@contextmanager
+def promised(cell: str) -> Iterator[None]:
+    """Expect what a cell of the page says: "yes", or a word of the refusal."""
+    if cell == "yes":
+        yield
+    else:
+        with pytest.raises(ValueError, match=cell):
+            yield
+
+
+def test_the_page_has_a_row_for_each_architecture() -> None:
+    assert ROWS.keys() == CONFIGS.keys()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 4])
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_it_trains_on_forests_and_is_published_as_its_folder_is_or_is_refused(
+    tmp_path: Path, kind: str, rank: int
+) -> None:
+    folder = made(tmp_path / "model", kind)
+    with promised(ROWS[kind][1 if rank else 0]):
+        trained = policy(folder, rank)
+        assert check(trained, forest(3, trees=1, steps=1))
+        with torch.no_grad():
+            for parameter in trained.trained().values():
+                parameter.add_(0.05 * torch.randn_like(parameter))
+        published = publish(trained, 1, tmp_path / "run", keep=2)
+        kind_of_weights, path = weights.verified_file(Path(published.path), published.digest)
+        if rank == 0:
+            names = [
+                set(safe_open(file, framework="pt").keys())
+                for file in (path, folder / "model.safetensors")
+            ]
+            assert names[0] <= names[1]
+        loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        before = logits(loaded)
+        weights.apply(loaded, folder, kind_of_weights, path)
+        torch.testing.assert_close(logits(loaded), logits(trained.model), atol=1e-4, rtol=1e-4)
+        assert (logits(loaded) - before).abs().max() > 0.01
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", CONFIGS)
+async def test_the_embedded_engine_samples_from_it_or_refuses_it(tmp_path: Path, kind: str) -> None:
+    folder = made(tmp_path, kind)
+    with promised(ROWS[kind][2]):
+        engine = LocalEngine(str(folder), ActorsConfig(dtype="float32", max_context=64))
+        await engine.start()
+        prompt = np.arange(12, dtype=np.int32)
+        result = await engine.generate(GenerateRequest(prompt, 2, Sampling(8, seed=3)))
+        await engine.close()
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        for sample in result.samples:
+            whole = torch.tensor(np.concatenate([prompt, sample.tokens]), dtype=torch.long)[None]
+            with torch.inference_mode():
+                rows = model(whole).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+            expected = rows.gather(1, whole[0, len(prompt) :, None])[:, 0].numpy()
+            np.testing.assert_allclose(sample.logprobs, expected, atol=5e-5)
+
+
+def test_the_check_finds_a_state_that_leaks_between_paths_that_share_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_module, "check_layers", lambda *_: None)
+    leaking = policy(made(tmp_path, "lfm2"))
+    paths = [TokenPath([10 * i + j for j in range(9)], 4) for i in range(6)]
+    with pytest.raises(PackingError, match="log-probabilities"):
+        check(leaking, paths)
